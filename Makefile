@@ -1,0 +1,48 @@
+# Every target sets up what it needs: on a fresh machine `make demo` and `make test` are the only commands.
+# `make TARGET PYTHON=python3` uses that interpreter as it is, without a virtual environment or a network.
+
+VENV   := .venv
+PYTHON ?= $(VENV)/bin/python
+# Arguments of pytest: make test ARGS="tests/test_mesh.py -x"
+ARGS   ?=
+
+READY  := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/.installed)
+
+# Ranks share the cores: one thread each. The examples and the tests are imported from here.
+export OMP_NUM_THREADS ?= 1
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.PHONY: help demo test check lint types gpu clean
+.DEFAULT_GOAL := help
+
+help:  ## Show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-7s %s\n", $$1, $$2}'
+
+demo: $(READY)  ## Train a Vision Transformer on handwritten digits, pipeline 2 x data 2, on the CPU
+	$(PYTHON) -m lightning_hybrid fit --config configs/vit_pipeline.yaml
+
+test: $(READY)  ## Run the tests
+	$(PYTHON) -m pytest $(ARGS)
+
+check: lint types test  ## Run everything that a change must pass
+
+lint: $(READY)  ## Check style and formatting
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+types: $(READY)  ## Check types
+	$(PYTHON) -m mypy
+
+gpu: $(READY)  ## Run the GPU tests and the benchmark of the whole strategy
+	$(PYTHON) -m pytest -rs tests/gpu
+	mkdir -p benchmarks/results
+	$(PYTHON) -m benchmarks.strategy --output benchmarks/results
+
+clean:  ## Remove everything that these targets made
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache lightning_logs checkpoints
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[dev,examples]"
+	touch $@
