@@ -1,0 +1,172 @@
+"""Which layers belong to which stage: integers in, integers out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+__all__ = ["balanced", "explicit", "partition", "uniform"]
+
+
+def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: int) -> list[range]:
+    """Cut a row of layers into stages.
+
+    Args:
+        method: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the lightest possible heaviest
+            stage, or the number of layers of each stage.
+        weights: The weight of each layer, for ``"parameters"`` its number of parameters; the other methods only count
+            the layers.
+        num_stages: Number of stages, over all ranks and their chunks. Stage ``s`` lives on rank ``s % num_ranks``.
+
+    Returns:
+        The layers of each stage, in order; each has at least one layer.
+
+    Raises:
+        ValueError: If there is no such method, there are fewer layers than stages, or the given layers do not fit.
+        TypeError: If a weight or a number of layers is not an integer.
+
+    Example:
+        >>> partition("uniform", weights=[1, 1, 1, 1, 8], num_stages=2)
+        [range(0, 2), range(2, 5)]
+        >>> partition("parameters", weights=[1, 1, 1, 1, 8], num_stages=2)
+        [range(0, 4), range(4, 5)]
+    """
+    if method == "uniform":
+        return uniform(len(weights), num_stages)
+    if method == "parameters":
+        return balanced(weights, num_stages)
+    if not isinstance(method, (list, tuple)):
+        raise ValueError(
+            f"there is no partition {method!r}; choose 'uniform', 'parameters', or a list with the number of layers of "
+            "each stage"
+        )
+    return explicit(method, len(weights), num_stages)
+
+
+def uniform(num_layers: int, num_stages: int) -> list[range]:
+    """Equally many layers per stage; what is left over goes to the later stages, one layer each.
+
+    Later stages keep fewer activations alive, so they can carry the additional layer.
+
+    Raises:
+        ValueError: If there are fewer layers than stages.
+    """
+    _check_sizes(num_layers, num_stages)
+    share, remainder = divmod(num_layers, num_stages)
+    return _ranges([share + (stage >= num_stages - remainder) for stage in range(num_stages)])
+
+
+def explicit(layers_per_stage: Sequence[int], num_layers: int, num_stages: int) -> list[range]:
+    """The given number of layers for each stage.
+
+    Raises:
+        ValueError: If there is not one number for each stage, one is below 1, or they do not sum to ``num_layers``.
+        TypeError: If a number of layers is not an integer.
+    """
+    counts = list(layers_per_stage)
+    _check_sizes(num_layers, num_stages)
+    _check_integers("number of layers", counts, at_least=1)
+    if len(counts) != num_stages:
+        raise ValueError(
+            f"partition {counts} has {len(counts)} stages, but pipeline_parallel_size * num_chunks is {num_stages}; "
+            "give one number of layers for each stage"
+        )
+    if sum(counts) != num_layers:
+        raise ValueError(
+            f"partition {counts} has {sum(counts)} layers, but the body has {num_layers}; "
+            f"change the numbers so that they sum to {num_layers}"
+        )
+    return _ranges(counts)
+
+
+def balanced(weights: Sequence[int], num_stages: int) -> list[range]:
+    """The partition whose heaviest stage is as light as possible, and which is otherwise as even as possible.
+
+    First the limit is found that the heaviest stage cannot get below. Of all partitions that keep to it, the one with
+    the smallest sum of squared stage weights is taken; of several, the one with the smallest sum of squared numbers of
+    layers, which spreads layers without parameters; and then the one with fewer layers on earlier stages, as in
+    :func:`uniform`.
+
+    Raises:
+        ValueError: If there are fewer layers than stages, or a weight is negative.
+        TypeError: If a weight is not an integer.
+    """
+    weights = list(weights)
+    _check_sizes(len(weights), num_stages)
+    _check_integers("weight", weights, at_least=0)
+    return _most_even(weights, num_stages, _lightest_limit(weights, num_stages))
+
+
+def _lightest_limit(weights: Sequence[int], num_stages: int) -> int:
+    """The smallest possible weight of the heaviest stage, by bisection over the integers."""
+    low, high = max(weights), sum(weights)
+    while low < high:
+        middle = (low + high) // 2
+        if _stages_needed(weights, middle) <= num_stages:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _stages_needed(weights: Sequence[int], limit: int) -> int:
+    """How many stages it takes if none may be heavier than ``limit``; each is filled as far as it goes."""
+    num_stages, load = 1, 0
+    for weight in weights:
+        load += weight
+        if load > limit:
+            num_stages, load = num_stages + 1, weight
+    return num_stages
+
+
+def _most_even(weights: Sequence[int], num_stages: int, limit: int) -> list[range]:
+    """Dynamic programming over (stages that remain, first layer of these), from the last stage to the first."""
+    num_layers = len(weights)
+    prefix = [0, *accumulate(weights)]
+    # costs[first]: squared weights and squared counts of the best way to cut what begins at layer first, if any
+    costs: list[tuple[int, int] | None] = [*[None] * num_layers, (0, 0)]
+    ends: list[list[int]] = []  # ends[-1 - stage][first]: where the stage that begins at first ends, for the best way
+    for stage in reversed(range(num_stages)):
+        next_costs: list[tuple[int, int] | None] = [None] * (num_layers + 1)
+        next_ends = [0] * (num_layers + 1)
+        for first in range(stage, num_layers):
+            for end in range(first + 1, num_layers + 1):
+                load = prefix[end] - prefix[first]
+                if load > limit:
+                    break
+                rest = costs[end]
+                if rest is None:
+                    continue
+                cost = rest[0] + load**2, rest[1] + (end - first) ** 2
+                best = next_costs[first]
+                if best is None or cost < best:
+                    next_costs[first], next_ends[first] = cost, end
+        costs = next_costs
+        ends.append(next_ends)
+    bounds = [0]
+    for end_of in reversed(ends):
+        bounds.append(end_of[bounds[-1]])
+    assert bounds[-1] == num_layers
+    return [range(first, end) for first, end in pairwise(bounds)]
+
+
+def _ranges(counts: Sequence[int]) -> list[range]:
+    return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
+
+
+def _check_sizes(num_layers: int, num_stages: int) -> None:
+    if num_stages < 1:
+        raise ValueError(f"the number of stages is {num_stages}, but there must be at least 1")
+    if num_layers < num_stages:
+        raise ValueError(
+            f"{num_layers} layers cannot be cut into {num_stages} stages, each needs at least one layer; choose "
+            f"pipeline_parallel_size and num_chunks so that their product is at most {num_layers}"
+        )
+
+
+def _check_integers(what: str, values: Sequence[int], at_least: int) -> None:
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"a {what} must be an integer, but {value!r} is a {type(value).__name__} (in {values})")
+        if value < at_least:
+            raise ValueError(f"a {what} must be at least {at_least}, but {value} is not (in {values})")

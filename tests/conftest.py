@@ -1,0 +1,75 @@
+"""Fixtures of all tests: live ranks, and a clean slate for every test."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported anywhere: ranks share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.pool import Pools
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """The session's live ranks."""
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def ranks(pools: Pools) -> Pools:
+    """``ranks(4).run(function, *args)`` runs a module-level function on 4 live ranks and returns results by rank.
+
+    Each run has a gloo default group of exactly these ranks. ``ranks(4, lightning=True)`` has none: there a `Trainer`
+    finds the variables that ``torchrun`` sets, and initialises the group itself.
+    """
+    return pools
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _environment_restored() -> Iterator[None]:
+    """A Trainer writes MASTER_PORT, PL_GLOBAL_SEED, ...: the next test must not read them."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _flags_restored() -> Iterator[None]:
+    """Flags of torch that a Trainer or a test sets."""
+    dtype = torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    benchmark, cudnn_deterministic = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+    yield
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, cudnn_deterministic
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with ranks are `distributed`; tests for a GPU are skipped, with a reason, where there is none."""
+    has_gpu = torch.cuda.is_available()
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.distributed)
+        if item.get_closest_marker("gpu") and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
