@@ -1,0 +1,281 @@
+"""Running one rank's actions on its stages: one loop, one handler per action."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lightning_hybrid.p2p import Channel, Receipt, Sent
+from lightning_hybrid.pytree import TreeSpec, flatten
+from lightning_hybrid.schedule import Action, ChannelKey, Kind, Schedule
+from lightning_hybrid.stage import Compute, Stage
+
+__all__ = ["Engine"]
+
+# Sends under way in a schedule without proofs (forward only). Waiting for the oldest cannot wait in a circle: the lists
+# of a schedule would not even if every send blocked.
+_WINDOW = 4
+# Schedules remembered: few are in use at a time (training, evaluation, ragged last batches).
+_MAX_PROGRAMS = 64
+
+Tray = dict[int, "Receipt | tuple[list[Any], TreeSpec | None]"]
+"""Messages that wait to be taken, by microbatch."""
+
+
+def _nothing(_: Any) -> None:
+    """The callback of someone who does not want to know."""
+
+
+class Engine:
+    """Runs the actions of one pipeline rank, in the order of the schedule and no other.
+
+    Every stage has four trays, and every action takes a message from one and puts one into another::
+
+        RECV_F --> inputs -----------> F --> outputs -----------> SEND_F
+        SEND_B <-- input gradients <-- B <-- output gradients <-- RECV_B
+
+    Neighbouring stages on one rank share the trays between them, so nothing is sent or copied there. ``RECV`` only
+    posts a receive: it puts a receipt into the tray, and whoever takes it waits for the message. ``SEND`` does not wait
+    either. It is over when the schedule proves it: a gradient that has arrived proves that the activation was received.
+    What is left at the end of a run is waited for at the start of the next, so no step ends with a stall.
+
+    An exception of ``compute`` or of the transport is not caught: :attr:`position` tells what was going on, and the
+    engine is of no further use.
+
+    Args:
+        rank: Pipeline rank.
+        channels: The channels of which this rank is sender or receiver.
+        trace: Called with ``"2F0"``, ``"1SEND_F3"``, ... where that is done.
+    """
+
+    def __init__(
+        self, rank: int, channels: Mapping[ChannelKey, Channel], *, trace: Callable[[str], None] | None = None
+    ) -> None:
+        self.position: Action | None = None
+        self._rank = rank
+        self._channels = dict(channels)
+        self._connected = False
+        self._trace = _nothing if trace is None else trace
+        self._sent: dict[str, Sent] = {}
+        # By identity: the hash of a schedule is that of all its actions. Holding the schedule keeps its id its own.
+        self._programs: dict[int, tuple[Schedule, list[_Step]]] = {}
+
+    def run(
+        self,
+        schedule: Schedule,
+        compute: Compute,
+        keys: Sequence[Hashable],
+        *,
+        last_backward_begins: Callable[[int], None] = _nothing,
+        last_backward_ends: Callable[[int], None] = _nothing,
+    ) -> list[Any]:
+        """Run this rank's part of a schedule.
+
+        Args:
+            schedule: What to do.
+            compute: ``compute(stage, microbatch, inputs)`` runs the layers of a stage on a tree (``None`` on the first
+                stage) and returns a tree; on the last stage of a schedule with backward the loss, a scalar that is
+                already scaled.
+            keys: Signature of each microbatch, the same on all ranks: microbatches with equal keys have equal shapes,
+                dtypes and plain values at every stage boundary.
+            last_backward_begins: Called with a stage just before its last backward of this run.
+            last_backward_ends: Called with a stage just after its last backward of this run.
+
+        Returns:
+            The outputs of the last stage by microbatch, if the schedule is forward only and this rank owns that stage;
+            otherwise an empty list.
+
+        Raises:
+            ValueError: If there is not one key per microbatch, a channel is missing, or a message differs from the
+                first one with its key.
+        """
+        if len(keys) != schedule.num_microbatches:
+            raise ValueError(f"got {len(keys)} keys for a schedule of {schedule.num_microbatches} microbatches")
+        steps = self._program(schedule)
+        self._connect()
+        self.retire()
+        run = _Run(compute, keys, last_backward_begins, last_backward_ends, {})
+        for step in steps:
+            self.position = step.action
+            step.handler(self, step, run)
+        self.position = None
+        return [run.results[microbatch] for microbatch in sorted(run.results)]
+
+    def retire(self) -> None:
+        """Wait for every send that is under way."""
+        for sent in self._sent.values():
+            sent.wait()
+        self._sent.clear()
+
+    # One handler per action.
+
+    def _forward(self, step: _Step, run: _Run) -> None:
+        message = self._take(step)
+        self._trace(step.name)
+        step.puts_into[step.microbatch] = step.stage.forward(run.compute, step.microbatch, message)
+
+    def _forward_loss(self, step: _Step, run: _Run) -> None:
+        message = self._take(step)
+        self._trace(step.name)
+        step.stage.forward_loss(run.compute, step.microbatch, message)
+
+    def _evaluate(self, step: _Step, run: _Run) -> None:
+        message = self._take(step)
+        self._trace(step.name)
+        step.puts_into[step.microbatch] = flatten(step.stage.evaluate(run.compute, step.microbatch, message))
+
+    def _evaluate_last(self, step: _Step, run: _Run) -> None:
+        message = self._take(step)
+        self._trace(step.name)
+        run.results[step.microbatch] = step.stage.evaluate(run.compute, step.microbatch, message)
+
+    def _backward(self, step: _Step, run: _Run) -> None:
+        message = self._take(step)
+        self._trace(step.name)
+        gradients = step.stage.backward(step.microbatch, None if message is None else message[0])
+        if step.stage.index > 0:
+            step.puts_into[step.microbatch] = gradients, None
+
+    def _last_backward(self, step: _Step, run: _Run) -> None:
+        run.last_backward_begins(step.stage.index)
+        self._backward(step, run)
+        run.last_backward_ends(step.stage.index)
+
+    def _send(self, step: _Step, run: _Run) -> None:
+        leaves, spec = self._take(step)
+        self._trace(step.name)
+        self._sent[step.name] = step.channel.send((step.boundary, run.keys[step.microbatch]), leaves, spec)
+
+    def _send_in_window(self, step: _Step, run: _Run) -> None:
+        self._send(step, run)
+        if len(self._sent) > _WINDOW:
+            self._sent.pop(next(iter(self._sent))).wait()
+
+    def _receive(self, step: _Step, run: _Run) -> None:
+        self._trace(step.name)
+        step.puts_into[step.microbatch] = step.channel.post((step.boundary, run.keys[step.microbatch]))
+
+    def _take(self, step: _Step) -> Any:
+        """The message that an action works on; ``None`` at the ends of the model."""
+        message = None if step.takes_from is None else step.takes_from.pop(step.microbatch)
+        if type(message) is Receipt:
+            message = message.wait()
+        for name in step.retired:
+            sent = self._sent.pop(name, None)
+            if sent is not None:  # it may have left the window already
+                sent.wait()
+        return message
+
+    # What is looked up once.
+
+    def _connect(self) -> None:
+        if not self._connected:
+            for key in sorted(self._channels):
+                self._channels[key].connect(sends=key[0] == self._rank)
+            self._connected = True
+
+    def _program(self, schedule: Schedule) -> list[_Step]:
+        known = self._programs.get(id(schedule))
+        if known is not None:
+            return known[1]
+        if len(self._programs) >= _MAX_PROGRAMS:
+            self._programs.clear()
+        steps = self._compile(schedule)
+        self._programs[id(schedule)] = schedule, steps
+        return steps
+
+    def _compile(self, schedule: Schedule) -> list[_Step]:
+        actions = schedule.actions[self._rank]
+        retired = schedule.retired[self._rank] if schedule.retired else [()] * len(actions)
+        last_backwards = {action.stage: action for action in actions if action.kind is Kind.B}
+        trays = _trays(schedule, self._rank)
+        stages = {stage: Stage(stage) for stage in range(self._rank, schedule.num_stages, schedule.num_ranks)}
+        steps = []
+        for action, proven in zip(actions, retired, strict=True):
+            takes_from, puts_into = trays[action.stage, action.kind]
+            channel = None if action.kind.is_compute else self._channel(schedule, action)
+            steps.append(
+                _Step(
+                    _handler(schedule, action, is_last_backward=last_backwards.get(action.stage) is action),
+                    action,
+                    str(action),
+                    stages[action.stage],
+                    action.microbatch,
+                    takes_from,
+                    puts_into,
+                    channel,
+                    action.stage - 1 if action.kind in (Kind.RECV_F, Kind.SEND_B) else action.stage,
+                    tuple(map(str, proven)),
+                )
+            )
+        return steps
+
+    def _channel(self, schedule: Schedule, action: Action) -> Channel:
+        key = schedule.channel(action)
+        if key not in self._channels:
+            raise ValueError(
+                f"the action {action} of schedule {schedule.name!r} needs the channel {key}, "
+                f"but rank {self._rank} has {sorted(self._channels) or 'none'}"
+            )
+        return self._channels[key]
+
+
+class _Run(NamedTuple):
+    """What the caller gave for one run, and what comes of it."""
+
+    compute: Compute
+    keys: Sequence[Hashable]
+    last_backward_begins: Callable[[int], None]
+    last_backward_ends: Callable[[int], None]
+    results: dict[int, Any]
+
+
+class _Step(NamedTuple):
+    """One action, with everything that it needs already looked up."""
+
+    handler: Callable[[Engine, _Step, _Run], None]
+    action: Action
+    name: str
+    stage: Stage
+    microbatch: int
+    takes_from: Tray | None
+    puts_into: Any  # Tray, or None where nothing comes out: the handlers know
+    channel: Any  # Channel, or None for F and B
+    boundary: int  # The stage before it: with several chunks, several boundaries share a channel.
+    retired: tuple[str, ...]
+
+
+def _trays(schedule: Schedule, rank: int) -> dict[tuple[int, Kind], tuple[Tray | None, Tray | None]]:
+    """Where each kind of action of each stage takes from and puts into (the drawing at :class:`Engine`)."""
+    trays: dict[tuple[int, Kind], tuple[Tray | None, Tray | None]] = {}
+    outputs: Tray | None = None
+    output_gradients: Tray | None = None
+    for stage in range(rank, schedule.num_stages, schedule.num_ranks):
+        is_first, is_last = stage == 0, stage == schedule.num_stages - 1
+        is_joined = schedule.num_ranks == 1 and not is_first  # to the stage before, on the same rank
+        inputs: Tray | None = None if is_first else outputs if is_joined else {}
+        input_gradients: Tray | None = None if is_first else output_gradients if is_joined else {}
+        outputs = None if is_last else {}
+        output_gradients = None if is_last else {}
+        trays |= {
+            (stage, Kind.RECV_F): (None, inputs),
+            (stage, Kind.F): (inputs, outputs),
+            (stage, Kind.SEND_F): (outputs, None),
+            (stage, Kind.RECV_B): (None, output_gradients),
+            (stage, Kind.B): (output_gradients, input_gradients),
+            (stage, Kind.SEND_B): (input_gradients, None),
+        }
+    return trays
+
+
+def _handler(schedule: Schedule, action: Action, *, is_last_backward: bool) -> Callable[[Engine, _Step, _Run], None]:
+    is_last_stage = action.stage == schedule.num_stages - 1
+    if action.kind is Kind.F and schedule.has_backward:
+        return Engine._forward_loss if is_last_stage else Engine._forward
+    if action.kind is Kind.F:
+        return Engine._evaluate_last if is_last_stage else Engine._evaluate
+    if action.kind is Kind.B:
+        return Engine._last_backward if is_last_backward else Engine._backward
+    if action.kind.is_send:
+        return Engine._send if schedule.has_backward else Engine._send_in_window
+    return Engine._receive
