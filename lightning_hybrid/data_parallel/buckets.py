@@ -1,0 +1,280 @@
+"""Gradients summed over a group once per optimizer step, in flat buckets that travel while backward still runs.
+
+The parameters p0 ... p5 of a model get their gradients in the order p5 ... p0, so buckets are filled from the end::
+
+    backward    g5  g4  g3  g2  g1  g0
+                 |   |   |   |   |   |
+    bucket 0   [g5  g4 | 1 1]  |   |   |     its last gradient has arrived: packed, scaled, `.grad` freed, and
+                       `- - - all-reduce - - - >         it travels while backward goes on
+    bucket 1             [g3  g2  g1 | 1 1 1]
+                                     `- - - - >  a bucket starts after the ones before it: one order on every rank
+    bucket 2                       [g0 | 1]
+
+The numbers behind the bar say which gradients this rank had; their sum tells a parameter that some rank used (the ranks
+without a gradient gave zeros) from one that no rank used (its gradient stays ``None``, as in one process).
+
+The idea of buckets that overlap with backward is from *PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training* (Li et al., 2020, https://arxiv.org/abs/2006.15704).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["GradientBuckets"]
+
+# The first bucket is small: the sooner something travels, the more of it hides behind backward.
+FIRST_BUCKET_BYTES = 2**20
+
+
+class GradientBuckets:
+    """The gradients of some parameters, summed over a group and multiplied by a factor, in place in ``.grad``.
+
+    One optimizer step is ``arm(); backward(); launch_rest(); finish()``. All of what earlier micro-batches left in
+    ``.grad`` takes part: a gradient is sent as it is after the armed backward, when it is final.
+
+    Every rank of the group passes the same parameters (shape, dtype, order, ``requires_grad``), may use other ones of
+    them than its peers, and ends with the same bits. Freezing and thawing parameters between steps is noticed.
+
+    Args:
+        parameters: The parameters in the order of the model; dense, of any dtypes and devices.
+        group: The ranks that hold a copy of each of them.
+        scale: What each gradient is multiplied by before it is summed; ``1 / group.size()`` gives the mean.
+        bucket_bytes: The size in bytes from which a bucket is complete.
+        overlap: Whether a bucket starts as soon as its last gradient is there, or all of them in :meth:`launch_rest`.
+
+    Example::
+
+        buckets = GradientBuckets(list(model.parameters()), group, scale=1 / group.size())
+        for microbatch in microbatches[:-1]:
+            loss(model, microbatch).backward()
+        buckets.arm()
+        loss(model, microbatches[-1]).backward()
+        buckets.launch_rest()
+        buckets.finish()
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: ProcessGroup,
+        *,
+        scale: float,
+        bucket_bytes: int = 25 * 2**20,
+        overlap: bool = True,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.group = group
+        self.scale = scale
+        self.bucket_bytes = bucket_bytes
+        self.overlap = overlap
+        self._buckets: list[_Bucket] = []
+        self._trainable: list[bool] = []
+        self._handles: list[RemovableHandle] = []
+        self._armed = False
+        self._num_launched = 0
+
+    def arm(self) -> None:
+        """Say that the next backward is the last one of this step: each gradient that it completes is final."""
+        assert self._num_launched == 0, "`finish()` comes before the next step's `arm()`"
+        self._divide()
+        self._armed = self.overlap
+
+    def launch_rest(self) -> None:
+        """Say that this backward is done: start what has not started; parameters without a gradient send zeros.
+
+        Right without :meth:`arm` too: everything starts here then.
+        """
+        if not self._armed:
+            self._divide()
+        self._armed = False
+        for bucket in self._buckets[self._num_launched :]:
+            self._launch(bucket)
+
+    def finish(self) -> None:
+        """Wait, and give every parameter its gradient: a view into its bucket, which lives as long as its views.
+
+        A parameter that no rank of the group used keeps the gradient ``None``. The host waits for the device only if
+        this rank lacked a gradient and must read whether another one had it.
+
+        Raises:
+            RuntimeError: If a parameter got another gradient after its bucket had started.
+        """
+        assert self._num_launched == len(self._buckets), "`launch_rest()` comes before `finish()`"
+        for bucket in self._buckets:
+            bucket.wait()
+        for bucket in self._buckets:
+            bucket.give_back()
+        self._num_launched = 0
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters; the next :meth:`arm` would put them on again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._trainable.clear()
+        self._buckets.clear()
+
+    def _divide(self) -> None:
+        """Divides the trainable parameters into buckets, unless this is the division in use."""
+        trainable = [parameter.requires_grad for parameter in self.parameters]
+        if trainable == self._trainable:
+            return
+        self.remove()
+        self._trainable = trainable
+        parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self._buckets = [_Bucket(members) for members in _assign(parameters, self.bucket_bytes)]
+        if self.overlap:
+            for bucket in self._buckets:
+                for index, parameter in enumerate(bucket.parameters):
+                    hook = partial(self._on_gradient, bucket, index)
+                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    self._handles.append(handle)
+
+    def _on_gradient(self, bucket: _Bucket, index: int, parameter: Tensor) -> None:
+        # Runs at every parameter in every backward of every micro-batch; only the last one counts.
+        if not self._armed:
+            return
+        if bucket.work is not None:
+            raise _too_late(parameter)
+        bucket.missing.discard(index)
+        # A complete bucket waits for the ones before it: collectives of a group have one order on all ranks, and with a
+        # graph that depends on the data, buckets are complete in any order.
+        while self._num_launched < len(self._buckets) and not self._buckets[self._num_launched].missing:
+            self._launch(self._buckets[self._num_launched])
+
+    def _launch(self, bucket: _Bucket) -> None:
+        bucket.launch(self.group, self.scale)
+        self._num_launched += 1
+
+
+class _Bucket:
+    """Some parameters of one dtype on one device, whose gradients travel as one flat tensor.
+
+    The tensor exists from :meth:`launch` to :meth:`give_back`: all elements of all gradients, then one number per
+    parameter that is not 0 where this rank has a gradient.
+
+    Args:
+        parameters: The parameters, in the order in which their gradients should arrive.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        # A gradient has the strides that autograd would give it (channels last, say): optimizers are faster that way.
+        self.strides = [torch.empty_like(parameter, device="meta").stride() for parameter in parameters]
+        self._clear()
+
+    def _clear(self) -> None:
+        self.missing = set(range(len(self.parameters)))
+        self.flat: Tensor | None = None
+        self.work: Work | None = None
+
+    @torch.no_grad()
+    def launch(self, group: ProcessGroup, scale: float) -> None:
+        """Packs what is in ``.grad``, frees it, and starts the sum over the group.
+
+        One copy for all of a bucket: a copy per gradient would cost more time than it saves memory, as the peak, all
+        gradients and one bucket, is the same.
+
+        Args:
+            group: The ranks.
+            scale: The factor.
+
+        Raises:
+            TypeError: If a gradient has another dtype or device than its parameter.
+        """
+        first = self.parameters[0]
+        has_gradient = torch.ones(len(self.parameters), dtype=first.dtype, device=first.device)
+        self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.grad is None}
+        for index in self.missing:
+            has_gradient[index] = 0
+        pieces = [_flatten(*member) for member in zip(self.parameters, self.strides, strict=True)]
+        self.flat = torch.cat([*pieces, has_gradient])
+        if scale != 1.0:
+            self.flat.mul_(scale)
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """Waits for the sum: the host on CPU, the current stream on CUDA."""
+        assert self.work is not None
+        self.work.wait()
+
+    def give_back(self) -> None:
+        """Makes views into the flat tensor the parameters' gradients, and forgets it."""
+        assert self.flat is not None
+        # Reading waits for the device, and nobody else's gradient matters to a rank that has all of them.
+        used = self.flat[-len(self.parameters) :].tolist() if self.missing else []
+        offset = 0
+        for index, (parameter, stride) in enumerate(zip(self.parameters, self.strides, strict=True)):
+            if parameter.grad is not None:
+                raise _too_late(parameter)
+            if index not in self.missing or used[index]:
+                parameter.grad = self.flat.as_strided(parameter.shape, stride, offset)
+            offset += parameter.numel()
+        self._clear()
+
+
+def _flatten(parameter: nn.Parameter, stride: tuple[int, ...]) -> Tensor:
+    """The elements of a parameter's gradient in the order of memory, as a view if possible; zeros if there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.numel())
+    if gradient.dtype != parameter.dtype or gradient.device != parameter.device:
+        raise TypeError(
+            f"The gradient of a parameter of shape {tuple(parameter.shape)} is {gradient.dtype} on {gradient.device},"
+            f" but the parameter is {parameter.dtype} on {parameter.device}. Averaging needs them to be alike; cast the"
+            " gradient in a hook of the parameter."
+        )
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()  # ranks use different rows of an embedding: only the dense sizes are equal
+    if gradient.stride() != stride:
+        gradient = torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(
+            gradient
+        )
+    return gradient.as_strided((gradient.numel(),), (1,))
+
+
+def _too_late(parameter: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"A parameter of shape {tuple(parameter.shape)} got a second gradient in one step after its bucket had begun to"
+        " travel to the other ranks. This happens with re-entrant checkpointing around a parameter that is used more"
+        " than once: pass `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`. Otherwise reduce it with"
+        " `overlap=False`."
+    )
+
+
+def _assign(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Divides parameters into buckets, in the order in which backward should complete them.
+
+    Args:
+        parameters: The parameters in the order of the model.
+        bucket_bytes: The size in bytes from which a bucket is complete.
+
+    Returns:
+        Buckets of one dtype and device each, and each in the reverse order of the model.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, nn.Parameter]]] = {}
+    for position, parameter in enumerate(reversed(parameters)):
+        kinds.setdefault((parameter.dtype, parameter.device), []).append((position, parameter))
+    buckets: list[tuple[int, list[nn.Parameter]]] = []
+    for members in kinds.values():
+        limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
+        bucket: list[nn.Parameter] = []
+        num_bytes = 0
+        for position, parameter in members:
+            bucket.append(parameter)
+            num_bytes += parameter.numel() * parameter.element_size()
+            if num_bytes >= limit or position == members[-1][0]:
+                buckets.append((position, bucket))
+                bucket, num_bytes, limit = [], 0, bucket_bytes
+    # A bucket is complete when its last member is.
+    return [bucket for _, bucket in sorted(buckets, key=lambda positioned: positioned[0])]

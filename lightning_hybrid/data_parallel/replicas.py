@@ -1,0 +1,65 @@
+"""Tensors made equal on all ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+__all__ = ["equalize"]
+
+CHUNK_BYTES = 25 * 2**20
+
+
+@torch.no_grad()
+def equalize(tensors: Iterable[Tensor], group: ProcessGroup, source: int = 0) -> None:
+    """Gives tensors the values that they have on one rank, in place.
+
+    Small tensors travel together, so a model takes a few collectives and 25 MiB of extra memory. Tensors on the meta
+    device hold no values and are passed over.
+
+    Args:
+        tensors: Dense tensors of any dtypes (also bool and integers) and shapes; the same ones, in the same order, on
+            every rank of the group.
+        group: The ranks to make equal.
+        source: The rank *in the group* that has the values.
+    """
+    if group.size() == 1:
+        return
+    for chunk in _chunks(tensor.detach() for tensor in tensors if not tensor.is_meta and tensor.numel() > 0):
+        if len(chunk) == 1 and chunk[0].is_contiguous():
+            _broadcast(chunk[0].view(-1), group, source)
+            continue
+        sizes = [tensor.numel() for tensor in chunk]
+        if group.rank() == source:
+            flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+            _broadcast(flat, group, source)
+            continue
+        flat = torch.empty(sum(sizes), dtype=chunk[0].dtype, device=chunk[0].device)
+        _broadcast(flat, group, source)
+        for tensor, values in zip(chunk, torch.split(flat, sizes), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+
+
+def _broadcast(flat: Tensor, group: ProcessGroup, source: int) -> None:
+    # As bytes: no backend knows every dtype (bool, complex, 8-bit floats).
+    dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
+
+
+def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Lists of tensors of one dtype on one device, each of at most ``CHUNK_BYTES`` or of one tensor."""
+    chunks: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        size = tensor.numel() * tensor.element_size()
+        if kind in chunks and sizes[kind] + size > CHUNK_BYTES:
+            yield chunks.pop(kind)
+        if kind not in chunks:
+            chunks[kind], sizes[kind] = [], 0
+        chunks[kind].append(tensor)
+        sizes[kind] += size
+    yield from chunks.values()
