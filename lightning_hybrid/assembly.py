@@ -1,0 +1,281 @@
+"""All that one rank is made of, from the settings: mesh, division of the module, pipeline, data, checkpoints."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_hybrid.checkpoint import WholeCheckpoint
+from lightning_hybrid.data import prepare_loader
+from lightning_hybrid.engine import Engine
+from lightning_hybrid.epoch import EpochBoundary
+from lightning_hybrid.evaluation import EvaluationStep
+from lightning_hybrid.exchange import broadcast_object
+from lightning_hybrid.failure import FailureBoard, close_groups
+from lightning_hybrid.gradients import Replication
+from lightning_hybrid.materialize import is_stand_in, put_stand_ins, refuse_call
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.partition import partition
+from lightning_hybrid.pipeline import Pipeline, make_channels
+from lightning_hybrid.placement import Placement
+from lightning_hybrid.random import RandomStreams
+from lightning_hybrid.refusals import agree
+from lightning_hybrid.schedule import build
+from lightning_hybrid.step import BodyCallError, body_call_text, find_body
+from lightning_hybrid.summary import batch_text, layout_text, stage_rows, stage_table
+from lightning_hybrid.timeline import simulate
+from lightning_hybrid.training import TrainingStep
+
+__all__ = ["Assembly", "Settings"]
+
+_RUNS = count()  # names the failure board of each set of process groups
+_TRANSFER = 4  # tells the random numbers of batch-transfer hooks from those of steps
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `HybridStrategy`, resolved, apart from the sizes of the axes."""
+
+    schedule: str
+    num_microbatches: int
+    num_chunks: int
+    partition: str | list[int]
+    body: str | None
+    broadcast_batches: bool
+    loss_reduction: str
+    dynamic_shapes: bool
+    rank_order: str
+    timeout: timedelta | None
+
+    def cut(self, data: int, tensor: int, pipeline: int) -> bool:
+        """Whether steps run in stages or micro-batches."""
+        return pipeline * self.num_chunks > 1 or self.num_microbatches > 1
+
+
+class Assembly:
+    """Makes and holds the parts of this rank.
+
+    Args:
+        settings: The settings.
+        sizes: (data, tensor, pipeline) parallel size.
+        device: The device of this process.
+
+    Attributes:
+        mesh: The ranks.
+        board: Where failures are written.
+        replication: What this rank has in common with others.
+        checkpoint: Collects and divides state.
+        training: Runs training batches; ``None`` if Lightning's own way is right, because nothing is cut.
+        evaluation: Runs evaluation batches, likewise.
+    """
+
+    def __init__(self, settings: Settings, sizes: tuple[int, int, int], device: torch.device) -> None:
+        self._settings = settings
+        self._device = device
+        self.is_cut = settings.cut(*sizes)
+        self.mesh = Mesh(*sizes, rank_order=settings.rank_order, device_type=device.type, timeout=settings.timeout)
+        world = dist.group.WORLD
+        assert world is not None
+        self.board = FailureBoard(world.get_group_store(), broadcast_object(str(next(_RUNS)), 0, world))
+        seed = broadcast_object(torch.initial_seed(), 0, world)
+        self._streams = RandomStreams(seed, self.mesh.data_rank, device)
+        if dist.get_backend() == "nccl":
+            self.board.watch(close_groups)
+        self._engine: Engine | None = None
+        self._module: LightningModule | None = None
+        self._divided: LightningModule | None = None
+        self._body: tuple[str, nn.Sequential] | None = None
+        self._pipeline: Pipeline | None = None
+        self._boundary: EpochBoundary | None = None
+        self._placement = Placement(None, (range(0),), 1)
+        self._evaluations = count()
+        self.training: TrainingStep | None = None
+        self.evaluation: EvaluationStep | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return self.mesh.pipeline_parallel_size * self._settings.num_chunks
+
+    # -- dividing the module -----------------------------------------------------------------------------------------
+
+    def attach(self, module: LightningModule) -> None:
+        """From here on this is the user's module."""
+        if module is not self._module:
+            self._module, self._divided = module, None
+        # Lightning's own sampler shuffles training data whether or not the user's loader does; ours keeps its order.
+        connector = module.trainer._accelerator_connector
+        self._divides_data = connector.use_distributed_sampler
+        connector.use_distributed_sampler = False
+
+    def divide(self) -> None:
+        """Put stand-ins for what other stages hold; once for each module.
+
+        Raises:
+            ValueError: If there is no body, or it has fewer layers than there are stages; on every rank.
+            TypeError: If the body cannot be divided; on every rank.
+        """
+        if self._divided is self._module or self.num_stages == 1:
+            return
+        module = self._module
+        assert module is not None
+        agree(self._plan)
+        assert self._body is not None
+        name, body = self._body
+        rank_zero_info(self.text())
+        put_stand_ins(module, self._placement, self.mesh.pipeline_rank)
+        text = body_call_text(name, "The step", 1)
+        for index, layer in enumerate(body):
+            if self.mesh.pipeline_rank not in self._placement.ranks_of(f"{name}.{index}" if name else str(index)):
+                refuse_call(layer, BodyCallError, text)
+        self._divided = module
+
+    def _plan(self) -> None:
+        """Find the body and say which stage gets which layers."""
+        assert self._module is not None
+        name, body = find_body(self._module, self._settings.body or getattr(self._module, "pipeline_body", None))
+        weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in body]
+        stages = partition(self._settings.partition, weights, self.num_stages)
+        placement = Placement(name, tuple(stages), self.mesh.pipeline_parallel_size)
+        own = [
+            tensor_name
+            for tensor_name, tensor in self._module.named_parameters()
+            if self.mesh.pipeline_rank in placement.ranks_of(tensor_name) and is_stand_in(tensor)
+        ]
+        if own:
+            raise ValueError(
+                f"{type(self._module).__name__} was divided for another layout before: {own[0]!r} has no values on the"
+                " rank that needs it now. Make a new module, and load a checkpoint into it."
+            )
+        self._body, self._placement = (name, body), placement
+
+    def text(self) -> str:
+        """The layout and the table of stages."""
+        settings, mesh = self._settings, self.mesh
+        schedule = build(settings.schedule, mesh.pipeline_parallel_size, settings.num_microbatches, settings.num_chunks)
+        layout = layout_text(
+            mesh.data_parallel_size,
+            mesh.tensor_parallel_size,
+            mesh.pipeline_parallel_size,
+            num_chunks=settings.num_chunks,
+            schedule=settings.schedule,
+            num_microbatches=settings.num_microbatches,
+            bubble=simulate(schedule).bubble,
+        )
+        if self._body is None:
+            return layout
+        rows = stage_rows(self._body[1], self._placement.stages, mesh.pipeline_parallel_size)
+        return f"{layout}\n{stage_table(rows, self._body[0])}"
+
+    # -- putting the parts together ------------------------------------------------------------------------------------
+
+    def assemble(self) -> None:
+        """Make the parts that need the module on its device; all ranks start with equal values."""
+        module = self._module
+        assert module is not None
+        settings = self._settings
+        self.replication = Replication(module, self._placement, self.mesh)
+        self.replication.equalize_start()
+        self.checkpoint = WholeCheckpoint(module, self._placement, self.mesh)
+        if not self.is_cut:
+            return
+        if self._engine is None:
+            channels = make_channels(
+                self.mesh, settings.num_chunks, self._device, dynamic_shapes=settings.dynamic_shapes
+            )
+            self._engine = Engine(self.mesh.pipeline_rank, channels)
+        self._pipeline = Pipeline(
+            module, self._body, self._placement, self.mesh, self._streams, self.board, self._device, self._engine
+        )
+        self.training = TrainingStep(
+            self._pipeline,
+            self.replication,
+            schedule=settings.schedule,
+            num_microbatches=settings.num_microbatches,
+            loss_reduction=settings.loss_reduction,
+        )
+        self.evaluation = EvaluationStep(
+            self._pipeline, settings.num_microbatches, dynamic_shapes=settings.dynamic_shapes
+        )
+
+    def install(self, trainer: Trainer) -> None:
+        """Take the places in the Trainer and the module that the pipeline needs during a run."""
+        if self._pipeline is None or self._module is None:
+            return
+        mesh = self.mesh
+        self._pipeline.metrics.install()
+        self._boundary = EpochBoundary(
+            self._module,
+            mesh.control_group,
+            source=(mesh.pipeline_parallel_size - 1) * mesh.tensor_parallel_size,
+            is_source=self._pipeline.exchange.is_source,
+            alone=mesh.data_parallel_size == 1,
+        )
+        self._boundary.install(trainer)
+        transfer = self._module._on_before_batch_transfer
+
+        @functools.wraps(transfer)
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            with self.transfer_stream():
+                return transfer(*args, **kwargs)
+
+        vars(self._module)["_on_before_batch_transfer"] = seeded
+
+    def remove(self, trainer: Trainer) -> None:
+        """Undo :meth:`install`, and take hooks off parameters."""
+        if self._pipeline is not None and self._boundary is not None and self._module is not None:
+            self._pipeline.metrics.remove()
+            self._boundary.remove(trainer)
+            self._boundary = None
+            vars(self._module).pop("_on_before_batch_transfer", None)
+            if not self.board.failed:
+                self._pipeline.engine.retire()
+        if hasattr(self, "replication"):
+            self.replication.remove()
+        trainer._accelerator_connector.use_distributed_sampler = self._divides_data
+
+    # -- data and random numbers -----------------------------------------------------------------------------------
+
+    def process_loader(self, loader: object, trainer: Trainer) -> object:
+        """A loader of this replica's samples that gives the same batches to all ranks of the model group."""
+        return prepare_loader(
+            loader,
+            self.mesh,
+            divide=self._divides_data,
+            share=self._settings.broadcast_batches,
+            stage=trainer.state.stage,
+        )
+
+    @contextmanager
+    def transfer_stream(self) -> Iterator[None]:
+        """Batch-transfer hooks draw the same random numbers on every rank of a model group."""
+        if self._module is None or self.mesh.model_group.size() == 1:
+            yield
+            return
+        with self._streams.isolated():
+            self._streams.seed_user(_TRANSFER, self._module.trainer.fit_loop.epoch_loop.total_batch_idx)
+            yield
+
+    def next_evaluation(self) -> int:
+        """A number for each evaluation batch."""
+        return next(self._evaluations)
+
+    def batch_text(self, trainer: Trainer) -> str:
+        """How many samples a step takes."""
+        return batch_text(
+            getattr(trainer.train_dataloader, "batch_size", None),
+            self.mesh.data_parallel_size,
+            trainer.accumulate_grad_batches,
+            num_microbatches=self._settings.num_microbatches if self.is_cut else None,
+        )

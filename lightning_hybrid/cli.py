@@ -1,0 +1,136 @@
+"""The command line: training from a YAML file, and pictures of schedules."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from lightning_hybrid.schedule import SCHEDULES, build
+from lightning_hybrid.timeline import Timeline, simulate
+
+__all__ = ["HybridCLI", "main"]
+
+PROGRAM = "lightning-hybrid"
+
+
+class HybridCLI(LightningCLI):
+    """A `LightningCLI` whose configuration may name any model, data and strategy by ``class_path``.
+
+    Args:
+        model: Class path of the model when neither command line nor configuration names one.
+        data: Class path of the data when neither command line nor configuration names one.
+        kwargs: Arguments of `LightningCLI`.
+    """
+
+    def __init__(self, *, model: str | None = None, data: str | None = None, **kwargs: Any) -> None:
+        self._default_classes = {"model": model, "data": data}
+        kwargs.setdefault("save_config_kwargs", {"overwrite": True})
+        super().__init__(**kwargs)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The default classes; a configuration may still name others."""
+        for key, path in self._default_classes.items():
+            if path is not None:
+                parser.set_defaults({key: {"class_path": path}})
+
+    def after_fit(self) -> None:
+        """Say what came out: progress bars vanish."""
+        if self.trainer.is_global_zero:
+            metrics = {name: float(value) for name, value in sorted(self.trainer.callback_metrics.items())}
+            print("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+
+
+def main(args: Sequence[str] | None = None, *, model: str | None = None, data: str | None = None) -> None:
+    """Run the program ``lightning-hybrid``.
+
+    Args:
+        args: The words after the program's name; those of this process by default.
+        model: Class path of the model when neither command line nor configuration names one.
+        data: Class path of the data when neither command line nor configuration names one.
+
+    Raises:
+        SystemExit: After help or wrong usage.
+    """
+    # Configurations name classes of the user's project, which is where the program is started.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    words = list(sys.argv[1:] if args is None else args)
+    command = words[0] if words else None
+    if command in COMMANDS:
+        COMMANDS[command](words[1:])
+    elif command in HybridCLI.subcommands():
+        HybridCLI(model=model, data=data, args=args if args is None else words)
+    else:
+        _help_and_exit(command)
+
+
+def _help_and_exit(command: str | None) -> None:
+    """Show the commands; anything but a plain request for help is an error."""
+    wanted = command in {"-h", "--help"}
+    stream = sys.stdout if wanted else sys.stderr
+    print(HELP, file=stream)
+    if command is not None and not wanted:
+        close = difflib.get_close_matches(command, [*COMMANDS, *HybridCLI.subcommands()], n=1)
+        advice = f"; did you mean {close[0]!r}?" if close else ""
+        print(f"\n{PROGRAM}: there is no command {command!r}{advice}", file=stream)
+    raise SystemExit(0 if wanted else 2)
+
+
+def _timeline(words: Sequence[str]) -> None:
+    """Draw one step of a schedule."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} timeline",
+        description="Draw one training step of a pipeline schedule, with its bubble and what each rank keeps in memory.",
+    )
+    parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="default: %(default)s")
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="pipeline ranks (default: %(default)s)")
+    parser.add_argument(
+        "--microbatches", type=int, metavar="N", help="microbatches of a step (default: 4 for each rank)"
+    )
+    parser.add_argument("--chunks", type=int, metavar="N", help="model chunks per rank (default: 1, interleaved 2)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture to this file too")
+    options = parser.parse_args(words)
+    chunks = options.chunks or (2 if options.schedule == "interleaved_1f1b" else 1)
+    microbatches = 4 * options.ranks if options.microbatches is None else options.microbatches
+    try:
+        timeline = simulate(build(options.schedule, options.ranks, microbatches, chunks))
+    except ValueError as error:
+        parser.error(str(error))
+    print(timeline.to_text(width=max(80, shutil.get_terminal_size((120, 24)).columns)))
+    print(_figures(timeline))
+    if options.svg is not None:
+        try:
+            options.svg.write_text(timeline.to_svg(), encoding="utf-8")
+        except OSError as error:
+            parser.error(f"cannot write --svg {options.svg}: {error.strerror}")
+
+
+def _figures(timeline: Timeline) -> str:
+    peaks = "  ".join(f"rank {rank}: {peak:g}" for rank, peak in enumerate(timeline.peak_in_flight))
+    return (
+        f"bubble          {timeline.bubble:.1%} of the step, {timeline.bubble_over_ideal:.1%} over the ideal\n"
+        f"peak in flight  {peaks} (microbatches whose activations are kept)"
+    )
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"timeline": _timeline}
+
+HELP = f"""\
+usage: {PROGRAM} COMMAND [OPTIONS]
+
+Train a LightningModule with hybrid parallelism.
+
+  fit       train:     {PROGRAM} fit --config FILE
+  validate  evaluate on the validation data
+  test      evaluate on the test data
+  predict   run on new data
+  timeline  draw a pipeline schedule:     {PROGRAM} timeline --schedule 1f1b --ranks 4 --microbatches 8
+
+{PROGRAM} COMMAND --help tells the options of a command."""

@@ -1,0 +1,214 @@
+"""One batch for each model group: one rank loads, the others receive."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sized
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_hybrid.exchange import TreeBroadcast, broadcast_object
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.pytree import flatten
+
+__all__ = ["ComparedLoader", "ReplicaSampler", "SharedLoader", "prepare_loader"]
+
+
+def prepare_loader(loader: object, mesh: Mesh, *, divide: bool, share: bool, stage: RunningStage | None) -> object:
+    """A loader of this replica's samples that gives the same batches to all ranks of its model group.
+
+    Args:
+        loader: The user's; anything that can be iterated.
+        mesh: The ranks.
+        divide: Whether the samples of a `DataLoader` are divided over the replicas.
+        share: Whether one rank loads and the others receive; otherwise all load and compare.
+        stage: What the Trainer is doing.
+    """
+    if divide and isinstance(loader, DataLoader):
+        # Where one rank of each model group loads, these ranks are a data-parallel group; otherwise all ranks load.
+        group = mesh.data_group if share else dist.group.WORLD
+        assert group is not None
+        loader = _shard(loader, mesh.data_parallel_size, mesh.data_rank, group, stage)
+    _seed_workers(loader, mesh.data_rank)
+    if mesh.model_group.size() == 1:
+        return loader
+    if not share:
+        return ComparedLoader(loader, mesh.control_group)
+    return SharedLoader(loader, TreeBroadcast(mesh.control_group, mesh.control_group, 0, torch.device("cpu")))
+
+
+class ReplicaSampler(Sampler[Any]):
+    """Every `num_replicas`-th sample of another sampler's order, which is the same on all replicas.
+
+    torch's `DistributedSampler` draws an order of its own; this one keeps the order that one process would see: with a
+    batch of `b` samples on each of `n` replicas, a step takes the samples that one process takes with batches of
+    ``n b``.
+
+    Args:
+        sampler: The user's sampler.
+        num_replicas: The data-parallel size.
+        rank: The data rank.
+        group: Over which the first rank's order is broadcast; its ranks iterate together.
+        repeat: Whether the order is filled up with its own beginning, so that all replicas get equally many.
+    """
+
+    def __init__(
+        self, sampler: Iterable[Any], num_replicas: int, rank: int, group: dist.ProcessGroup, *, repeat: bool
+    ) -> None:
+        self._sampler = sampler
+        self._num_replicas = num_replicas
+        self._rank = rank
+        self._group = group
+        self._repeat = repeat
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(self._sampler) if dist.get_rank(self._group) == 0 else None
+        order = broadcast_object(order, 0, self._group)
+        missing = -len(order) % self._num_replicas if self._repeat else 0
+        while order and missing > 0:
+            order += order[:missing]
+            missing = -len(order) % self._num_replicas
+        return iter(order[self._rank :: self._num_replicas])
+
+    def __len__(self) -> int:
+        assert isinstance(self._sampler, Sized)
+        total = len(self._sampler)
+        return -(-total // self._num_replicas) if self._repeat else len(range(self._rank, total, self._num_replicas))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the user's sampler, if it wants to know."""
+        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+def _shard(
+    loader: DataLoader[Any], num_replicas: int, rank: int, group: dist.ProcessGroup, stage: RunningStage | None
+) -> DataLoader[Any]:
+    """The same loader over this replica's share of the samples.
+
+    Args:
+        loader: The user's loader. One over an iterable data set, or with a `DistributedSampler`, is left alone.
+        num_replicas: The data-parallel size.
+        rank: The data rank.
+        group: The ranks that iterate together.
+        stage: What the Trainer is doing; predictions come once for each sample, without repetitions.
+    """
+    divided = isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler)
+    if num_replicas == 1 or divided:
+        return loader
+    sampler = ReplicaSampler(loader.sampler, num_replicas, rank, group, repeat=stage != RunningStage.PREDICTING)
+    return _update_dataloader(loader, sampler, mode=stage)
+
+
+def _seed_workers(loader: object, data_rank: int) -> None:
+    """Give the loader's workers seeds by data rank, where the user asked for seeded workers."""
+    wanted = int(os.environ.get("PL_SEED_WORKERS", "0"))
+    if wanted and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=data_rank)
+
+
+class _Wrapper:
+    """Shows what Lightning reads of a loader."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class SharedLoader(_Wrapper):
+    """Iterates the loader on one rank of the model group and gives its batches, and its end, to the others.
+
+    Random augmentation, worker seeds and dropout make the loaders of several ranks diverge silently; then the first
+    stage's inputs and the last stage's labels belong to different samples.
+
+    Args:
+        loader: The loader, made on every rank, iterated on one.
+        exchange: From the loading rank to its model group.
+    """
+
+    def __init__(self, loader: Any, exchange: TreeBroadcast) -> None:
+        super().__init__(loader)
+        self._exchange = exchange
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._load() if self._exchange.is_source else self._receive()
+
+    def _load(self) -> Iterator[Any]:
+        try:
+            for batch in self._loader:
+                self._exchange(batch)
+                yield batch
+        except Exception as error:
+            self._exchange.fail(error)
+            raise
+        self._exchange.end()
+
+    def _receive(self) -> Iterator[Any]:
+        while True:
+            try:
+                batch = self._exchange.receive()
+            except StopIteration:
+                return
+            yield batch
+
+
+class ComparedLoader(_Wrapper):
+    """Iterates the loader on every rank, and compares checksums of the batches over the model group.
+
+    Args:
+        loader: The loader.
+        group: The model group, over gloo.
+    """
+
+    def __init__(self, loader: Any, group: dist.ProcessGroup) -> None:
+        super().__init__(loader)
+        self._group = group
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = iter(self._loader)
+        number = 0
+        while True:
+            batch = next(iterator, None)
+            self._compare(0 if batch is None else checksum(batch), number)
+            if batch is None:
+                return
+            yield batch
+            number += 1
+
+    def _compare(self, value: int, number: int) -> None:
+        mine = torch.tensor([value], dtype=torch.int64)
+        all_values = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(all_values, mine, group=self._group)
+        if any(int(other) != value for other in all_values):
+            raise ValueError(
+                f"Batch {number} differs between the ranks of one model group (checksums"
+                f" {[int(other) for other in all_values]}), so inputs and labels would belong to different samples."
+                " Seed the loader by data rank alone, or let one rank load: HybridStrategy(broadcast_batches=True)."
+            )
+
+
+def checksum(batch: Any) -> int:
+    """A number that differs where batches differ: CRC-32 over the bytes of all leaves, never 0."""
+    value = 1
+    for leaf in flatten(batch)[0]:
+        if isinstance(leaf, Tensor):
+            value = zlib.crc32(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, value)
+        else:
+            value = zlib.crc32(repr(leaf).encode(), value)
+    return value + 1

@@ -1,0 +1,145 @@
+"""One evaluation step: the user's step runs once with the whole batch, the body in micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from lightning_hybrid.exchange import broadcast_object
+from lightning_hybrid.logging import merge_logs
+from lightning_hybrid.microbatch import JoinError, find_batch_size, join, signature, slicing
+from lightning_hybrid.pipeline import Pipeline
+from lightning_hybrid.schedule import build_forward
+
+__all__ = ["EvaluationStep"]
+
+_STEPS = {"validation_step": 1, "test_step": 2, "predict_step": 3}
+
+
+class EvaluationStep:
+    """Runs the user's `validation_step`, `test_step` or `predict_step` through the pipeline.
+
+    ::
+
+        first stage   step with the whole batch, until body(x) --> x divided --> layers, micro-batch by micro-batch
+        middle        layers
+        last stage    layers --> y joined --> step with the whole batch, body(x) answered by y
+
+    So metrics see what they see in one process. Where x or y cannot be divided without doubt, the batch runs as one
+    micro-batch; that is agreed at the first batch of each signature, and remembered.
+
+    Args:
+        pipeline: The parts.
+        num_microbatches: The wished number of micro-batches.
+        dynamic_shapes: Whether shapes depend on values, so that nothing is remembered.
+    """
+
+    def __init__(self, pipeline: Pipeline, num_microbatches: int, *, dynamic_shapes: bool = False) -> None:
+        self._pipeline = pipeline
+        self._num_microbatches = num_microbatches
+        self._remembers = not dynamic_shapes
+        self._counts: dict[Hashable, tuple[int, ...]] = {}
+
+    def __call__(
+        self,
+        name: str,
+        arguments: Sequence[Any],
+        *,
+        step: int,
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> Any:
+        """Run one batch.
+
+        Args:
+            name: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
+            arguments: Of the user's step; the first one is the batch.
+            step: The number of this batch; random numbers depend on it.
+            context: The precision plugin's context.
+
+        Returns:
+            What the step returned, the same on every rank.
+        """
+        pipeline = self._pipeline
+        user_step = getattr(pipeline.module, name)
+        if pipeline.cut is None or pipeline.num_ranks == 1:
+            with context():
+                return user_step(*arguments)
+        coordinates = (_STEPS[name], step)
+        value: Any = None
+        with pipeline.step(num_microbatches=1) as records, _no_inference_mode(), context():
+            x: Any = None
+            if pipeline.is_first:
+                pipeline.recorder.next_microbatch(keep=False)
+                pipeline.streams.seed_user(*coordinates)
+                x = pipeline.cut.until_body(user_step, arguments, lambda x: x)
+            y = self._body((name, pipeline.version(), signature(arguments[0])), x, arguments[0], coordinates)
+            if pipeline.is_last:
+                pipeline.recorder.next_microbatch(keep=True)
+                pipeline.streams.seed_user(*coordinates)
+                value = pipeline.cut.around_body(user_step, arguments, lambda _: y)
+        return pipeline.share(lambda: (value, merge_logs(records, [1])))
+
+    def _body(self, key: Hashable, x: Any, batch: Any, coordinates: tuple[int, ...]) -> Any:
+        """The output of the body for the whole batch, on the last stage."""
+        known = self._counts.get(key)
+        if known is not None:
+            return self._run(key, x, known, coordinates)
+        total = find_batch_size(batch)
+        control = self._pipeline.mesh.control_group
+        counts: tuple[int, ...] = (total or 1,)
+        if self._pipeline.is_first:
+            counts = self._divide(x, total, None)[1]
+        counts = broadcast_object(counts, 0, control)
+        y, joined = None, True
+        try:
+            y = self._run(key, x, counts, coordinates)
+        except JoinError:
+            joined = False
+        if not broadcast_object(joined, control.size() - 1, control):
+            counts = (total or 1,)
+            y = self._run(key, x, counts, coordinates)
+        if self._remembers:
+            self._counts[key] = counts
+        return y
+
+    def _divide(self, x: Any, total: int | None, counts: tuple[int, ...] | None) -> tuple[list[Any], tuple[int, ...]]:
+        """The input of the body in micro-batches, and the number of samples of each."""
+        if counts is not None and len(counts) == 1:
+            return [x], counts
+        user_split = getattr(self._pipeline.module, "split_body_input", None)
+        if user_split is not None:
+            parts = list(user_split(x, self._num_microbatches))
+            return parts, (1,) * len(parts)
+        plan = slicing(x, total, self._num_microbatches)
+        return plan.apply(x), plan.counts
+
+    def _run(self, key: Hashable, x: Any, counts: tuple[int, ...], coordinates: tuple[int, ...]) -> Any:
+        pipeline = self._pipeline
+        parts = self._divide(x, sum(counts), counts)[0] if pipeline.is_first else []
+        if pipeline.is_first and len(parts) != len(counts):
+            raise ValueError(
+                f"The input of the body was divided into {len(counts)} micro-batches before, and now into {len(parts)},"
+                " for a batch of the same shapes. If its shape depends on values, use"
+                " HybridStrategy(dynamic_shapes=True)."
+            )
+
+        def compute(stage: int, microbatch: int, inputs: Any) -> Any:
+            layers = pipeline.layers(stage, *coordinates, microbatch)
+            return layers(parts[microbatch] if stage == 0 else inputs)
+
+        schedule = build_forward(pipeline.num_ranks, len(counts), pipeline.num_chunks)
+        outputs = pipeline.engine.run(schedule, compute, [(key, counts, count) for count in counts])
+        if not pipeline.is_last:
+            return None
+        user_join = getattr(pipeline.module, "join_body_output", None)
+        return join(outputs, counts) if user_join is None or len(outputs) == 1 else user_join(outputs)
+
+
+@contextmanager
+def _no_inference_mode() -> Iterator[None]:
+    """Tensors made in inference mode may not be changed in a later step; without gradients is enough."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,203 @@
+"""Trees of values from one rank to its group: the shape is sent when it is new, the numbers every time."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.pytree import TreeSpec, flatten, unflatten
+
+__all__ = ["TreeBroadcast", "broadcast_object", "reduce_in_place"]
+
+_NEW, _FAILED, _FIRST = -1, -2, 0
+
+
+def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
+    """Broadcast anything that can be pickled.
+
+    Args:
+        value: The value; only the source's counts.
+        source: The rank inside the group that has it.
+        group: A group over a backend that takes tensors of the host.
+    """
+    values = [value]
+    dist.broadcast_object_list(values, src=dist.get_global_rank(group, source), group=group)
+    return values[0]
+
+
+def reduce_in_place(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> Tensor:
+    """Reduce a tensor over a group, also to the mean on backends that have no mean.
+
+    Args:
+        tensor: Changed in place.
+        group: The ranks.
+        operation: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` ... or a `ReduceOp`.
+
+    Returns:
+        The tensor.
+    """
+    if group.size() == 1:
+        return tensor
+    name = operation.lower() if isinstance(operation, str) else operation
+    mean = name in ("mean", "avg", dist.ReduceOp.AVG)
+    named = getattr(dist.ReduceOp, name.upper()) if isinstance(name, str) and not mean else name
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM if mean else named, group=group)
+    if not mean:
+        return tensor
+    return tensor.div_(group.size()) if tensor.is_floating_point() else tensor.copy_(tensor / group.size())
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What must be known of a tree before its numbers can be received.
+
+    Attributes:
+        spec: The shape of the tree.
+        tensors: For each leaf its shape and dtype, ``None`` for plain values.
+    """
+
+    spec: TreeSpec
+    tensors: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, leaves: list[Any], spec: TreeSpec) -> _Form:
+        return cls(spec, tuple([(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]))
+
+    @property
+    def has_plain(self) -> bool:
+        return None in self.tensors
+
+
+class TreeBroadcast:
+    """Broadcasts a tree of tensors and plain values from one rank to all of a group, again and again.
+
+    ::
+
+        source                             the others
+        number of the form, or NEW  ---->  known form: allocate
+        [NEW: the form, pickled]    ---->  remember it
+        [plain values, pickled]     ---->
+        tensors of one element, packed as float64, one message
+        other tensors, one message each
+
+    Args:
+        control_group: The ranks, over gloo: decisions travel through the host, so nobody waits for a device.
+        group: The same ranks in the same order, for tensors on ``device``.
+        source: The rank inside the group that has the trees.
+        device: Where received tensors shall be.
+    """
+
+    def __init__(
+        self, control_group: dist.ProcessGroup, group: dist.ProcessGroup, source: int, device: torch.device
+    ) -> None:
+        self._control_group = control_group
+        self._group = group
+        self._source = source
+        self._device = device
+        self._is_source = dist.get_rank(control_group) == source
+        self._numbers: dict[Hashable, int] = {}
+        self._forms: list[_Form] = []
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank's trees count."""
+        return self._is_source
+
+    def __call__(self, tree: Any = None) -> Any:
+        """Broadcast a tree.
+
+        Args:
+            tree: The tree; only the source's counts.
+
+        Returns:
+            The source's tree. On the source it is the object that was given.
+        """
+        if self._is_source:
+            self._send(tree)
+            return tree
+        return self.receive()
+
+    def fail(self, error: BaseException) -> None:
+        """On the source, instead of a tree: the others raise this error's text as a `RuntimeError`."""
+        self._control(_FAILED)
+        broadcast_object(f"{type(error).__name__}: {error}", self._source, self._control_group)
+
+    def end(self) -> None:
+        """On the source, instead of a tree: the others raise `StopIteration`."""
+        self._control(_FIRST)
+
+    def _control(self, code: int) -> int:
+        message = torch.tensor(code)
+        self._broadcast(message, self._control_group)
+        return int(message)
+
+    def _broadcast(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        dist.broadcast(tensor, group_src=self._source, group=group)
+
+    def _send(self, tree: Any) -> None:
+        leaves, spec = flatten(tree)
+        form = _Form.of(leaves, spec)
+        number = self._numbers.get(form)
+        if number is None:
+            self._control(_NEW)
+            broadcast_object(pickle.dumps(form), self._source, self._control_group)
+            self._numbers[form] = len(self._numbers) + 1
+        else:
+            self._control(number)
+        if form.has_plain:
+            plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+            broadcast_object(plain, self._source, self._control_group)
+        self._exchange_tensors([leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)])
+
+    def receive(self) -> Any:
+        """Receive a tree that the source sends.
+
+        Raises:
+            StopIteration: If the source has no more.
+            RuntimeError: If the source failed; the text is the source's.
+        """
+        code = self._control(0)
+        if code == _FIRST:
+            raise StopIteration
+        if code == _FAILED:
+            raise RuntimeError(broadcast_object(None, self._source, self._control_group))
+        if code == _NEW:
+            self._forms.append(pickle.loads(broadcast_object(None, self._source, self._control_group)))
+            code = len(self._forms)
+        form = self._forms[code - 1]
+        plain = iter(broadcast_object(None, self._source, self._control_group) if form.has_plain else ())
+        tensors = iter(
+            self._exchange_tensors(
+                [
+                    torch.empty(known[0], dtype=known[1], device=self._device)
+                    for known in form.tensors
+                    if known is not None
+                ]
+            )
+        )
+        return unflatten([next(plain) if known is None else next(tensors) for known in form.tensors], form.spec)
+
+    def _exchange_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Send or receive, in place; returns the tensors."""
+        scalars = [tensor for tensor in tensors if _fits_float64(tensor)]
+        if scalars:
+            packed = torch.stack([scalar.reshape(()).to(self._device, torch.float64) for scalar in scalars])
+            self._broadcast(packed, self._group)
+            if not self._is_source:
+                for scalar, value in zip(scalars, packed.unbind(), strict=True):
+                    scalar.copy_(value)
+        for tensor in tensors:
+            if not _fits_float64(tensor) and tensor.numel() > 0:
+                self._broadcast(tensor.to(self._device).contiguous() if self._is_source else tensor, self._group)
+        return tensors
+
+
+def _fits_float64(tensor: Tensor) -> bool:
+    """Whether one float64 holds the tensor: numbers that were logged, losses."""
+    return tensor.numel() == 1 and tensor.is_floating_point()

@@ -1,0 +1,126 @@
+"""A failure anywhere ends everything, quickly, with the first cause."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.distributed as dist
+
+__all__ = ["FailureBoard", "close_groups", "is_transport"]
+
+_KEY = "lightning_hybrid/failure"
+_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+
+
+class Store(Protocol):
+    """What is needed of `torch.distributed.Store`."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number and return it."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write."""
+
+    def get(self, key: str) -> bytes:
+        """Read."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys have been written."""
+
+
+class FailureBoard:
+    """Where the first failure of a run is written, and read by every other rank.
+
+    ::
+
+        rank 2: exception in 2F1 --> report: text to the store, groups closed
+        rank 1: waits for rank 2 --> its receive fails --> cause(): text of rank 2 --> closes its groups
+        rank 0: waits for rank 1 --> its receive fails --> cause(): text of rank 2
+
+    A closed gloo group fails at once on its peers, so the chain takes milliseconds. NCCL waits on the device: there a
+    thread looks at the store and aborts this rank's groups.
+
+    Args:
+        store: A store that all ranks see.
+        name: What tells this run from others over the same store.
+        interval: Seconds between two looks of the thread.
+    """
+
+    def __init__(self, store: Store, name: str, interval: float = 1.0) -> None:
+        self._store = store
+        self._key = f"{_KEY}/{name}"
+        self._interval = interval
+        self._stop = threading.Event()
+        self._failed = False
+
+    def report(self, error: BaseException, where: str, *, verbatim: bool = False) -> None:
+        """Write a failure down, unless another rank was first.
+
+        Args:
+            error: What was raised.
+            where: The rank, stage and action.
+            verbatim: Whether the others shall raise the same text, because the error is about what every rank does.
+        """
+        if self._failed:
+            return
+        self._failed = True
+        kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
+        text = str(error) if verbatim else f"{where} failed: {type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):  # the store may be gone; then nobody reads it either
+            if self._store.add(f"{self._key}/count", 1) == 1:
+                self._store.set(self._key, json.dumps([kind, text]))
+
+    def cause(self, patience: float = 2.0) -> Exception | None:
+        """The first failure, as the exception to raise here; ``None`` if no rank has written one.
+
+        Args:
+            patience: Seconds to wait for one.
+        """
+        deadline = time.monotonic() + patience
+        while True:
+            with contextlib.suppress(Exception):
+                if self._store.check([self._key]):
+                    kind, text = json.loads(self._store.get(self._key))
+                    return _KINDS.get(kind, RuntimeError)(text)
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.02)
+
+    def watch(self, abort: Callable[[], None]) -> None:
+        """Look at the store from a thread, and call ``abort`` when another rank has failed."""
+
+        def look() -> None:
+            while not self._stop.wait(self._interval):
+                if not self._failed and self.cause(patience=0.0) is not None:
+                    self._failed = True
+                    abort()
+                    return
+
+        threading.Thread(target=look, name="lightning_hybrid-failure-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._stop.set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank failed, or aborted because another one did."""
+        return self._failed
+
+
+def close_groups() -> None:
+    """Leave every process group without a collective, so that peers that wait for this rank fail at once."""
+    with contextlib.suppress(Exception):
+        if dist.get_backend() == "nccl" and dist.group.WORLD is not None:
+            dist.group.WORLD.abort()
+        dist.destroy_process_group()
+
+
+def is_transport(error: BaseException) -> bool:
+    """Whether an error only says that another rank has left."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)

@@ -1,0 +1,233 @@
+"""What the user's code logged during a step: recorded on the last stage, merged, and replayed on every rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_hybrid.microbatch import find_batch_size
+from lightning_hybrid.pytree import flatten, unflatten
+
+__all__ = ["Log", "LogRecorder", "merge_logs", "merge_outputs", "pack_logs", "replay", "unpack_logs"]
+
+
+@dataclass
+class Log:
+    """One call of `self.log`.
+
+    Attributes:
+        name: The key.
+        value: A number, or a tensor with one element; for a metric the value of this batch, ``None`` if it has none.
+        metric: The dotted name of the metric in the module, if a metric was logged.
+        arguments: The other arguments of the call.
+    """
+
+    name: str
+    value: Any
+    metric: str | None
+    arguments: dict[str, Any]
+
+
+class LogRecorder:
+    """Takes the place of `LightningModule.log` while a step runs in micro-batches.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._records: list[list[Log]] = []
+        self._metric_names: dict[int, str] = {}
+
+    @contextmanager
+    def __call__(self) -> Iterator[list[list[Log]]]:
+        """While this is entered, calls of `self.log` are recorded: a list for each micro-batch."""
+        self._records = []
+        names = {id(metric): name for name, metric in self._module.named_modules() if isinstance(metric, Metric)}
+        before = vars(self._module).get("log")
+
+        def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            arguments = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
+            metric = None
+            if isinstance(value, Metric):
+                metric = arguments.get("metric_attribute") or names.get(id(value))
+                if metric is None:  # Lightning's own message says what to do
+                    LightningModule.log(self._module, name, value, **arguments)
+            elif isinstance(value, Tensor):
+                value = value.detach()
+            if self._records:
+                self._records[-1].append(Log(name, value, metric, arguments))
+
+        vars(self._module)["log"] = record
+        try:
+            yield self._records
+        finally:
+            del vars(self._module)["log"]
+            if before is not None:
+                vars(self._module)["log"] = before
+
+    def next_microbatch(self, *, keep: bool) -> None:
+        """A micro-batch begins.
+
+        Args:
+            keep: Whether its logs count. Code before the body also runs on the first stage, where they do not.
+        """
+        if keep:
+            self._records.append([])
+        else:
+            self._records.clear()
+
+
+_POSITIONAL = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+
+
+def merge_logs(records: Sequence[Sequence[Log]], counts: Sequence[int]) -> list[Log]:
+    """Merge what the micro-batches of one batch logged.
+
+    A mean is weighted by the number of samples (``batch_size`` where it was given), a sum is added, the least or
+    greatest value is taken; so each is what one process would have logged if the value is a mean, sum, minimum or
+    maximum over samples.
+
+    Args:
+        records: The logs of each micro-batch.
+        counts: The number of samples of each micro-batch.
+
+    Returns:
+        One log for each key, in the order of the first calls. Two calls with one key in a step stay two.
+    """
+    merged: dict[tuple[str, int], list[tuple[Log, int]]] = {}
+    for logs, count in zip(records, counts, strict=True):
+        seen: dict[str, int] = defaultdict(int)
+        for log in logs:
+            size = log.arguments.get("batch_size")
+            merged.setdefault((log.name, seen[log.name]), []).append((log, count if size is None else size))
+            seen[log.name] += 1
+    return [_merge(entries) for entries in merged.values()]
+
+
+def _merge(entries: list[tuple[Log, int]]) -> Log:
+    first, _ = entries[0]
+    arguments = dict(first.arguments)
+    if arguments.get("batch_size") is not None:
+        arguments["batch_size"] = sum(size for _, size in entries)
+    if first.metric is not None:
+        return Log(first.name, first.value, first.metric, arguments)
+    values = [log.value for log, _ in entries]
+    return Log(first.name, _reduce(values, [size for _, size in entries], arguments), None, arguments)
+
+
+def _reduce(values: list[Any], weights: list[int], arguments: dict[str, Any]) -> Any:
+    if len(values) == 1:
+        return values[0]
+    fx = arguments.get("reduce_fx", "mean")
+    name = fx if isinstance(fx, str) else getattr(fx, "__name__", "mean")
+    # Plain numbers become tensors only when they are logged: until then in Python's precision.
+    tensors = [torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64) for value in values]
+    if name == "sum":
+        return sum(tensors[1:], tensors[0])
+    if name in ("min", "max"):
+        return getattr(torch.stack(tensors), name)()
+    return _weighted_mean(tensors, weights)
+
+
+def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    total = float(sum(weights))
+    mean = values[0] * (weights[0] / total)
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        mean = mean + value * (weight / total)
+    return mean
+
+
+def merge_outputs(outputs: Sequence[Any], counts: Sequence[int], loss: Tensor) -> Any:
+    """Merge what the user's `training_step` returned for each micro-batch.
+
+    Args:
+        outputs: A loss tensor, or a dictionary with ``"loss"`` and extras, for each micro-batch.
+        counts: The number of samples of each micro-batch.
+        loss: The loss of the whole batch, shape ``()``.
+
+    Returns:
+        The loss, or the dictionary: tensors that follow the number of samples are concatenated, other floating-point
+        tensors and numbers are averaged with the samples as weights, everything else is the first micro-batch's.
+    """
+    if isinstance(outputs[0], Tensor):
+        return loss
+    extras = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
+    flat = [flatten(extra) for extra in extras]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return {"loss": loss, **unflatten([_merge_extra(list(column), counts) for column in columns], flat[0][1])}
+
+
+def _merge_extra(values: list[Any], counts: Sequence[int]) -> Any:
+    first = values[0]
+    if len(values) == 1:
+        return first.detach() if isinstance(first, Tensor) else first
+    if isinstance(first, Tensor):
+        values = [value.detach() for value in values]
+        if first.ndim > 0 and all(find_batch_size(v) == count for v, count in zip(values, counts, strict=True)):
+            return torch.cat(values)
+        return _weighted_mean(values, counts) if first.is_floating_point() else values[0]
+    if isinstance(first, float):
+        return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
+    return first
+
+
+def pack_logs(logs: Sequence[Log]) -> dict[Any, Tensor]:
+    """Logs as a tree of tensors: what was logged is in the keys, which are sent only when they are new.
+
+    Args:
+        logs: Merged logs.
+
+    Returns:
+        For each log (position, name, metric, whether it has a value, whether it is a plain number, arguments) and a
+        tensor.
+    """
+    packed = {}
+    for position, log in enumerate(logs):
+        plain = not isinstance(log.value, Tensor)
+        arguments = tuple((key, _portable(value)) for key, value in log.arguments.items() if key != "sync_dist_group")
+        value = torch.tensor(0.0 if log.value is None else log.value, dtype=torch.float64) if plain else log.value
+        packed[position, log.name, log.metric, log.value is not None, plain, arguments] = value
+    return packed
+
+
+def _portable(value: Any) -> Any:
+    return value.__name__ if callable(value) else value  # `torch.mean` and the like
+
+
+def unpack_logs(packed: dict[Any, Tensor]) -> list[Log]:
+    """The inverse of :func:`pack_logs`."""
+    logs = []
+    for (_, name, metric, has_value, plain, arguments), value in packed.items():
+        value = value.to(torch.get_default_dtype()) if plain else value  # as Lightning does with numbers
+        logs.append(Log(name, value if has_value else None, metric, dict(arguments)))
+    return logs
+
+
+def replay(module: LightningModule, logs: Sequence[Log], *, alone: bool) -> None:
+    """Log what was recorded, on every rank.
+
+    Args:
+        module: The user's module.
+        logs: Equal on all ranks of a model group.
+        alone: Whether there is one replica, so that nothing needs to be reduced. Lightning's advice to reduce is then
+            answered in advance.
+    """
+    for entry in logs:
+        arguments = {**entry.arguments, "sync_dist": True} if alone else entry.arguments
+        if entry.metric is None:
+            module.log(entry.name, entry.value, **arguments)
+            continue
+        metric = module.get_submodule(entry.metric)
+        assert isinstance(metric, Metric)
+        metric._forward_cache = entry.value  # Lightning reads the value of this batch there
+        module.log(entry.name, metric, **{**arguments, "metric_attribute": entry.metric})

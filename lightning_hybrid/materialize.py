@@ -1,0 +1,134 @@
+"""Stand-ins for what lives on other stages: a name, a shape and a dtype, without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.placement import Placement
+
+__all__ = ["StandInBuffer", "StandInParameter", "is_stand_in", "put_stand_ins", "refuse_call"]
+
+_T = TypeVar("_T", bound=Tensor)
+
+
+class _StandIn(Tensor):
+    """A tensor on the meta device that stays there when its module is moved.
+
+    A module is moved as a whole (by the Trainer, by callbacks that copy it), which torch refuses for meta tensors.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Results of operations are plain meta tensors."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Change the dtype, never the device."""
+        for arg in (*args, kwargs.get("dtype"), kwargs.get("other")):
+            dtype = arg.dtype if isinstance(arg, Tensor) else arg
+            if isinstance(dtype, torch.dtype) and dtype != self.dtype:
+                return self._like(super().to(dtype))
+        return self
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Stay."""
+        return self
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Stay."""
+        return self
+
+    def double(self, *args: Any, **kwargs: Any) -> Tensor:
+        """To float64."""
+        return self.to(torch.float64)
+
+    def float(self, *args: Any, **kwargs: Any) -> Tensor:
+        """To float32."""
+        return self.to(torch.float32)
+
+    def half(self, *args: Any, **kwargs: Any) -> Tensor:
+        """To float16."""
+        return self.to(torch.float16)
+
+    def bfloat16(self, *args: Any, **kwargs: Any) -> Tensor:
+        """To bfloat16."""
+        return self.to(torch.bfloat16)
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().as_subclass(StandInBuffer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Ties stay ties: a tensor that was copied already is taken from ``memo``."""
+        if id(self) not in memo:
+            memo[id(self)] = self._like(self)
+        copied: Tensor = memo[id(self)]
+        return copied
+
+
+class StandInParameter(_StandIn, nn.Parameter):
+    """A parameter that lives on another stage."""
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        return StandInParameter(tensor.detach(), requires_grad=self.requires_grad)
+
+
+class StandInBuffer(_StandIn):
+    """A buffer that lives on another stage."""
+
+
+def is_stand_in(tensor: Tensor) -> bool:
+    """Whether this tensor lives on another stage."""
+    return isinstance(tensor, _StandIn)
+
+
+def put_stand_ins(module: nn.Module, placement: Placement, rank: int) -> None:
+    """Replace what other stages hold by stand-ins; names, order and ties stay.
+
+    Args:
+        module: The whole module.
+        placement: Which stage holds what.
+        rank: This pipeline rank.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    kept = {id(tensor) for name, tensor in (*parameters.items(), *buffers.items()) if rank in placement.ranks_of(name)}
+    _replace(module, parameters, kept, _stand_in_parameter)
+    _replace(module, buffers, kept, lambda tensor: tensor.detach().to("meta").as_subclass(StandInBuffer))
+
+
+def _stand_in_parameter(parameter: Tensor) -> StandInParameter:
+    return StandInParameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+
+def _replace(module: nn.Module, tensors: dict[str, _T], kept: set[int], make: Callable[[_T], Tensor]) -> None:
+    replaced: dict[int, Tensor] = {}  # tied tensors stay tied
+    for name, tensor in tensors.items():
+        if id(tensor) in kept or is_stand_in(tensor):
+            continue
+        if id(tensor) not in replaced:
+            replaced[id(tensor)] = make(tensor)
+        owner, _, leaf = name.rpartition(".")
+        # Through `setattr`, so that modules that keep a second reference (recurrent ones do) notice.
+        setattr(module.get_submodule(owner), leaf, replaced[id(tensor)])
+
+
+def refuse_call(layer: nn.Module, error: type[Exception], text: str) -> None:
+    """Make a layer that lives on another stage refuse to be called.
+
+    Args:
+        layer: The layer.
+        error: What is raised then.
+        text: What it says.
+    """
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise error(text)
+
+    layer.register_forward_pre_hook(refuse)

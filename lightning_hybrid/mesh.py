@@ -1,0 +1,171 @@
+"""The device mesh: its axes, the groups of ranks that work together, and this rank's place in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+__all__ = ["AXES", "Mesh", "resolve_sizes"]
+
+#: Short names, as in ``rank_order``, and the names of the axes, as Lightning spells them.
+AXES = {"dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel"}
+
+
+def resolve_sizes(
+    world_size: int, data_parallel_size: int | str, tensor_parallel_size: int, pipeline_parallel_size: int
+) -> tuple[int, int, int]:
+    """The sizes of the three axes.
+
+    Args:
+        world_size: The number of processes.
+        data_parallel_size: The number of replicas, or ``"auto"`` for all that the other two axes leave.
+        tensor_parallel_size: The number of ranks that share each layer.
+        pipeline_parallel_size: The number of ranks that share the layers.
+
+    Returns:
+        (data, tensor, pipeline) parallel size; their product is ``world_size``.
+
+    Raises:
+        ValueError: If the sizes do not multiply to ``world_size``.
+
+    Example:
+        >>> resolve_sizes(8, "auto", 2, 2)
+        (2, 2, 2)
+    """
+    model = tensor_parallel_size * pipeline_parallel_size
+    if world_size % model:
+        raise ValueError(
+            f"{world_size} processes cannot be divided into model groups of tensor_parallel_size"
+            f" ({tensor_parallel_size}) x pipeline_parallel_size ({pipeline_parallel_size}) = {model} ranks. Set"
+            f" `Trainer(devices=..., num_nodes=...)` to a multiple of {model}, or choose sizes whose product divides"
+            f" {world_size}."
+        )
+    data = world_size // model if data_parallel_size == "auto" else int(data_parallel_size)
+    if data * model != world_size:
+        raise ValueError(
+            f"data_parallel_size ({data}) x tensor_parallel_size ({tensor_parallel_size}) x pipeline_parallel_size"
+            f" ({pipeline_parallel_size}) = {data * model}, but there are {world_size} processes. Set"
+            f" data_parallel_size={world_size // model} or 'auto', or start {data * model} processes."
+        )
+    return data, tensor_parallel_size, pipeline_parallel_size
+
+
+class Mesh:
+    """Data x tensor x pipeline parallel ranks.
+
+    The *model group* of a rank are the ranks that hold one replica together: all with its data rank. With
+    ``rank_order="pp-dp-tp"`` and 2 x 2 x 2 ranks::
+
+        rank 0 1 2 3 | 4 5 6 7       pipeline rank 0 | 1
+             tensor      [0,1] [2,3] [4,5] [6,7]
+             data        [0,2] [1,3] [4,6] [5,7]
+             pipeline    [0,4] [1,5] [2,6] [3,7]
+             model       [0,1,4,5] [2,3,6,7]
+
+    Args:
+        data_parallel_size: The number of replicas.
+        tensor_parallel_size: The number of ranks that share each layer.
+        pipeline_parallel_size: The number of ranks that share the layers.
+        rank_order: The axes from the outermost to the innermost, joined by ``-``.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        timeout: Of the groups made here.
+
+    Attributes:
+        device_mesh: torch's mesh with the axes named as in :data:`AXES`.
+        data_group: Ranks that hold the same part of the model.
+        tensor_group: Ranks that share the layers of one stage.
+        pipeline_group: Ranks that hold the stages of one replica (at this tensor rank), by pipeline rank.
+        model_group: Ranks that hold one replica.
+        control_group: The model group again, over gloo: for batches, decisions and other data of the host.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: int,
+        tensor_parallel_size: int,
+        pipeline_parallel_size: int,
+        *,
+        rank_order: str = "pp-dp-tp",
+        device_type: str = "cpu",
+        timeout: timedelta | None = None,
+    ) -> None:
+        sizes = {"dp": data_parallel_size, "tp": tensor_parallel_size, "pp": pipeline_parallel_size}
+        order = rank_order.split("-")
+        self.sizes = sizes
+        self.data_parallel_size = data_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
+        self.pipeline_parallel_size = pipeline_parallel_size
+        self.device_mesh: DeviceMesh = init_device_mesh(
+            device_type, tuple(sizes[axis] for axis in order), mesh_dim_names=tuple(AXES[axis] for axis in order)
+        )
+        self._ranks = self.device_mesh.mesh.permute([order.index(axis) for axis in ("pp", "dp", "tp")])
+        self._timeout = timeout
+        self._holders: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        place = (self._ranks == dist.get_rank()).nonzero().flatten().tolist()
+        self.pipeline_rank, self.data_rank, self.tensor_rank = place
+        self.data_group = self.device_mesh.get_group(AXES["dp"])
+        self.tensor_group = self.device_mesh.get_group(AXES["tp"])
+        self.pipeline_group = self.device_mesh.get_group(AXES["pp"])
+        model_groups = [self.model_ranks(data_rank) for data_rank in range(data_parallel_size)]
+        self.model_group = self.new_group_of(model_groups)
+        self.control_group = self.new_group_of(model_groups, backend="gloo")
+
+    def rank(self, pipeline_rank: int, data_rank: int, tensor_rank: int) -> int:
+        """The global rank at this place."""
+        return int(self._ranks[pipeline_rank, data_rank, tensor_rank])
+
+    def model_ranks(self, data_rank: int) -> list[int]:
+        """The global ranks of one replica, by pipeline rank, then tensor rank."""
+        return [int(rank) for rank in self._ranks[:, data_rank, :].flatten()]
+
+    def holders(self, pipeline_ranks: Iterable[int]) -> dist.ProcessGroup:
+        """The group over the ranks of several stages and all replicas, at this rank's tensor rank.
+
+        Every rank of the world must call this with the same arguments in the same order.
+
+        Args:
+            pipeline_ranks: The pipeline ranks that belong to the group.
+
+        Returns:
+            The group that this rank is in; a placeholder if it is in none. Ranks are ordered by pipeline rank, then
+            data rank.
+        """
+        stages = tuple(sorted(pipeline_ranks))
+        if stages not in self._holders:
+            self._holders[stages] = self._new_groups(stages, [range(self.data_parallel_size)])
+        return self._holders[stages]
+
+    def pair(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        """A new group of two pipeline ranks of this rank's replica, the lower one first.
+
+        Every rank of the world must call this with the same arguments in the same order. Each call makes another group:
+        messages of different pairs, directions and kinds never wait for each other.
+        """
+        return self._new_groups(sorted((sender, receiver)), [range(d, d + 1) for d in range(self.data_parallel_size)])
+
+    def _new_groups(self, stages: Iterable[int], replicas: Sequence[range]) -> dist.ProcessGroup:
+        """For each of the sets of replicas and each tensor rank a group over these stages; the one of this rank."""
+        return self.new_group_of(
+            [
+                [self.rank(stage, data_rank, tensor_rank) for stage in stages for data_rank in data_ranks]
+                for data_ranks in replicas
+                for tensor_rank in range(self.tensor_parallel_size)
+            ]
+        )
+
+    def new_group_of(self, partition: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+        """Make disjoint groups, on every rank in the same order, and return the one that this rank is in.
+
+        Args:
+            partition: The global ranks of each group, in the order that they shall have inside it.
+            backend: Of the groups; ``None`` for the one of the world.
+        """
+        mine: dist.ProcessGroup = dist.GroupMember.NON_GROUP_MEMBER  # type: ignore[assignment]
+        for ranks in partition:
+            group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
+            if dist.get_rank() in ranks:
+                mine = group
+        return mine

@@ -1,0 +1,221 @@
+"""Splitting a batch into micro-batches, and joining what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.pytree import TreeSpec, flatten, unflatten
+
+__all__ = ["JoinError", "Slicing", "find_batch_size", "join", "signature", "sizes", "slicing", "split_batch"]
+
+
+class JoinError(ValueError):
+    """Outputs of micro-batches cannot be put together without doubt."""
+
+
+def sizes(total: int, parts: int) -> list[int]:
+    """Divide a number of samples into micro-batches that differ by at most one, the larger ones first.
+
+    Args:
+        total: The number of samples.
+        parts: The wished number of micro-batches. There are fewer when there are fewer samples.
+
+    Example:
+        >>> sizes(10, 4), sizes(3, 4)
+        ([3, 3, 2, 2], [1, 1, 1])
+    """
+    parts = max(1, min(parts, total))
+    small, larger = divmod(total, parts)
+    return [small + 1] * larger + [small] * (parts - larger)
+
+
+def signature(tree: Any) -> Hashable:
+    """What decides the shapes that a tree leads to, without its numbers.
+
+    Args:
+        tree: Any nested container of values.
+
+    Returns:
+        A hashable: the containers, the shape, dtype and `requires_grad` of tensors, ``None`` and booleans as they are,
+        the types of other leaves.
+    """
+    leaves, spec = flatten(tree)
+    return spec, tuple([_leaf_signature(leaf) for leaf in leaves])
+
+
+def _leaf_signature(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    return (leaf,) if leaf is None or isinstance(leaf, bool) else (type(leaf),)
+
+
+def find_batch_size(batch: Any) -> int | None:
+    """The number of samples: the first dimension of the first tensor that has one, else the length of the first list.
+
+    Args:
+        batch: A batch as a loader gives it.
+
+    Returns:
+        The number of samples, ``None`` if nothing in the batch has a first dimension.
+    """
+    leaves, _ = flatten(batch)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.ndim > 0:
+            return leaf.shape[0]
+    return len(batch) if isinstance(batch, (list, tuple)) and batch else None
+
+
+def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]]:
+    """Split a batch along its samples.
+
+    Tensors whose first dimension is the number of samples are split, and so are lists and tuples of that many plain
+    values (such as one string a sample). Everything else - a mixing coefficient, class weights - goes whole to every
+    micro-batch.
+
+    Args:
+        batch: A nested container of values.
+        num_microbatches: The wished number of micro-batches.
+
+    Returns:
+        The micro-batches, and the number of samples of each.
+    """
+    total = find_batch_size(batch)
+    if total is None or num_microbatches == 1:
+        return [batch], [1 if total is None else total]
+    counts = sizes(total, num_microbatches)
+    return _split(batch, total, counts), counts
+
+
+def _split(tree: Any, total: int, counts: list[int]) -> list[Any]:
+    if isinstance(tree, Tensor):
+        if tree.ndim > 0 and tree.shape[0] == total:
+            return list(torch.split(tree, counts))
+        return [tree] * len(counts)
+    if isinstance(tree, (list, tuple)) and len(tree) == total and _is_plain(tree):
+        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        return [type(tree)(tree[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+    spec, children = _children(tree)
+    if spec is None:
+        return [tree] * len(counts)
+    parts = [_split(child, total, counts) for child in children]
+    return [_with_children(spec, [part[i] for part in parts]) for i in range(len(counts))]
+
+
+def _is_plain(values: Sequence[Any]) -> bool:
+    return not any(isinstance(value, (Tensor, list, tuple, dict)) for value in values)
+
+
+def _children(tree: Any) -> tuple[TreeSpec | None, list[Any]]:
+    """One level of a tree: its container and what is directly in it."""
+    _, spec = flatten(tree)
+    if spec.kind is None:
+        return None, []
+    if not spec.names:
+        return spec, list(tree)
+    if hasattr(tree, "keys"):
+        return spec, [tree[name] for name in spec.names]
+    return spec, [getattr(tree, name) for name in spec.names]
+
+
+def _with_children(spec: TreeSpec, children: list[Any]) -> Any:
+    level = TreeSpec(spec.kind, spec.names, (TreeSpec(None),) * len(children))
+    return unflatten(children, level)
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How the input of the body is divided in evaluation, where the user's step sees the whole batch.
+
+    Attributes:
+        spec: The shape of the tree.
+        dims: For each leaf the dimension that is the batch; ``None`` for leaves that go whole to every micro-batch.
+        counts: The number of samples of each micro-batch; one entry if the tree is not divided.
+    """
+
+    spec: TreeSpec
+    dims: tuple[int | None, ...]
+    counts: tuple[int, ...]
+
+    def apply(self, tree: Any) -> list[Any]:
+        """The micro-batches of a tree."""
+        if len(self.counts) == 1:
+            return [tree]
+        leaves, _ = flatten(tree)
+        columns = [
+            [leaf] * len(self.counts) if dim is None else torch.split(leaf, list(self.counts), dim)
+            for leaf, dim in zip(leaves, self.dims, strict=True)
+        ]
+        return [unflatten(list(row), self.spec) for row in zip(*columns, strict=True)]
+
+
+def slicing(tree: Any, total: int | None, num_microbatches: int) -> Slicing:
+    """Find out how to divide the input of the body, leaf by leaf.
+
+    A dimension is taken for the batch if its length is the number of samples. If a leaf has several such dimensions, or
+    none of the leaves has one, the tree stays whole: right, only not overlapped.
+
+    Args:
+        tree: The input of the body for the whole batch.
+        total: The number of samples, ``None`` if unknown.
+        num_microbatches: The wished number of micro-batches.
+    """
+    leaves, spec = flatten(tree)
+    candidates = [
+        [dim for dim, length in enumerate(leaf.shape) if length == total] if isinstance(leaf, Tensor) else []
+        for leaf in leaves
+    ]
+    ambiguous = any(len(dims) > 1 for dims in candidates)
+    if total is None or ambiguous or not any(candidates):
+        return Slicing(spec, (None,) * len(leaves), (total or 1,))
+    dims = tuple(found[0] if found else None for found in candidates)
+    return Slicing(spec, dims, tuple(sizes(total, num_microbatches)))
+
+
+def join(parts: list[Any], counts: Sequence[int]) -> Any:
+    """Put the outputs of the body together again.
+
+    Args:
+        parts: One tree for each micro-batch.
+        counts: The number of samples of each.
+
+    Returns:
+        The tree of the whole batch: leaves with one dimension that follows ``counts`` are concatenated along it, leaves
+        without are taken from the first micro-batch if they are the same in all.
+
+    Raises:
+        JoinError: If a leaf has several such dimensions, or has none and differs between micro-batches. The batch
+            must then run as one micro-batch.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    flat = [flatten(part) for part in parts]
+    spec = flat[0][1]
+    if any(other != spec for _, other in flat):
+        raise JoinError("The outputs of the micro-batches are different containers.")
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return unflatten([_join_leaf(list(column), counts) for column in columns], spec)
+
+
+def _join_leaf(values: list[Any], counts: Sequence[int]) -> Any:
+    first = values[0]
+    if not isinstance(first, Tensor):
+        if any(value != first for value in values[1:]):
+            raise JoinError(f"A plain value differs between micro-batches: {values}.")
+        return first
+    alike = all(value.ndim == first.ndim for value in values)
+    lengths = zip(*(value.shape for value in values), strict=True) if alike else ()
+    dims = [dim for dim, along in enumerate(lengths) if along == tuple(counts)]
+    if len(dims) == 1:
+        return torch.cat(values, dims[0])
+    if dims or any(value is not first and not _same(value, first) for value in values[1:]):
+        raise JoinError(f"No single dimension of {[tuple(value.shape) for value in values]} follows {list(counts)}.")
+    return first
+
+
+def _same(value: Tensor, other: Tensor) -> bool:
+    return value.shape == other.shape and torch.equal(value, other)

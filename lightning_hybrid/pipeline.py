@@ -1,0 +1,186 @@
+"""The parts of a pipeline on one rank, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_hybrid.engine import Engine
+from lightning_hybrid.exchange import TreeBroadcast
+from lightning_hybrid.failure import FailureBoard, close_groups, is_transport
+from lightning_hybrid.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.metrics import MetricsAcrossStages
+from lightning_hybrid.p2p import Channel
+from lightning_hybrid.placement import Placement
+from lightning_hybrid.random import RandomStreams
+from lightning_hybrid.schedule import ChannelKey
+from lightning_hybrid.step import BodyCallError, BodyCut, Layers
+
+__all__ = ["Pipeline", "make_channels"]
+
+_SERIAL = count()  # what channels remember of one pipeline must not be taken for another's
+
+
+def make_channels(
+    mesh: Mesh, num_chunks: int, device: torch.device, *, dynamic_shapes: bool
+) -> dict[ChannelKey, Channel]:
+    """One channel for each ordered pair of neighbours and kind of message; on every rank in the same order.
+
+    Args:
+        mesh: The ranks.
+        num_chunks: Stages per rank; with several, the last rank sends to the first one too.
+        device: Where activations live.
+        dynamic_shapes: Whether every message carries a header.
+
+    Returns:
+        The channels of this rank by (sender, receiver, kind).
+    """
+    size = mesh.pipeline_parallel_size
+    hops = [(rank, rank + 1) for rank in range(size - 1)]
+    if num_chunks > 1 and size > 1:
+        hops.append((size - 1, 0))
+    channels: dict[ChannelKey, Channel] = {}
+    for upstream, downstream in hops:
+        keys: tuple[ChannelKey, ChannelKey] = (upstream, downstream, "activation"), (downstream, upstream, "gradient")
+        for key in keys:
+            group = mesh.pair(upstream, downstream)
+            if mesh.pipeline_rank in key:
+                peer = int(mesh.pipeline_rank == min(upstream, downstream))  # the lower rank comes first in the group
+                channels[key] = Channel(group, peer, device, dynamic_shapes)
+    return channels
+
+
+class Pipeline:
+    """What a step through the pipeline is made of.
+
+    Args:
+        module: The user's module, with stand-ins for what lives elsewhere.
+        body: The dotted name of the body and the body; ``None`` if there is one stage.
+        placement: Which stage holds what.
+        mesh: The ranks.
+        streams: The random streams.
+        board: Where failures are written.
+        device: Where this rank computes.
+        engine: Runs the schedules; outlives this object.
+
+    Attributes:
+        num_stages: The number of stages, over all ranks.
+        is_first: Whether this rank has the first stage.
+        is_last: Whether this rank has the last stage.
+        exchange: From the last stage to its model group.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        body: tuple[str, nn.Sequential] | None,
+        placement: Placement,
+        mesh: Mesh,
+        streams: RandomStreams,
+        board: FailureBoard,
+        device: torch.device,
+        engine: Engine,
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.streams = streams
+        self.num_ranks = mesh.pipeline_parallel_size
+        self.num_stages = len(placement.stages)
+        self.num_chunks = self.num_stages // self.num_ranks
+        self.is_first = mesh.pipeline_rank == 0
+        self.is_last = mesh.pipeline_rank == (self.num_stages - 1) % self.num_ranks
+        self.cut = BodyCut(*body) if body else None
+        source = (self.num_ranks - 1) * mesh.tensor_parallel_size
+        self.exchange = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
+        self.recorder = LogRecorder(module)
+        self.metrics = MetricsAcrossStages(module, mesh.data_group, self.exchange, is_last=self.is_last)
+        self.engine = engine
+        self._board = board
+        self._serial = next(_SERIAL)
+        self._layers = {
+            stage: [body[1][index] for index in placement.stages[stage]]
+            for stage in range(mesh.pipeline_rank, self.num_stages, self.num_ranks)
+            if body
+        }
+
+    def layers(self, stage: int, *coordinates: int) -> Layers:
+        """The layers of a stage of this rank, drawing from their own random stream.
+
+        Args:
+            stage: The stage.
+            coordinates: Of the stream, such as (step, micro-batch).
+        """
+
+        def run(x: Any) -> Any:
+            with self.streams.layers(stage, *coordinates):
+                for layer in self._layers[stage]:
+                    x = layer(x)
+            return x
+
+        return run
+
+    def version(self) -> Hashable:
+        """What decides which tensors need gradients, beside the batch: equal on all ranks, stand-ins included."""
+        return self._serial, self.module.training, hash(tuple([p.requires_grad for p in self.module.parameters()]))
+
+    @contextmanager
+    def step(self, *, num_microbatches: int) -> Iterator[list[list[Log]]]:
+        """While a step runs: the body is cut, logs are recorded, metrics are local, random numbers leave no trace.
+
+        Yields:
+            The logs of each micro-batch.
+        """
+        cut = nullcontext() if self.cut is None else self.cut()
+        local = self.metrics.step(num_microbatches=num_microbatches)
+        with self.guard(), self.streams.isolated(), local, cut, self.recorder() as records:
+            yield records
+
+    def share(self, outputs: Callable[[], tuple[Any, list[Log]]]) -> Any:
+        """Give what the last stage returned and logged to every rank, and log it there.
+
+        Args:
+            outputs: Makes (value of the step, merged logs); called on the last stage.
+
+        Returns:
+            The value of the step.
+        """
+        with self.guard():
+            if self.exchange.is_source:
+                value, logs = outputs()
+                for log in logs:
+                    if log.metric is not None:
+                        log.value = self.metrics.batch_value(log.metric, on_step=self._on_step(log))
+                tree = self.exchange({"value": value, "logs": pack_logs(logs)})
+            else:
+                tree = self.exchange.receive()
+        replay(self.module, unpack_logs(tree["logs"]), alone=self.mesh.data_parallel_size == 1)
+        return tree["value"]
+
+    def _on_step(self, log: Log) -> bool:
+        on_step = log.arguments.get("on_step")
+        return self.module.trainer.training if on_step is None else bool(on_step)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Turn a failure in here into one of all ranks, with the text of the first."""
+        try:
+            yield
+        except Exception as error:
+            cause = self._board.cause(patience=2.0 if is_transport(error) else 0.0)
+            if cause is not None:
+                close_groups()
+                raise cause from error
+            where = f"Rank {dist.get_rank()} (pipeline rank {self.mesh.pipeline_rank}, data rank {self.mesh.data_rank})"
+            if self.engine.position is not None:
+                where += f", stage {self.engine.position.stage}, action {self.engine.position},"
+            self._board.report(error, where, verbatim=isinstance(error, BodyCallError))
+            close_groups()
+            raise

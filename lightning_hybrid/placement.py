@@ -1,0 +1,83 @@
+"""Which stage holds which tensor of a module, and which tensors live on several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["Location", "Placement", "locate"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which stage holds which tensor of the module.
+
+    Layers of the body live on their stage. Everything outside the body lives on the first and the last stage, because
+    the user's step runs there.
+
+    Attributes:
+        body: The dotted name of the body, ``""`` for the module itself; ``None`` if the module is not cut.
+        stages: The layers of each stage.
+        num_ranks: The number of pipeline ranks; stage `s` lives on rank ``s % num_ranks``.
+    """
+
+    body: str | None
+    stages: tuple[range, ...]
+    num_ranks: int
+
+    def stages_of(self, name: str) -> frozenset[int]:
+        """The stages that hold the tensor or module of this dotted name."""
+        last = len(self.stages) - 1
+        if self.body is None:
+            return frozenset((0, last))
+        prefix = f"{self.body}." if self.body else ""
+        if name.startswith(prefix):
+            index = name[len(prefix) :].split(".", 1)[0]
+            if index.isdecimal():
+                return frozenset(stage for stage, layers in enumerate(self.stages) if int(index) in layers)
+        return frozenset((0, last))
+
+    def ranks_of(self, name: str) -> frozenset[int]:
+        """The pipeline ranks that hold the tensor or module of this dotted name."""
+        return frozenset(stage % self.num_ranks for stage in self.stages_of(name))
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where one tensor lives, tied names and all.
+
+    Attributes:
+        tensor: The tensor, or its stand-in.
+        stages: The stages that use it under any of its names.
+        ranks: The pipeline ranks that hold it, ascending.
+    """
+
+    tensor: Tensor
+    stages: frozenset[int]
+    ranks: tuple[int, ...]
+
+
+def locate(named: Iterable[tuple[str, Tensor]], placement: Placement) -> list[Location]:
+    """Find out where tensors live.
+
+    Args:
+        named: All names with their tensors, as `named_parameters(remove_duplicate=False)` gives them: a tensor with
+            several names lives wherever one of them does.
+        placement: Which stage holds what.
+
+    Returns:
+        One location for each tensor, in the order of the first names; the same on every rank.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    locations = []
+    for key, tensor in tensors.items():
+        stages = frozenset[int]().union(*(placement.stages_of(name) for name in names[key]))
+        ranks = tuple(sorted({stage % placement.num_ranks for stage in stages}))
+        locations.append(Location(tensor, stages, ranks))
+    return locations

@@ -1,0 +1,160 @@
+"""What cannot work with a pipeline is refused, with what is wrong, the values, and what to do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import LBFGS, Optimizer
+
+from lightning_hybrid.mesh import AXES
+from lightning_hybrid.schedule import SCHEDULES
+
+__all__ = ["agree", "check_arguments", "check_module", "check_optimizers"]
+
+_AT_LEAST_ONE = ("tensor_parallel_size", "pipeline_parallel_size", "num_chunks")
+_AUTO = ("data_parallel_size", "num_microbatches")
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Check the arguments of `HybridStrategy` by themselves.
+
+    Args:
+        arguments: As they were given.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is not possible.
+    """
+    for name in (*_AT_LEAST_ONE, *_AUTO):
+        value = arguments[name]
+        if name in _AUTO and value == "auto":
+            continue
+        choices = " or 'auto'" if name in _AUTO else ""
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an integer{choices}, got {value!r} ({type(value).__name__}).")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1{choices}, got {value}.")
+    if arguments["tensor_parallel_size"] > 1:
+        raise ValueError(
+            f"tensor_parallel_size={arguments['tensor_parallel_size']} is not supported yet: this release has data and"
+            " pipeline parallelism. Set tensor_parallel_size=1 and a larger pipeline_parallel_size."
+        )
+    _check_choice("schedule", arguments["schedule"], tuple(SCHEDULES))
+    _check_choice("loss_reduction", arguments["loss_reduction"], ("mean", "sum"))
+    if sorted(str(arguments["rank_order"]).split("-")) != sorted(AXES):
+        raise ValueError(
+            f"rank_order must name the axes {', '.join(AXES)} once each, from the outermost to the innermost, joined by"
+            f" '-', such as 'pp-dp-tp'; got {arguments['rank_order']!r}."
+        )
+    if arguments["num_chunks"] > 1 and arguments["schedule"] == "1f1b":
+        raise ValueError(
+            f"schedule='1f1b' runs one chunk per rank, got num_chunks={arguments['num_chunks']}. Use"
+            " schedule='interleaved_1f1b', or num_chunks=1."
+        )
+    _check_partition(arguments)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_partition(arguments: dict[str, Any]) -> None:
+    partition = arguments["partition"]
+    num_stages = arguments["pipeline_parallel_size"] * arguments["num_chunks"]
+    if isinstance(partition, (list, tuple)):
+        if len(partition) != num_stages or not all(isinstance(count, int) and count >= 1 for count in partition):
+            raise ValueError(
+                f"partition={list(partition)} must give the number of layers, at least 1, of each of the {num_stages}"
+                f" stages: pipeline_parallel_size ({arguments['pipeline_parallel_size']}) x num_chunks"
+                f" ({arguments['num_chunks']})."
+            )
+    elif partition not in ("uniform", "parameters"):
+        raise ValueError(f"partition must be 'uniform', 'parameters' or a list of layers per stage, got {partition!r}.")
+
+
+def check_module(module: LightningModule, *, cut: bool) -> None:
+    """Check what a module does on its own account.
+
+    Args:
+        module: The user's module.
+        cut: Whether steps run in micro-batches or stages, so that Lightning's automatic optimization must drive them.
+
+    Raises:
+        ValueError: If something of it cannot work.
+    """
+    if not cut:
+        return
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{name} uses manual optimization, which calls backward inside `training_step`; with micro-batches the"
+            " strategy runs forward and backward itself. Remove `self.automatic_optimization = False`, or use"
+            " pipeline_parallel_size=1 and num_microbatches=1."
+        )
+    if is_overridden("backward", module):
+        raise ValueError(
+            f"{name} overrides `backward`, which would never be called: with micro-batches the strategy runs backward"
+            " itself. Remove the method, or use pipeline_parallel_size=1 and num_microbatches=1."
+        )
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if "dataloader_iter" in inspect.signature(getattr(module, step)).parameters:
+            raise ValueError(
+                f"`{name}.{step}(dataloader_iter)` fetches batches itself, so they cannot be split into micro-batches."
+                f" Write `{step}(batch, batch_idx)`."
+            )
+    given = [hook for hook in ("split_body_input", "join_body_output") if hasattr(module, hook)]
+    if len(given) == 1:
+        raise ValueError(
+            f"{name} defines `{given[0]}` alone; `split_body_input` and `join_body_output` belong together: define"
+            " both, or neither."
+        )
+
+
+def check_optimizers(optimizers: list[Optimizer], *, cut: bool) -> None:
+    """Check what `configure_optimizers` returned.
+
+    Args:
+        optimizers: The optimizers.
+        cut: As in :func:`check_module`.
+
+    Raises:
+        ValueError: If there are several, or one whose step is a search over the whole model.
+    """
+    if cut and len(optimizers) > 1:
+        raise ValueError(
+            f"`configure_optimizers` returned {len(optimizers)} optimizers; automatic optimization, which micro-batches"
+            " need, works with one. Put the parameters into groups of one optimizer."
+        )
+    if cut and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS searches along the gradient of the whole model, of which each stage knows a part. Use an optimizer"
+            " that treats parameters one by one, such as AdamW or SGD, or pipeline_parallel_size=1."
+        )
+
+
+def agree(check: Callable[[], None]) -> None:
+    """Run a check on every rank; if it fails on one, it fails on all, with the same text.
+
+    Args:
+        check: Raises `ValueError` or `TypeError`.
+
+    Raises:
+        ValueError: The first rank's.
+        TypeError: The first rank's.
+    """
+    error: Exception | None = None
+    try:
+        check()
+    except (ValueError, TypeError) as raised:
+        error = raised
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, None if error is None else (type(error) is TypeError, str(error)))
+    first = next((found for found in errors if found is not None), None)
+    if first is not None:
+        raise (TypeError if first[0] else ValueError)(first[1]) from error

@@ -1,0 +1,450 @@
+"""`HybridStrategy`: joins the parts of the package to the Trainer's hooks. No algorithm lives here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero as fabric_rank_zero
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_hybrid import optimization, refusals
+from lightning_hybrid.assembly import Assembly, Settings
+from lightning_hybrid.clipping import clip_by_total_norm, total_norm
+from lightning_hybrid.exchange import reduce_in_place
+from lightning_hybrid.failure import close_groups, is_transport
+from lightning_hybrid.mesh import resolve_sizes
+from lightning_hybrid.precision import adapt, check_optimizer
+
+__all__ = ["HybridStrategy"]
+
+
+class HybridStrategy(ParallelStrategy):
+    """Trains an unmodified LightningModule over data x pipeline parallel ranks, with the numbers of one process.
+
+    The body of the module, an `nn.Sequential`, is divided into stages, one or more on each pipeline rank. Each batch is
+    split into micro-batches that flow through the stages by a schedule; replicas average their gradients.
+
+    Example::
+
+        trainer = Trainer(devices=4, strategy=HybridStrategy(pipeline_parallel_size=2))
+
+    Args:
+        data_parallel_size: The number of replicas. ``"auto"`` takes all processes that the other axes leave.
+        tensor_parallel_size: The number of ranks that share each layer; 1 in this release.
+        pipeline_parallel_size: The number of ranks that share the layers.
+        num_microbatches: The number of micro-batches of a batch. ``"auto"`` is ``4 * pipeline_parallel_size``, and 1
+            without a pipeline.
+        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved_1f1b"``.
+        num_chunks: Stages per rank; more than one with ``"interleaved_1f1b"`` or ``"gpipe"``.
+        partition: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the lightest possible heaviest
+            stage, or the number of layers of each stage.
+        body: The dotted name of the `nn.Sequential` to divide. ``None`` takes the module's ``pipeline_body``, or the
+            outermost one that holds more than half of the parameters.
+        broadcast_batches: Whether one rank of each model group loads and the others receive. Otherwise all load, and
+            checksums are compared.
+        loss_reduction: How the loss of ``training_step`` reduces over the samples of a batch: ``"mean"`` or ``"sum"``.
+        dynamic_shapes: Whether shapes between layers depend on values, and not only on the shapes of the batch.
+        rank_order: The axes from the outermost to the innermost: ``"pp-dp-tp"`` or another order.
+        process_group_backend: The backend of the process groups; by default nccl on CUDA and gloo elsewhere.
+        timeout: Of the process groups.
+
+    Raises:
+        ValueError, TypeError: If an argument is not possible.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        num_microbatches: int | Literal["auto"] = "auto",
+        schedule: str = "1f1b",
+        num_chunks: int = 1,
+        partition: str | list[int] = "uniform",
+        body: str | None = None,
+        broadcast_batches: bool = True,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        dynamic_shapes: bool = False,
+        rank_order: str = "pp-dp-tp",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        refusals.check_arguments(**given)
+        if num_microbatches == "auto":
+            num_microbatches = 4 * pipeline_parallel_size if pipeline_parallel_size > 1 else 1
+        self._settings = Settings(
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
+            partition=partition,
+            body=body,
+            broadcast_batches=broadcast_batches,
+            loss_reduction=loss_reduction,
+            dynamic_shapes=dynamic_shapes,
+            rank_order=rank_order,
+            timeout=timeout,
+        )
+        self._wished_sizes = (data_parallel_size, tensor_parallel_size, pipeline_parallel_size)
+        self._assembly: Assembly | None = None
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._sync_blocked = False
+        self.num_nodes = 1
+        super().__init__()
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether logged values have to be reduced."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend of the process groups."""
+        return self._process_group_backend
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh with the axes ``"data_parallel"``, ``"tensor_parallel"`` and ``"pipeline_parallel"``."""
+        return self._parts.mesh.device_mesh
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The world that a sampler divides the data over: the replicas."""
+        mesh = self._parts.mesh
+        return {"num_replicas": mesh.data_parallel_size, "rank": mesh.data_rank}
+
+    @property
+    def _parts(self) -> Assembly:
+        if self._assembly is None:
+            raise RuntimeError("The device mesh exists only after the processes have been set up.")
+        return self._assembly
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The plugin, made to agree over the model group."""
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None:
+            adapt(plugin, model_group=self._model_group, clip_by_norm=self._clip_by_norm)
+        self._precision_plugin = plugin
+
+    def _model_group(self) -> dist.ProcessGroup | None:
+        return None if self._assembly is None else self._assembly.mesh.model_group
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._sizes = resolve_sizes(self.num_nodes * self.num_processes, *self._wished_sizes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment, and everything that logs on rank 0 only, which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for package in (pytorch_rank_zero, fabric_rank_zero):
+            package.rank_zero_only.rank = self.global_rank
+
+    def connect(self, model: LightningModule) -> None:
+        """Attach the user's module."""
+        refusals.check_module(model, cut=self._settings.cut(*self._sizes))
+        super().connect(model)
+
+    def setup_environment(self) -> None:
+        """Start the process groups, make the mesh, and divide the module if its body exists already."""
+        super().setup_environment()
+        self.set_world_ranks()
+        if not _distributed_is_initialized():
+            reset_seed()
+            backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+            self._process_group_backend = backend
+            assert self.cluster_environment is not None
+            # A group that is bound to a device would open connections at once; through gloo there are none to a device.
+            device = self.root_device if self.root_device.type == "cuda" and "nccl" in backend else None
+            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
+            self._assembly = None
+        if self._assembly is None:
+            self._assembly = Assembly(self._settings, self._sizes, self.root_device)
+        module = self._module
+        module._device_mesh = self.device_mesh
+        self._assembly.attach(module)
+        if not is_overridden("configure_model", module):
+            self._assembly.divide()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around `configure_model`; the module is divided when it leaves."""
+        with super().model_sharded_context():
+            yield
+        self._parts.divide()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Make everything ready for the Trainer's loops."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._parts.divide()
+        assert self.model is not None
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self._parts.assemble()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+            if self._parts.is_cut:
+                optimization.install(trainer)
+        self._parts.install(trainer)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Let the user configure optimizers over the whole module, and keep what lives here."""
+        super().setup_optimizers(trainer)
+        refusals.check_optimizers(self.optimizers, cut=self._parts.is_cut)
+        for optimizer in self.optimizers:
+            check_optimizer(self.precision_plugin, optimizer)
+            self._parts.checkpoint.strip(optimizer)
+
+    def model_to_device(self) -> None:
+        """Move what lives here; stand-ins stay where they are."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """One loader for each model group, over this replica's samples."""
+        return self._parts.process_loader(dataloader, self._module.trainer)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; the user's transfer hooks draw the same random numbers on every rank of the model group."""
+        with self._parts.transfer_stream():
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch forward, and with a pipeline backward too."""
+        parts = self._parts
+        parts.replication.equalize_buffers()
+        if parts.training is None:
+            return super().training_step(*args, **kwargs)
+        loop = self._module.trainer.fit_loop.epoch_loop
+        backward = not loop.automatic_optimization._skip_backward
+        return parts.training(
+            args,
+            step=loop.total_batch_idx,
+            context=self.precision_plugin.train_step_context,
+            scale=self._scale_loss,
+            backward=backward,
+            reduce=backward and not self._sync_blocked,
+        )
+
+    def _scale_loss(self, loss: Tensor) -> Tensor:
+        accumulated = self._module.trainer.accumulate_grad_batches
+        loss = loss if accumulated == 1 else loss / accumulated
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return loss if scaler is None else scaler.scale(loss)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward and average the gradients; with a pipeline both are done, and only the hooks are called."""
+        plugin, module = self.precision_plugin, self._module
+        if self._parts.is_cut:
+            closure_loss = Precision.pre_backward(plugin, closure_loss, module)
+            return Precision.post_backward(plugin, closure_loss, module)
+        replication = self._parts.replication
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        if not self._sync_blocked:
+            replication.last_backward_begins(0)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        if not self._sync_blocked:
+            replication.last_backward_ends(0)
+            replication.finish()
+        return plugin.post_backward(closure_loss, module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, gradients are accumulated on each rank and not yet averaged."""
+        self._sync_blocked = True
+        try:
+            yield
+        finally:
+            self._sync_blocked = False
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a validation batch."""
+        return self._evaluate("validation_step", args, self.precision_plugin.val_step_context)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a test batch."""
+        return self._evaluate("test_step", args, self.precision_plugin.test_step_context)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch for prediction."""
+        return self._evaluate("predict_step", args, self.precision_plugin.predict_step_context)
+
+    def _evaluate(self, name: str, args: tuple[Any, ...], context: Callable[[], Any]) -> Any:
+        evaluation = self._parts.evaluation
+        if evaluation is None:
+            with context():
+                return getattr(self._module, name)(*args)
+        return evaluation(name, args, step=self._parts.next_evaluation(), context=context)
+
+    def on_validation_start(self) -> None:
+        """Evaluate with the first replica's buffers."""
+        self._parts.replication.equalize_buffers()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_train_start(self) -> None:
+        """Say what a step takes."""
+        rank_zero_info(self._parts.batch_text(self._module.trainer))
+
+    def _clip_by_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        if self._parts.mesh.model_group.size() == 1:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return clip_by_total_norm(parameters, max_norm, **self._norm_arguments())
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of the whole model; to be called on every rank.
+
+        Args:
+            norm_type: The exponent p > 0, or ``float("inf")``.
+
+        Returns:
+            A float64 scalar on the root device.
+        """
+        parameters = [parameter for parameter in self._module.parameters() if not parameter.is_meta]
+        return total_norm(parameters, norm_type, **self._norm_arguments())
+
+    def _norm_arguments(self) -> dict[str, Any]:
+        parts = self._parts
+        return {"group": parts.mesh.model_group, "counts": parts.replication.counts, "device": self.root_device}
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the replicas, or over the group that is given."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if group is None or group is dist.group.WORLD:
+            group = self._parts.mesh.data_group
+        return reduce_in_place(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the replicas, or over a given group: shape ``(replicas, ...)``, with one replica ``(...)``."""
+        mesh = self._parts.mesh
+        if group is None or group is dist.group.WORLD:
+            if mesh.data_parallel_size == 1:
+                return tensor
+            group = mesh.data_group
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (any) of the processes say yes."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == self.world_size if all else int(votes) > 0
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every process."""
+        if not _distributed_is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Give every process the object of one."""
+        if not _distributed_is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The undivided module's state on rank 0; empty on other ranks of a pipeline."""
+        return self._parts.checkpoint.module_state()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part."""
+        self._parts.checkpoint.load_module_state(checkpoint["state_dict"], strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The undivided optimizer's state on rank 0; empty on other ranks of a pipeline."""
+        return self._parts.checkpoint.optimizer_state(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self._parts.checkpoint.load_optimizer_state(optimizer, state)
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, and leave every group without a collective."""
+        if self._assembly is None or self.world_size == 1 or not isinstance(exception, Exception):
+            return
+        board = self._assembly.board
+        cause = board.cause(patience=2.0 if is_transport(exception) else 0.0)
+        if cause is None:
+            board.report(exception, f"Rank {self.global_rank}")
+        close_groups()
+        if cause is not None and is_transport(exception):
+            raise cause from exception
+
+    def teardown(self) -> None:
+        """Give the module and the Trainer back as they were."""
+        if self._assembly is not None and self.lightning_module is not None:
+            optimization.uninstall(self.lightning_module.trainer)
+            self._assembly.remove(self.lightning_module.trainer)
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``"hybrid"`` and presets such as ``"hybrid_pp2"``."""
+        strategy_registry.register("hybrid", cls, description="Data x pipeline parallel training")
+        for size in (2, 4, 8):
+            text = f"Pipeline of {size} ranks, data parallel over the rest"
+            strategy_registry.register(f"hybrid_pp{size}", cls, description=text, pipeline_parallel_size=size)
+
+
+HybridStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,193 @@
+"""One training step in micro-batches: forward and backward in one schedule, loss and logs on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_hybrid.gradients import Replication
+from lightning_hybrid.logging import merge_logs, merge_outputs
+from lightning_hybrid.microbatch import signature, sizes, split_batch
+from lightning_hybrid.pipeline import Pipeline
+from lightning_hybrid.schedule import build, build_forward
+
+__all__ = ["TrainingStep"]
+
+_TRAINING = 0  # tells the random numbers of training from those of evaluation
+
+
+class TrainingStep:
+    """Runs the user's `training_step` through the pipeline.
+
+    Args:
+        pipeline: The parts.
+        replication: Sums and averages the gradients.
+        schedule: The name of the schedule.
+        num_microbatches: The wished number of micro-batches.
+        loss_reduction: ``"mean"`` or ``"sum"``: how the user's loss reduces over the samples of a batch.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        replication: Replication,
+        *,
+        schedule: str,
+        num_microbatches: int,
+        loss_reduction: str,
+    ) -> None:
+        self._pipeline = pipeline
+        self._replication = replication
+        self._schedule = schedule
+        self._num_microbatches = num_microbatches
+        self._loss_reduction = loss_reduction
+
+    def __call__(
+        self,
+        arguments: Sequence[Any],
+        *,
+        step: int,
+        context: Callable[[], AbstractContextManager[None]],
+        scale: Callable[[Tensor], Tensor],
+        backward: bool,
+        reduce: bool,
+    ) -> Any:
+        """Run one batch.
+
+        Args:
+            arguments: Of the user's `training_step`; the first one is the batch.
+            step: The number of this batch since training began; random numbers depend on it.
+            context: The precision plugin's context.
+            scale: Divides the loss by the number of accumulated batches, and scales it for fp16.
+            backward: Whether gradients are wanted.
+            reduce: Whether the gradients shall be summed over holders and averaged over replicas.
+
+        Returns:
+            What `training_step` returned, merged over the micro-batches: the same on every rank, without a graph.
+        """
+        pipeline = self._pipeline
+        microbatches, counts = self._split(arguments[0])
+        weights, factors = self._weights(microbatches, counts)
+        if backward:
+            schedule = build(self._schedule, pipeline.num_ranks, len(counts), pipeline.num_chunks)
+        else:
+            schedule = build_forward(pipeline.num_ranks, len(counts), pipeline.num_chunks)
+        outputs: list[Any] = []
+
+        def compute(stage: int, microbatch: int, inputs: Any) -> Any:
+            with context():
+                batch = (microbatches[microbatch], *arguments[1:])
+                value = self._compute(stage, microbatch, inputs, batch, step)
+                if stage < pipeline.num_stages - 1:
+                    return value
+                outputs.append(value)
+                return scale(_loss_of(value) * factors[microbatch])
+
+        version = pipeline.version()
+        keys = [(version, signature(microbatch)) for microbatch in microbatches]
+        with pipeline.step(num_microbatches=len(counts)) as records, torch.set_grad_enabled(backward):
+            pipeline.engine.run(
+                schedule,
+                compute,
+                keys,
+                last_backward_begins=self._replication.last_backward_begins if reduce else _ignore,
+                last_backward_ends=self._replication.last_backward_ends if reduce else _ignore,
+            )
+            if reduce:
+                self._replication.finish()
+        return pipeline.share(
+            lambda: (merge_outputs(outputs, counts, _total(outputs, weights)), merge_logs(records, counts))
+        )
+
+    def _compute(self, stage: int, microbatch: int, inputs: Any, arguments: Sequence[Any], step: int) -> Any:
+        """The part of one stage: its layers, and the user's code on the first and the last one."""
+        pipeline = self._pipeline
+        is_last = stage == pipeline.num_stages - 1
+        if stage == 0 or is_last:
+            pipeline.recorder.next_microbatch(keep=is_last)
+            pipeline.streams.seed_user(_TRAINING, step, microbatch)
+        training_step = pipeline.module.training_step
+        if pipeline.cut is None:
+            return training_step(*arguments)
+        layers = pipeline.layers(stage, _TRAINING, step, microbatch)
+        if stage == 0:
+            return pipeline.cut.until_body(training_step, arguments, layers)
+        if is_last:
+            return pipeline.cut.around_body(training_step, arguments, lambda _: layers(inputs))
+        return layers(inputs)
+
+    def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
+        user_split = getattr(self._pipeline.module, "split_batch", None)
+        if user_split is None:
+            return split_batch(batch, self._num_microbatches)
+        microbatches = list(user_split(batch, self._num_microbatches))
+        if not microbatches:
+            raise ValueError("`split_batch` returned no micro-batches; it must return a list with at least one.")
+        _, total = split_batch(batch, 1)
+        return microbatches, sizes(max(total[0], len(microbatches)), len(microbatches))
+
+    def _weights(self, microbatches: list[Any], counts: list[int]) -> tuple[list[Any], list[Any]]:
+        """What each micro-batch counts.
+
+        Returns:
+            Its share of the reported loss, and the factor of its loss before backward. They differ where the user
+            names the normaliser: then gradients, which are averaged over replicas, follow the sum over all replicas.
+        """
+        if self._loss_reduction == "sum":
+            return [1.0] * len(counts), [1.0] * len(counts)
+        weigh = getattr(self._pipeline.module, "microbatch_weight", None)
+        if weigh is None:
+            shares = [count / sum(counts) for count in counts]
+            return shares, shares
+        mesh = self._pipeline.mesh
+        if not (self._pipeline.is_first or self._pipeline.is_last):
+            return [0.0] * len(counts), [0.0] * len(counts)  # never used: no loss here
+        device = self._pipeline.module.device
+        each = torch.stack([torch.as_tensor(weigh(m), dtype=torch.float64, device=device) for m in microbatches])
+        own = each.sum()
+        total = own.clone()
+        dist.all_reduce(total, group=mesh.data_group)
+        return list(each / own), list(each * (mesh.data_parallel_size / total))
+
+
+def _ignore(_: int) -> None:
+    """Gradients stay on this rank: more batches are accumulated before they are reduced."""
+
+
+def _loss_of(output: Any) -> Tensor:
+    """The loss in what `training_step` returned.
+
+    Raises:
+        RuntimeError: If it returned ``None``; Lightning does not allow that in distributed training either.
+        MisconfigurationException: If there is no loss in it.
+    """
+    if output is None:
+        raise RuntimeError(
+            "Skipping the `training_step` by returning None in distributed training is not supported."
+            " It is recommended that you rewrite your training logic to avoid having to skip the step in the first"
+            " place."
+        )
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise MisconfigurationException(
+            "In automatic_optimization, `training_step` must return a Tensor or a dict with the key 'loss'; it returned"
+            f" {f'a dict with the keys {list(output)}' if isinstance(output, Mapping) else type(output).__name__}."
+        )
+    return loss
+
+
+def _total(outputs: Sequence[Any], weights: Sequence[Any]) -> Tensor:
+    """The loss of the batch, without a graph."""
+    losses = [_loss_of(output).detach() for output in outputs]
+    if len(losses) == 1 and isinstance(weights[0], float):
+        return losses[0] if weights[0] == 1.0 else losses[0] * weights[0]
+    total: Tensor = losses[0] * weights[0]
+    for loss, weight in zip(losses[1:], weights[1:], strict=True):
+        total = total + loss * weight
+    return total
