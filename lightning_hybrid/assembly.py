@@ -36,6 +36,7 @@ from lightning_hybrid.step import BodyCallError, body_call_text, find_body
 from lightning_hybrid.summary import batch_text, layout_text, stage_rows, stage_table
 from lightning_hybrid.timeline import simulate
 from lightning_hybrid.training import TrainingStep
+from lightning_hybrid.transfer import onlookers
 
 __all__ = ["Assembly", "Settings"]
 
@@ -100,6 +101,7 @@ class Assembly:
         self._boundary: EpochBoundary | None = None
         self._placement = Placement(None, (range(0),), 1)
         self._evaluations = count()
+        self._moves_microbatches: bool | None = None
         self.training: TrainingStep | None = None
         self.evaluation: EvaluationStep | None = None
 
@@ -214,6 +216,7 @@ class Assembly:
         if self._pipeline is None or self._module is None:
             return
         mesh = self.mesh
+        self._moves_microbatches = None
         self._pipeline.metrics.install()
         self._boundary = EpochBoundary(
             self._module,
@@ -266,6 +269,20 @@ class Assembly:
         with self._streams.isolated():
             self._streams.seed_user(_TRANSFER, self._module.trainer.fit_loop.epoch_loop.total_batch_idx)
             yield
+
+    @property
+    def moves_microbatches(self) -> bool:
+        """Whether training batches stay on the host, and their micro-batches move when they are needed."""
+        if self._moves_microbatches is None:
+            assert self._module is not None
+            trainer = self._module.trainer
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            self._moves_microbatches = (
+                self.is_cut
+                and self._device.type == "cuda"
+                and not onlookers(self._module, trainer.datamodule, callbacks)  # type: ignore[attr-defined]
+            )
+        return self._moves_microbatches
 
     def next_evaluation(self) -> int:
         """A number for each evaluation batch."""

@@ -87,7 +87,7 @@ def _timeline(words: Sequence[str]) -> None:
     """Draw one step of a schedule."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} timeline",
-        description="Draw one training step of a pipeline schedule, with its bubble and what each rank keeps in memory.",
+        description="Draw one training step of a pipeline schedule, its bubble and what each rank keeps in memory.",
     )
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="pipeline ranks (default: %(default)s)")
@@ -97,7 +97,8 @@ def _timeline(words: Sequence[str]) -> None:
     parser.add_argument("--chunks", type=int, metavar="N", help="model chunks per rank (default: 1, interleaved 2)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture to this file too")
     options = parser.parse_args(words)
-    chunks = options.chunks or (2 if options.schedule == "interleaved_1f1b" else 1)
+    default_chunks = 2 if options.schedule == "interleaved_1f1b" else 1
+    chunks = default_chunks if options.chunks is None else options.chunks
     microbatches = 4 * options.ranks if options.microbatches is None else options.microbatches
     try:
         timeline = simulate(build(options.schedule, options.ranks, microbatches, chunks))

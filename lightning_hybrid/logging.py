@@ -52,14 +52,13 @@ class LogRecorder:
     def __call__(self) -> Iterator[list[list[Log]]]:
         """While this is entered, calls of `self.log` are recorded: a list for each micro-batch."""
         self._records = []
-        names = {id(metric): name for name, metric in self._module.named_modules() if isinstance(metric, Metric)}
         before = vars(self._module).get("log")
 
         def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             arguments = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
             metric = None
             if isinstance(value, Metric):
-                metric = arguments.get("metric_attribute") or names.get(id(value))
+                metric = arguments.get("metric_attribute") or self._name_of(value)
                 if metric is None:  # Lightning's own message says what to do
                     LightningModule.log(self._module, name, value, **arguments)
             elif isinstance(value, Tensor):
@@ -74,6 +73,12 @@ class LogRecorder:
             del vars(self._module)["log"]
             if before is not None:
                 vars(self._module)["log"] = before
+
+    def _name_of(self, metric: Metric) -> str | None:
+        if id(metric) not in self._metric_names:
+            found = {id(m): name for name, m in self._module.named_modules() if isinstance(m, Metric)}
+            self._metric_names.update(found)
+        return self._metric_names.get(id(metric))
 
     def next_microbatch(self, *, keep: bool) -> None:
         """A micro-batch begins.
@@ -130,13 +135,15 @@ def _reduce(values: list[Any], weights: list[int], arguments: dict[str, Any]) ->
         return values[0]
     fx = arguments.get("reduce_fx", "mean")
     name = fx if isinstance(fx, str) else getattr(fx, "__name__", "mean")
-    # Plain numbers become tensors only when they are logged: until then in Python's precision.
+    # Plain numbers are merged in Python's precision and stay plain numbers until they are logged.
     tensors = [torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64) for value in values]
     if name == "sum":
-        return sum(tensors[1:], tensors[0])
-    if name in ("min", "max"):
-        return getattr(torch.stack(tensors), name)()
-    return _weighted_mean(tensors, weights)
+        merged = sum(tensors[1:], tensors[0])
+    elif name in ("min", "max"):
+        merged = getattr(torch.stack(tensors), name)()
+    else:
+        merged = _weighted_mean(tensors, weights)
+    return merged if any(isinstance(value, Tensor) for value in values) else merged.item()
 
 
 def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

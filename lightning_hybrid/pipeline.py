@@ -90,6 +90,7 @@ class Pipeline:
         engine: Engine,
     ) -> None:
         self.module = module
+        self.device = device
         self.mesh = mesh
         self.streams = streams
         self.num_ranks = mesh.pipeline_parallel_size
@@ -105,6 +106,7 @@ class Pipeline:
         self.engine = engine
         self._board = board
         self._serial = next(_SERIAL)
+        self._parameters = list(module.parameters())
         self._layers = {
             stage: [body[1][index] for index in placement.stages[stage]]
             for stage in range(mesh.pipeline_rank, self.num_stages, self.num_ranks)
@@ -129,7 +131,7 @@ class Pipeline:
 
     def version(self) -> Hashable:
         """What decides which tensors need gradients, beside the batch: equal on all ranks, stand-ins included."""
-        return self._serial, self.module.training, hash(tuple([p.requires_grad for p in self.module.parameters()]))
+        return self._serial, self.module.training, hash(tuple([p.requires_grad for p in self._parameters]))
 
     @contextmanager
     def step(self, *, num_microbatches: int) -> Iterator[list[list[Log]]]:

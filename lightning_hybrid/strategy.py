@@ -38,6 +38,7 @@ from lightning_hybrid.exchange import reduce_in_place
 from lightning_hybrid.failure import close_groups, is_transport
 from lightning_hybrid.mesh import resolve_sizes
 from lightning_hybrid.precision import adapt, check_optimizer
+from lightning_hybrid.transfer import pinned
 
 __all__ = ["HybridStrategy"]
 
@@ -132,11 +133,6 @@ class HybridStrategy(ParallelStrategy):
     def num_processes(self) -> int:
         """Processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """The backend of the process groups."""
-        return self._process_group_backend
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -260,6 +256,8 @@ class HybridStrategy(ParallelStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; the user's transfer hooks draw the same random numbers on every rank of the model group."""
+        if self._module.trainer.training and self._parts.moves_microbatches:
+            return pinned(batch)
         with self._parts.transfer_stream():
             return super().batch_to_device(batch, device, dataloader_idx)
 

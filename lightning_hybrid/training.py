@@ -16,6 +16,7 @@ from lightning_hybrid.logging import merge_logs, merge_outputs
 from lightning_hybrid.microbatch import signature, sizes, split_batch
 from lightning_hybrid.pipeline import Pipeline
 from lightning_hybrid.schedule import build, build_forward
+from lightning_hybrid.transfer import to_device
 
 __all__ = ["TrainingStep"]
 
@@ -82,8 +83,7 @@ class TrainingStep:
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             with context():
-                batch = (microbatches[microbatch], *arguments[1:])
-                value = self._compute(stage, microbatch, inputs, batch, step)
+                value = self._compute(stage, microbatch, inputs, (microbatches[microbatch], *arguments[1:]), step)
                 if stage < pipeline.num_stages - 1:
                     return value
                 outputs.append(value)
@@ -110,6 +110,7 @@ class TrainingStep:
         pipeline = self._pipeline
         is_last = stage == pipeline.num_stages - 1
         if stage == 0 or is_last:
+            arguments = (to_device(arguments[0], pipeline.device), *arguments[1:])
             pipeline.recorder.next_microbatch(keep=is_last)
             pipeline.streams.seed_user(_TRAINING, step, microbatch)
         training_step = pipeline.module.training_step

@@ -1,0 +1,1 @@
+"""Programs that measure; one folder per question."""

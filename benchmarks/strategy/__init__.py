@@ -1,0 +1,1 @@
+"""What the strategy costs where nothing is divided."""

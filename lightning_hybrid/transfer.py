@@ -1,0 +1,63 @@
+"""When a batch goes to the device: as a whole, as Lightning promises its hooks, or micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from lightning_hybrid.pytree import map_leaves
+
+__all__ = ["onlookers", "pinned", "to_device"]
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+
+
+def onlookers(
+    module: LightningModule, datamodule: LightningDataModule | None, callbacks: Iterable[Callback]
+) -> list[str]:
+    """Who looks at a training batch outside of `training_step`, and may expect it on the device.
+
+    Lightning's own callbacks get the batch but do not read it, except for :class:`ThroughputMonitor`.
+
+    Args:
+        module: The user's module.
+        datamodule: The user's data module, if there is one.
+        callbacks: The Trainer's callbacks.
+
+    Returns:
+        Names of hooks; without any, a batch may stay on the host until a micro-batch is needed.
+    """
+    found = [
+        f"{type(module).__name__}.{hook}" for hook in (*_TRANSFER_HOOKS, *_BATCH_HOOKS) if is_overridden(hook, module)
+    ]
+    if datamodule is not None:
+        found += [f"{type(datamodule).__name__}.{hook}" for hook in _TRANSFER_HOOKS if is_overridden(hook, datamodule)]
+    for callback in callbacks:
+        kind = type(callback)
+        if kind is ThroughputMonitor or not kind.__module__.startswith(("lightning.pytorch.", "lightning_hybrid.")):
+            overridden = [hook for hook in _BATCH_HOOKS if getattr(kind, hook) is not getattr(Callback, hook)]
+            found += [f"{kind.__name__}.{hook}" for hook in overridden]
+    return found
+
+
+def pinned(batch: Any) -> Any:
+    """The batch in page-locked memory of the host, from which it moves without making the host wait."""
+    return map_leaves(_pinned, batch)
+
+
+def _pinned(leaf: Any) -> Any:
+    on_host = isinstance(leaf, Tensor) and leaf.device.type == "cpu"
+    return leaf.pin_memory() if on_host and not leaf.is_pinned() else leaf
+
+
+def to_device(microbatch: Any, device: torch.device) -> Any:
+    """The micro-batch on the device; what is there already is not copied."""
+    return move_data_to_device(microbatch, device)
