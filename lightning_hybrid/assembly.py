@@ -99,7 +99,7 @@ class Assembly:
         self._body: tuple[str, nn.Sequential] | None = None
         self._pipeline: Pipeline | None = None
         self._boundary: EpochBoundary | None = None
-        self._placement = Placement(None, (range(0),), 1)
+        self._placement = Placement(None, (), (range(0),), 1)
         self._evaluations = count()
         self._moves_microbatches: bool | None = None
         self.training: TrainingStep | None = None
@@ -137,10 +137,10 @@ class Assembly:
         name, body = self._body
         rank_zero_info(self.text())
         put_stand_ins(module, self._placement, self.mesh.pipeline_rank)
-        text = body_call_text(name, "The step", 1)
-        for index, layer in enumerate(body):
-            if self.mesh.pipeline_rank not in self._placement.ranks_of(f"{name}.{index}" if name else str(index)):
-                refuse_call(layer, BodyCallError, text)
+        stages = self._placement.stages[self.mesh.pipeline_rank :: self.mesh.pipeline_parallel_size]
+        own = {id(body[position]) for layers in stages for position in layers}
+        for layer in {id(layer): layer for layer in body if id(layer) not in own}.values():
+            refuse_call(layer, BodyCallError, body_call_text(name, "The step", 1))
         self._divided = module
 
     def _plan(self) -> None:
@@ -149,7 +149,8 @@ class Assembly:
         name, body = find_body(self._module, self._settings.body or getattr(self._module, "pipeline_body", None))
         weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in body]
         stages = partition(self._settings.partition, weights, self.num_stages)
-        placement = Placement(name, tuple(stages), self.mesh.pipeline_parallel_size)
+        layers = tuple(path for path, _ in body.named_modules(remove_duplicate=False) if path and "." not in path)
+        placement = Placement(name, layers, tuple(stages), self.mesh.pipeline_parallel_size)
         own = [
             tensor_name
             for tensor_name, tensor in self._module.named_parameters()

@@ -208,7 +208,9 @@ def checksum(batch: Any) -> int:
     value = 1
     for leaf in flatten(batch)[0]:
         if isinstance(leaf, Tensor):
-            value = zlib.crc32(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, value)
+            value = zlib.crc32(repr((leaf.shape, leaf.dtype)).encode(), value)
+            flat = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+            value = zlib.crc32(flat.view(torch.uint8).numpy().data, value)
         else:
             value = zlib.crc32(repr(leaf).encode(), value)
     return value + 1

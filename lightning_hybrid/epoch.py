@@ -46,6 +46,7 @@ class EpochBoundary(Callback):
         self._source = source
         self._is_source = is_source
         self._alone = alone
+        self._running = False
         self._digests: dict[str, bytes] = {}
         self._recorder = LogRecorder(module)
         self._recording: Any = None
@@ -75,6 +76,9 @@ class EpochBoundary(Callback):
         return hook_then_replay
 
     def _begin(self) -> None:
+        if self._running:  # validation inside a training epoch: what training has kept must not be forgotten
+            self._share_attributes()
+        self._running = True
         self._digests = _digests(self._module) if self._is_source else {}
 
     def _end(self, *, logs: bool = True) -> None:

@@ -144,14 +144,14 @@ class TreeBroadcast:
         leaves, spec = flatten(tree)
         form = _Form.of(leaves, spec)
         number = self._numbers.get(form)
-        if number is None:
-            self._control(_NEW)
-            broadcast_object(pickle.dumps(form), self._source, self._control_group)
+        # Pickled before anything is sent: if it fails, the others can still be told.
+        pickled_form = pickle.dumps(form) if number is None else None
+        plain = pickle.dumps([leaf for leaf in leaves if not isinstance(leaf, Tensor)]) if form.has_plain else None
+        self._control(_NEW if number is None else number)
+        if pickled_form is not None:
+            broadcast_object(pickled_form, self._source, self._control_group)
             self._numbers[form] = len(self._numbers) + 1
-        else:
-            self._control(number)
-        if form.has_plain:
-            plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        if plain is not None:
             broadcast_object(plain, self._source, self._control_group)
         self._exchange_tensors([leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)])
 
@@ -171,7 +171,8 @@ class TreeBroadcast:
             self._forms.append(pickle.loads(broadcast_object(None, self._source, self._control_group)))
             code = len(self._forms)
         form = self._forms[code - 1]
-        plain = iter(broadcast_object(None, self._source, self._control_group) if form.has_plain else ())
+        pickled = broadcast_object(None, self._source, self._control_group) if form.has_plain else None
+        plain = iter(pickle.loads(pickled) if pickled is not None else ())
         tensors = iter(
             self._exchange_tensors(
                 [
@@ -194,7 +195,8 @@ class TreeBroadcast:
                     scalar.copy_(value)
         for tensor in tensors:
             if not _fits_float64(tensor) and tensor.numel() > 0:
-                self._broadcast(tensor.to(self._device).contiguous() if self._is_source else tensor, self._group)
+                whole = tensor.to(self._device).resolve_conj().resolve_neg().contiguous() if self._is_source else tensor
+                self._broadcast(whole.view(-1).view(torch.uint8), self._group)  # no backend knows every dtype
         return tensors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_hybrid.microbatch import find_batch_size
-from lightning_hybrid.pytree import flatten, unflatten
+from lightning_hybrid.pytree import map_leaves
 
 __all__ = ["Log", "LogRecorder", "merge_logs", "merge_outputs", "pack_logs", "replay", "unpack_logs"]
 
@@ -61,8 +61,9 @@ class LogRecorder:
                 metric = arguments.get("metric_attribute") or self._name_of(value)
                 if metric is None:  # Lightning's own message says what to do
                     LightningModule.log(self._module, name, value, **arguments)
+                value = None
             elif isinstance(value, Tensor):
-                value = value.detach()
+                value = value.detach().clone()  # it may be changed in place later in the step
             if self._records:
                 self._records[-1].append(Log(name, value, metric, arguments))
 
@@ -92,7 +93,7 @@ class LogRecorder:
             self._records.clear()
 
 
-_POSITIONAL = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+_POSITIONAL = tuple(inspect.signature(LightningModule.log).parameters)[3:]
 
 
 def merge_logs(records: Sequence[Sequence[Log]], counts: Sequence[int]) -> list[Log]:
@@ -134,7 +135,7 @@ def _reduce(values: list[Any], weights: list[int], arguments: dict[str, Any]) ->
     if len(values) == 1:
         return values[0]
     fx = arguments.get("reduce_fx", "mean")
-    name = fx if isinstance(fx, str) else getattr(fx, "__name__", "mean")
+    name = fx.lower() if isinstance(fx, str) else getattr(fx, "__name__", "mean")
     # Plain numbers are merged in Python's precision and stay plain numbers until they are logged.
     tensors = [torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64) for value in values]
     if name == "sum":
@@ -163,29 +164,42 @@ def merge_outputs(outputs: Sequence[Any], counts: Sequence[int], loss: Tensor) -
         loss: The loss of the whole batch, shape ``()``.
 
     Returns:
-        The loss, or the dictionary: tensors that follow the number of samples are concatenated, other floating-point
-        tensors and numbers are averaged with the samples as weights, everything else is the first micro-batch's.
+        The loss, or the dictionary: tensors and lists that follow the number of samples are concatenated, other
+        floating-point tensors and numbers are averaged with the samples as weights, everything else is the first
+        micro-batch's.
     """
     if isinstance(outputs[0], Tensor):
         return loss
     extras = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
-    flat = [flatten(extra) for extra in extras]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return {"loss": loss, **unflatten([_merge_extra(list(column), counts) for column in columns], flat[0][1])}
+    names = [name for name in extras[0] if all(name in extra for extra in extras)]
+    return {"loss": loss, **{name: _merge_extra([extra[name] for extra in extras], counts) for name in names}}
 
 
 def _merge_extra(values: list[Any], counts: Sequence[int]) -> Any:
     first = values[0]
-    if len(values) == 1:
-        return first.detach() if isinstance(first, Tensor) else first
+    if any(type(value) is not type(first) for value in values):
+        return map_leaves(_detached, first)
     if isinstance(first, Tensor):
-        values = [value.detach() for value in values]
-        if first.ndim > 0 and all(find_batch_size(v) == count for v, count in zip(values, counts, strict=True)):
-            return torch.cat(values)
-        return _weighted_mean(values, counts) if first.is_floating_point() else values[0]
+        return _merge_tensors([value.detach() for value in values], counts)
     if isinstance(first, float):
         return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
-    return first
+    if isinstance(first, list) and [len(value) for value in values] == list(counts):
+        return [map_leaves(_detached, entry) for value in values for entry in value]
+    if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
+        return {key: _merge_extra([value[key] for value in values], counts) for key in first}
+    return map_leaves(_detached, first)
+
+
+def _merge_tensors(values: list[Tensor], counts: Sequence[int]) -> Tensor:
+    first = values[0]
+    if first.ndim > 0 and [len(value) for value in values if value.ndim > 0] == list(counts):
+        return torch.cat(values)
+    alike = all(value.shape == first.shape for value in values)
+    return _weighted_mean(values, counts) if alike and first.is_floating_point() else first
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def pack_logs(logs: Sequence[Log]) -> dict[Any, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -68,6 +69,7 @@ class _StandIn(Tensor):
         """Ties stay ties: a tensor that was copied already is taken from ``memo``."""
         if id(self) not in memo:
             memo[id(self)] = self._like(self)
+            vars(memo[id(self)]).update(copy.deepcopy(vars(self), memo))
         copied: Tensor = memo[id(self)]
         return copied
 
@@ -104,7 +106,9 @@ def put_stand_ins(module: nn.Module, placement: Placement, rank: int) -> None:
 
 
 def _stand_in_parameter(parameter: Tensor) -> StandInParameter:
-    return StandInParameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    stand_in = StandInParameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    vars(stand_in).update(vars(parameter))  # marks such as `no_weight_decay`, by which users choose parameter groups
+    return stand_in
 
 
 def _replace(module: nn.Module, tensors: dict[str, _T], kept: set[int], make: Callable[[_T], Tensor]) -> None:

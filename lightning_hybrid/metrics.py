@@ -40,7 +40,9 @@ class MetricsAcrossStages:
         self._data_group = data_group
         self._exchange = exchange
         self._is_last = is_last
-        self._in_step = False
+        self._is_local = False
+        self._num_microbatches = 1
+        self._gathering: list[str] = []
         self._twins: dict[str, Metric] = {}
         self._needs_twin: dict[str, bool] = {}
 
@@ -51,9 +53,10 @@ class MetricsAcrossStages:
         def gather(result: Tensor, group: Any = None) -> list[Tensor]:
             return gather_all_tensors(result, group=self._data_group)
 
-        for metric in self._metrics.values():
+        for name, metric in self._metrics.items():
             if metric.process_group is None and metric.dist_sync_fn is None:
                 metric.dist_sync_fn = gather
+                self._gathering.append(name)
             metric.compute = self._across_stages(metric.compute)  # type: ignore[method-assign]
 
     def remove(self) -> None:
@@ -62,13 +65,22 @@ class MetricsAcrossStages:
             compute = getattr(metric.compute, "undivided", None)
             if compute is not None:
                 metric.compute = compute  # type: ignore[method-assign]
-                metric.dist_sync_fn = None
+        for name in self._gathering:
+            self._metrics[name].dist_sync_fn = None
+        self._gathering.clear()
 
     def _across_stages(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def computed(*args: Any, **kwargs: Any) -> Any:
-            if self._in_step:
+            if self._is_local:
                 return compute(*args, **kwargs)
-            return self._exchange(compute(*args, **kwargs) if self._is_last else None)
+            if not self._is_last:
+                return self._exchange.receive()
+            self._is_local = True  # metrics inside this metric are no affair of the other ranks
+            try:
+                value = compute(*args, **kwargs)
+            finally:
+                self._is_local = False
+            return self._exchange(value)
 
         computed.undivided = compute  # type: ignore[attr-defined]
         return computed
@@ -76,11 +88,12 @@ class MetricsAcrossStages:
     @contextmanager
     def step(self, *, num_microbatches: int) -> Iterator[None]:
         """While a step runs: ``compute()`` is this rank's own, and twins take part."""
-        self._in_step = True
+        self._is_local = True
+        self._num_microbatches = num_microbatches
         handles = []
+        for twin in self._twins.values():
+            twin.reset()
         if self._is_last and num_microbatches > 1:
-            for twin in self._twins.values():
-                twin.reset()
             handles = [
                 metric.register_forward_pre_hook(self._to_twin(name), with_kwargs=True)
                 for name, metric in self._metrics.items()
@@ -91,7 +104,7 @@ class MetricsAcrossStages:
         finally:
             for handle in handles:
                 handle.remove()
-            self._in_step = False
+            self._is_local = False
 
     def _to_twin(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def update(metric: nn.Module, args: Any, kwargs: Any) -> None:
@@ -115,11 +128,11 @@ class MetricsAcrossStages:
         Returns:
             The value over all micro-batches; ``None`` if the metric's ``forward`` was not called.
         """
+        if self._num_microbatches == 1:
+            return self._metrics[name]._forward_cache
         self._needs_twin[name] = on_step
-        twin = self._twins.get(name)
-        if twin is not None and not on_step:
-            del self._twins[name]
-        if not on_step or twin is None or not twin.update_called:
+        twin = self._twins.get(name) if on_step else self._twins.pop(name, None)
+        if twin is None or not on_step or not twin.update_called:
             return self._metrics[name]._forward_cache
         with torch.no_grad():
             return twin.compute()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +50,14 @@ def signature(tree: Any) -> Hashable:
 
 def _leaf_signature(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype
+        return leaf.shape, leaf.dtype, leaf.requires_grad
     return (leaf,) if leaf is None or isinstance(leaf, bool) else (type(leaf),)
 
 
 def find_batch_size(batch: Any) -> int | None:
-    """The number of samples: the first dimension of the first tensor that has one, else the length of the first list.
+    """The number of samples.
+
+    It is the first dimension of the first tensor that has one, else the length of the first list of strings or numbers.
 
     Args:
         batch: A batch as a loader gives it.
@@ -67,15 +69,22 @@ def find_batch_size(batch: Any) -> int | None:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             return leaf.shape[0]
-    return len(batch) if isinstance(batch, (list, tuple)) and batch else None
+    return _first_list_length(batch)
+
+
+def _first_list_length(tree: Any) -> int | None:
+    if type(tree) is list and tree and all(isinstance(value, (str, bytes, int, float)) for value in tree):
+        return len(tree)
+    lengths = (_first_list_length(child) for child in _children(tree)[1])
+    return next((length for length in lengths if length is not None), None)
 
 
 def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]]:
     """Split a batch along its samples.
 
-    Tensors whose first dimension is the number of samples are split, and so are lists and tuples of that many plain
-    values (such as one string a sample). Everything else - a mixing coefficient, class weights - goes whole to every
-    micro-batch.
+    Tensors whose first dimension is the number of samples are split, and so are lists of that many entries (one string,
+    or one dictionary of targets, a sample), unless all entries are tensors with that many samples each. Everything else
+    - a mixing coefficient, class weights - goes whole to every micro-batch.
 
     Args:
         batch: A nested container of values.
@@ -93,12 +102,12 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
 
 def _split(tree: Any, total: int, counts: list[int]) -> list[Any]:
     if isinstance(tree, Tensor):
-        if tree.ndim > 0 and tree.shape[0] == total:
+        if _has_samples(tree, total):
             return list(torch.split(tree, counts))
         return [tree] * len(counts)
-    if isinstance(tree, (list, tuple)) and len(tree) == total and _is_plain(tree):
+    if type(tree) is list and len(tree) == total and not all(_has_samples(entry, total) for entry in tree):
         ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        return [type(tree)(tree[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+        return [tree[end - count : end] for end, count in zip(ends, counts, strict=True)]
     spec, children = _children(tree)
     if spec is None:
         return [tree] * len(counts)
@@ -106,8 +115,8 @@ def _split(tree: Any, total: int, counts: list[int]) -> list[Any]:
     return [_with_children(spec, [part[i] for part in parts]) for i in range(len(counts))]
 
 
-def _is_plain(values: Sequence[Any]) -> bool:
-    return not any(isinstance(value, (Tensor, list, tuple, dict)) for value in values)
+def _has_samples(value: Any, total: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == total
 
 
 def _children(tree: Any) -> tuple[TreeSpec | None, list[Any]]:
@@ -117,7 +126,7 @@ def _children(tree: Any) -> tuple[TreeSpec | None, list[Any]]:
         return None, []
     if not spec.names:
         return spec, list(tree)
-    if hasattr(tree, "keys"):
+    if isinstance(tree, Mapping):
         return spec, [tree[name] for name in spec.names]
     return spec, [getattr(tree, name) for name in spec.names]
 
@@ -204,7 +213,7 @@ def join(parts: list[Any], counts: Sequence[int]) -> Any:
 def _join_leaf(values: list[Any], counts: Sequence[int]) -> Any:
     first = values[0]
     if not isinstance(first, Tensor):
-        if any(value != first for value in values[1:]):
+        if not all(_equal(value, first) for value in values[1:]):
             raise JoinError(f"A plain value differs between micro-batches: {values}.")
         return first
     alike = all(value.ndim == first.ndim for value in values)
@@ -215,6 +224,13 @@ def _join_leaf(values: list[Any], counts: Sequence[int]) -> Any:
     if dims or any(value is not first and not _same(value, first) for value in values[1:]):
         raise JoinError(f"No single dimension of {[tuple(value.shape) for value in values]} follows {list(counts)}.")
     return first
+
+
+def _equal(value: Any, other: Any) -> bool:
+    try:
+        return value is other or bool(value == other)
+    except (TypeError, ValueError):  # arrays compare element by element
+        return False
 
 
 def _same(value: Tensor, other: Tensor) -> bool:

@@ -19,11 +19,13 @@ class Placement:
 
     Attributes:
         body: The dotted name of the body, ``""`` for the module itself; ``None`` if the module is not cut.
-        stages: The layers of each stage.
+        layers: The names of the body's layers, in order; they need not be numbers.
+        stages: The layers of each stage, by position.
         num_ranks: The number of pipeline ranks; stage `s` lives on rank ``s % num_ranks``.
     """
 
     body: str | None
+    layers: tuple[str, ...]
     stages: tuple[range, ...]
     num_ranks: int
 
@@ -33,10 +35,10 @@ class Placement:
         if self.body is None:
             return frozenset((0, last))
         prefix = f"{self.body}." if self.body else ""
-        if name.startswith(prefix):
-            index = name[len(prefix) :].split(".", 1)[0]
-            if index.isdecimal():
-                return frozenset(stage for stage, layers in enumerate(self.stages) if int(index) in layers)
+        layer = name.removeprefix(prefix).split(".", 1)[0]
+        if name.startswith(prefix) and layer in self.layers:
+            position = self.layers.index(layer)
+            return frozenset(stage for stage, layers in enumerate(self.stages) if position in layers)
         return frozenset((0, last))
 
     def ranks_of(self, name: str) -> frozenset[int]:

@@ -39,7 +39,7 @@ def stage_rows(body: nn.Sequential, stages: Sequence[range], num_ranks: int) -> 
         stages: The layers of each stage.
         num_ranks: The number of pipeline ranks.
     """
-    counts = [_count(body[layers.start : layers.stop]) for layers in stages]
+    counts = [_count([body[index] for index in layers]) for layers in stages]
     total = max(1, sum(counts))
     return [
         StageRow(stage, stage % num_ranks, layers, _kinds(body, layers), count, count / total)
@@ -47,8 +47,9 @@ def stage_rows(body: nn.Sequential, stages: Sequence[range], num_ranks: int) -> 
     ]
 
 
-def _count(layers: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in layers.parameters())
+def _count(layers: Sequence[nn.Module]) -> int:
+    parameters = {id(parameter): parameter for layer in layers for parameter in layer.parameters()}
+    return sum(parameter.numel() for parameter in parameters.values())
 
 
 def _kinds(body: nn.Sequential, layers: range) -> str:
