@@ -223,8 +223,6 @@ class Assembly:
             self._module,
             mesh.control_group,
             source=(mesh.pipeline_parallel_size - 1) * mesh.tensor_parallel_size,
-            is_source=self._pipeline.exchange.is_source,
-            alone=mesh.data_parallel_size == 1,
         )
         self._boundary.install(trainer)
         transfer = self._module._on_before_batch_transfer
@@ -248,6 +246,13 @@ class Assembly:
         if hasattr(self, "replication"):
             self.replication.remove()
         trainer._accelerator_connector.use_distributed_sampler = self._divides_data
+
+    def abandon(self) -> None:
+        """Let go of everything that is under way, after a failure."""
+        if self._engine is not None:
+            self._engine.abandon()
+        if hasattr(self, "replication"):
+            self.replication.abandon()
 
     # -- data and random numbers -----------------------------------------------------------------------------------
 

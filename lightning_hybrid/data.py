@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sized
 from functools import partial
@@ -14,7 +16,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_hybrid.exchange import TreeBroadcast, broadcast_object
 from lightning_hybrid.mesh import Mesh
@@ -67,12 +69,13 @@ class ReplicaSampler(Sampler[Any]):
         self._sampler = sampler
         self._num_replicas = num_replicas
         self._rank = rank
-        self._group = group
+        self._group = weakref.ref(group)
         self._repeat = repeat
 
     def __iter__(self) -> Iterator[Any]:
-        order = list(self._sampler) if dist.get_rank(self._group) == 0 else None
-        order = broadcast_object(order, 0, self._group)
+        group = self._group()
+        assert group is not None, "the process groups have been destroyed"
+        order = broadcast_object(list(self._sampler) if dist.get_rank(group) == 0 else None, 0, group)
         missing = -len(order) % self._num_replicas if self._repeat else 0
         while order and missing > 0:
             order += order[:missing]
@@ -105,7 +108,14 @@ def _shard(
     divided = isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler)
     if num_replicas == 1 or divided:
         return loader
-    sampler = ReplicaSampler(loader.sampler, num_replicas, rank, group, repeat=stage != RunningStage.PREDICTING)
+    # Of a batch sampler that the user gave, the loader's own sampler knows nothing.
+    order = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    sampler = ReplicaSampler(order, num_replicas, rank, group, repeat=stage != RunningStage.PREDICTING)
+    if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler and stage != RunningStage.PREDICTING:
+        batches = BatchSampler(sampler, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
+        loader = copy.copy(loader)
+        object.__setattr__(loader, "batch_sampler", batches)  # a loader lets nobody change it, but this one is a copy
+        return loader
     return _update_dataloader(loader, sampler, mode=stage)
 
 
@@ -178,7 +188,7 @@ class ComparedLoader(_Wrapper):
 
     def __init__(self, loader: Any, group: dist.ProcessGroup) -> None:
         super().__init__(loader)
-        self._group = group
+        self._group = weakref.ref(group)
 
     def __iter__(self) -> Iterator[Any]:
         iterator = iter(self._loader)
@@ -193,8 +203,10 @@ class ComparedLoader(_Wrapper):
 
     def _compare(self, value: int, number: int) -> None:
         mine = torch.tensor([value], dtype=torch.int64)
-        all_values = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(all_values, mine, group=self._group)
+        group = self._group()
+        assert group is not None, "the process groups have been destroyed"
+        all_values = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(all_values, mine, group=group)
         if any(int(other) != value for other in all_values):
             raise ValueError(
                 f"Batch {number} differs between the ranks of one model group (checksums"

@@ -107,6 +107,18 @@ class Engine:
             sent.wait()
         self._sent.clear()
 
+    def abandon(self) -> None:
+        """Let go of everything that is under way, after a failure: a pending message keeps its connection open."""
+        for channel in self._channels.values():
+            channel.abandon()
+        for _, steps in self._programs.values():
+            for step in steps:
+                for tray in (step.takes_from, step.puts_into):
+                    if tray is not None:
+                        tray.clear()
+        self._programs.clear()
+        self._sent.clear()
+
     # One handler per action.
 
     def _forward(self, step: _Step, run: _Run) -> None:

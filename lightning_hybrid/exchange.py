@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -96,13 +97,25 @@ class TreeBroadcast:
     def __init__(
         self, control_group: dist.ProcessGroup, group: dist.ProcessGroup, source: int, device: torch.device
     ) -> None:
-        self._control_group = control_group
-        self._group = group
+        self._control_reference = weakref.ref(control_group)
+        self._reference = weakref.ref(group)
         self._source = source
         self._device = device
         self._is_source = dist.get_rank(control_group) == source
         self._numbers: dict[Hashable, int] = {}
         self._forms: list[_Form] = []
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._reference()
+        assert group is not None, "the process groups have been destroyed"
+        return group
+
+    @property
+    def _control_group(self) -> dist.ProcessGroup:
+        group = self._control_reference()
+        assert group is not None, "the process groups have been destroyed"
+        return group
 
     @property
     def is_source(self) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Protocol
 
@@ -113,12 +115,23 @@ class FailureBoard:
         return self._failed
 
 
-def close_groups() -> None:
-    """Leave every process group without a collective, so that peers that wait for this rank fail at once."""
+def close_groups(error: BaseException | None = None) -> None:
+    """Leave every process group without a collective, so that peers that wait for this rank fail at once.
+
+    A gloo group closes its connections when nothing refers to it any more: the package holds groups by weak references,
+    and pending work must have been abandoned before.
+
+    Args:
+        error: What is being raised: the local variables of the calls that it came through refer to groups and to work.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
     with contextlib.suppress(Exception):
         if dist.get_backend() == "nccl" and dist.group.WORLD is not None:
             dist.group.WORLD.abort()
         dist.destroy_process_group()
+    gc.collect()
 
 
 def is_transport(error: BaseException) -> bool:

@@ -37,9 +37,7 @@ class Replication:
         self._buffers = locate(module.named_buffers(remove_duplicate=False), placement)
         holders = sorted({place.ranks for place in (*self._parameters, *self._buffers) if len(place.ranks) > 1})
         made = {ranks: mesh.holders(ranks) for ranks in holders}
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {
-            ranks: group for ranks, group in made.items() if mesh.pipeline_rank in ranks
-        }
+        self._shared_by = [ranks for ranks, group in made.items() if group is not None]
         self._floating_buffers = [
             place.tensor for place in self._buffers if self._mine(place) and place.tensor.is_floating_point()
         ]
@@ -61,10 +59,15 @@ class Replication:
             several = [place for place in own if len(place.stages) > 1]
             if several:
                 self._late.append(self._buckets(several, self._mesh.data_group, overlap=False))
-        for ranks, group in self._groups.items():
+        for ranks in self._shared_by:
             shared = [place for place in self._parameters if place.ranks == ranks]
             if shared:
-                self._late.append(self._buckets(shared, group, overlap=False))
+                self._late.append(self._buckets(shared, self._group(ranks), overlap=False))
+
+    def _group(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        group = self._mesh.holders(ranks)
+        assert group is not None
+        return group
 
     def _buckets(self, places: list[Location], group: ProcessGroup, *, overlap: bool) -> GradientBuckets:
         parameters = [place.tensor for place in places if isinstance(place.tensor, nn.Parameter)]
@@ -96,13 +99,18 @@ class Replication:
         mine = [place for place in (*self._parameters, *self._buffers) if self._mine(place)]
         if self._mesh.data_parallel_size > 1:
             equalize([place.tensor for place in mine if len(place.ranks) == 1], self._mesh.data_group)
-        for ranks, group in self._groups.items():
-            equalize([place.tensor for place in mine if place.ranks == ranks], group)
+        for ranks in self._shared_by:
+            equalize([place.tensor for place in mine if place.ranks == ranks], self._group(ranks))
 
     def equalize_buffers(self) -> None:
         """Give floating-point buffers the values of the first replica, as `DistributedDataParallel` does."""
         if self._mesh.data_parallel_size > 1 and self._floating_buffers:
             equalize(self._floating_buffers, self._mesh.data_group)
+
+    def abandon(self) -> None:
+        """Let go of collectives that are under way, after a failure."""
+        for buckets in (*self._by_stage.values(), *self._late):
+            buckets.abandon()
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""

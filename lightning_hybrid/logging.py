@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ from torchmetrics import Metric
 
 from lightning_hybrid.pytree import map_leaves
 
-__all__ = ["Log", "LogRecorder", "merge_logs", "merge_outputs", "pack_logs", "replay", "unpack_logs"]
+__all__ = ["Log", "LogRecorder", "log_arguments", "merge_logs", "merge_outputs", "pack_logs", "replay", "unpack_logs"]
+
+
+# What can follow name and value in a call of `self.log`.
+_POSITIONAL = tuple(inspect.signature(LightningModule.log).parameters)[3:]
 
 
 @dataclass
@@ -46,40 +51,22 @@ class LogRecorder:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._records: list[list[Log]] = []
+        self._current: list[Log] | None = None
         self._metric_names: dict[int, str] = {}
 
     @contextmanager
     def __call__(self) -> Iterator[list[list[Log]]]:
         """While this is entered, calls of `self.log` are recorded: a list for each micro-batch."""
-        self._records = []
-        before = vars(self._module).get("log")
-
-        def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            arguments = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
-            metric = None
-            if isinstance(value, Metric):
-                metric = arguments.get("metric_attribute") or self._name_of(value)
-                if metric is None:  # Lightning's own message says what to do
-                    LightningModule.log(self._module, name, value, **arguments)
-                value = None
-            elif isinstance(value, Tensor):
-                value = value.detach().clone()  # it may be changed in place later in the step
-            if self._records:
-                self._records[-1].append(Log(name, value, metric, arguments))
-
-        vars(self._module)["log"] = record
+        self._records, self._current = [], None
+        outside = vars(self._module).get("log")
+        vars(self._module)["log"] = self._record_of_step()
         try:
             yield self._records
         finally:
-            del vars(self._module)["log"]
-            if before is not None:
-                vars(self._module)["log"] = before
-
-    def _name_of(self, metric: Metric) -> str | None:
-        if id(metric) not in self._metric_names:
-            found = {id(m): name for name, m in self._module.named_modules() if isinstance(m, Metric)}
-            self._metric_names.update(found)
-        return self._metric_names.get(id(metric))
+            if outside is None:
+                del vars(self._module)["log"]
+            else:
+                vars(self._module)["log"] = outside
 
     def next_microbatch(self, *, keep: bool) -> None:
         """A micro-batch begins.
@@ -87,13 +74,39 @@ class LogRecorder:
         Args:
             keep: Whether its logs count. Code before the body also runs on the first stage, where they do not.
         """
+        self._current = None
         if keep:
-            self._records.append([])
-        else:
-            self._records.clear()
+            self._current = []
+            self._records.append(self._current)
+
+    def _record_of_step(self) -> Callable[..., None]:
+        # A function, not a method: callbacks copy modules, and a method would take this object along.
+        def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            arguments = log_arguments(args, kwargs)
+            metric = None
+            if isinstance(value, Metric):
+                metric = arguments.get("metric_attribute") or self._name_of(value)
+            if metric is None and not isinstance(value, (Tensor, Number)):
+                type(self._module).log(self._module, name, value, **arguments)  # Lightning says what is wrong
+            if metric is not None:
+                value = None
+            elif isinstance(value, Tensor):
+                value = value.detach().clone()  # it may be changed in place later in the step
+            if self._current is not None:
+                self._current.append(Log(name, value, metric, arguments))
+
+        return record
+
+    def _name_of(self, metric: Metric) -> str | None:
+        if id(metric) not in self._metric_names:
+            found = {id(m): name for name, m in self._module.named_modules() if isinstance(m, Metric)}
+            self._metric_names.update(found)
+        return self._metric_names.get(id(metric))
 
 
-_POSITIONAL = tuple(inspect.signature(LightningModule.log).parameters)[3:]
+def log_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `self.log` after name and value, by their names."""
+    return dict(zip(_POSITIONAL, args, strict=False)) | kwargs
 
 
 def merge_logs(records: Sequence[Sequence[Log]], counts: Sequence[int]) -> list[Log]:
@@ -246,9 +259,9 @@ def replay(module: LightningModule, logs: Sequence[Log], *, alone: bool) -> None
     for entry in logs:
         arguments = {**entry.arguments, "sync_dist": True} if alone else entry.arguments
         if entry.metric is None:
-            module.log(entry.name, entry.value, **arguments)
+            type(module).log(module, entry.name, entry.value, **arguments)
             continue
         metric = module.get_submodule(entry.metric)
         assert isinstance(metric, Metric)
         metric._forward_cache = entry.value  # Lightning reads the value of this batch there
-        module.log(entry.name, metric, **{**arguments, "metric_attribute": entry.metric})
+        type(module).log(module, entry.name, metric, **{**arguments, "metric_attribute": entry.metric})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
@@ -53,8 +54,22 @@ def resolve_sizes(
     return data, tensor_parallel_size, pipeline_parallel_size
 
 
+def _weak(group: dist.ProcessGroup | None) -> weakref.ref[dist.ProcessGroup]:
+    assert group is not None, "every rank is in one of these groups"
+    return weakref.ref(group)
+
+
+def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    group = reference()
+    assert group is not None, "the process groups have been destroyed"
+    return group
+
+
 class Mesh:
     """Data x tensor x pipeline parallel ranks.
+
+    torch owns the process groups; here and elsewhere in the package they are held by weak references. So destroying
+    them closes their connections at once, and a rank that waits for this one notices.
 
     The *model group* of a rank are the ranks that hold one replica together: all with its data rank. With
     ``rank_order="pp-dp-tp"`` and 2 x 2 x 2 ranks::
@@ -75,11 +90,6 @@ class Mesh:
 
     Attributes:
         device_mesh: torch's mesh with the axes named as in :data:`AXES`.
-        data_group: Ranks that hold the same part of the model.
-        tensor_group: Ranks that share the layers of one stage.
-        pipeline_group: Ranks that hold the stages of one replica (at this tensor rank), by pipeline rank.
-        model_group: Ranks that hold one replica.
-        control_group: The model group again, over gloo: for batches, decisions and other data of the host.
     """
 
     def __init__(
@@ -103,15 +113,30 @@ class Mesh:
         )
         self._ranks = self.device_mesh.mesh.permute([order.index(axis) for axis in ("pp", "dp", "tp")])
         self._timeout = timeout
-        self._holders: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._holders: dict[tuple[int, ...], weakref.ref[dist.ProcessGroup] | None] = {}
         place = (self._ranks == dist.get_rank()).nonzero().flatten().tolist()
         self.pipeline_rank, self.data_rank, self.tensor_rank = place
-        self.data_group = self.device_mesh.get_group(AXES["dp"])
-        self.tensor_group = self.device_mesh.get_group(AXES["tp"])
-        self.pipeline_group = self.device_mesh.get_group(AXES["pp"])
+        # Not the groups of torch's mesh: those know nothing of our timeout.
+        by_stage = self._ranks.permute(0, 2, 1).reshape(-1, data_parallel_size).tolist()
+        self._data_group = _weak(self.new_group_of(by_stage))
         model_groups = [self.model_ranks(data_rank) for data_rank in range(data_parallel_size)]
-        self.model_group = self.new_group_of(model_groups)
-        self.control_group = self.new_group_of(model_groups, backend="gloo")
+        self._model_group = _weak(self.new_group_of(model_groups))
+        self._control_group = _weak(self.new_group_of(model_groups, backend="gloo"))
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same part of the model."""
+        return _alive(self._data_group)
+
+    @property
+    def model_group(self) -> dist.ProcessGroup:
+        """Ranks that hold one replica."""
+        return _alive(self._model_group)
+
+    @property
+    def control_group(self) -> dist.ProcessGroup:
+        """The model group again, over gloo: for batches, decisions and other data of the host."""
+        return _alive(self._control_group)
 
     def rank(self, pipeline_rank: int, data_rank: int, tensor_rank: int) -> int:
         """The global rank at this place."""
@@ -121,7 +146,7 @@ class Mesh:
         """The global ranks of one replica, by pipeline rank, then tensor rank."""
         return [int(rank) for rank in self._ranks[:, data_rank, :].flatten()]
 
-    def holders(self, pipeline_ranks: Iterable[int]) -> dist.ProcessGroup:
+    def holders(self, pipeline_ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """The group over the ranks of several stages and all replicas, at this rank's tensor rank.
 
         Every rank of the world must call this with the same arguments in the same order.
@@ -130,15 +155,17 @@ class Mesh:
             pipeline_ranks: The pipeline ranks that belong to the group.
 
         Returns:
-            The group that this rank is in; a placeholder if it is in none. Ranks are ordered by pipeline rank, then
+            The group that this rank is in; ``None`` if it is in none. Ranks are ordered by pipeline rank, then
             data rank.
         """
         stages = tuple(sorted(pipeline_ranks))
         if stages not in self._holders:
-            self._holders[stages] = self._new_groups(stages, [range(self.data_parallel_size)])
-        return self._holders[stages]
+            group = self._new_groups(stages, [range(self.data_parallel_size)])
+            self._holders[stages] = None if group is None else weakref.ref(group)
+        reference = self._holders[stages]
+        return None if reference is None else _alive(reference)
 
-    def pair(self, sender: int, receiver: int) -> dist.ProcessGroup:
+    def pair(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         """A new group of two pipeline ranks of this rank's replica, the lower one first.
 
         Every rank of the world must call this with the same arguments in the same order. Each call makes another group:
@@ -146,7 +173,7 @@ class Mesh:
         """
         return self._new_groups(sorted((sender, receiver)), [range(d, d + 1) for d in range(self.data_parallel_size)])
 
-    def _new_groups(self, stages: Iterable[int], replicas: Sequence[range]) -> dist.ProcessGroup:
+    def _new_groups(self, stages: Iterable[int], replicas: Sequence[range]) -> dist.ProcessGroup | None:
         """For each of the sets of replicas and each tensor rank a group over these stages; the one of this rank."""
         return self.new_group_of(
             [
@@ -156,14 +183,14 @@ class Mesh:
             ]
         )
 
-    def new_group_of(self, partition: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+    def new_group_of(self, partition: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
         """Make disjoint groups, on every rank in the same order, and return the one that this rank is in.
 
         Args:
             partition: The global ranks of each group, in the order that they shall have inside it.
             backend: Of the groups; ``None`` for the one of the world.
         """
-        mine: dist.ProcessGroup = dist.GroupMember.NON_GROUP_MEMBER  # type: ignore[assignment]
+        mine: dist.ProcessGroup | None = None
         for ranks in partition:
             group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
             if dist.get_rank() in ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,7 @@ class MetricsAcrossStages:
         self, module: nn.Module, data_group: dist.ProcessGroup, exchange: TreeBroadcast, *, is_last: bool
     ) -> None:
         self._metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
-        self._data_group = data_group
+        self._data_group = weakref.ref(data_group)
         self._exchange = exchange
         self._is_last = is_last
         self._is_local = False
@@ -51,7 +52,7 @@ class MetricsAcrossStages:
 
         # Functions, not methods: callbacks copy modules, and a method would take this object along.
         def gather(result: Tensor, group: Any = None) -> list[Tensor]:
-            return gather_all_tensors(result, group=self._data_group)
+            return gather_all_tensors(result, group=self._data_group())
 
         for name, metric in self._metrics.items():
             if metric.process_group is None and metric.dist_sync_fn is None:

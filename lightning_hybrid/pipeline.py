@@ -52,7 +52,7 @@ def make_channels(
         keys: tuple[ChannelKey, ChannelKey] = (upstream, downstream, "activation"), (downstream, upstream, "gradient")
         for key in keys:
             group = mesh.pair(upstream, downstream)
-            if mesh.pipeline_rank in key:
+            if group is not None:
                 peer = int(mesh.pipeline_rank == min(upstream, downstream))  # the lower rank comes first in the group
                 channels[key] = Channel(group, peer, device, dynamic_shapes)
     return channels
@@ -177,12 +177,14 @@ class Pipeline:
             yield
         except Exception as error:
             cause = self._board.cause(patience=2.0 if is_transport(error) else 0.0)
+            self.engine.abandon()
             if cause is not None:
-                close_groups()
+                close_groups(error)
                 raise cause from error
             where = f"Rank {dist.get_rank()} (pipeline rank {self.mesh.pipeline_rank}, data rank {self.mesh.data_rank})"
             if self.engine.position is not None:
                 where += f", stage {self.engine.position.stage}, action {self.engine.position},"
             self._board.report(error, where, verbatim=isinstance(error, BodyCallError))
-            close_groups()
+            self.engine.position = None
+            close_groups(error)
             raise

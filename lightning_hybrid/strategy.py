@@ -425,7 +425,8 @@ class HybridStrategy(ParallelStrategy):
         cause = board.cause(patience=2.0 if is_transport(exception) else 0.0)
         if cause is None:
             board.report(exception, f"Rank {self.global_rank}")
-        close_groups()
+        self._assembly.abandon()
+        close_groups(exception)
         if cause is not None and is_transport(exception):
             raise cause from exception
 

@@ -87,7 +87,7 @@ class TrainingStep:
                 if stage < pipeline.num_stages - 1:
                     return value
                 outputs.append(value)
-                return scale(_loss_of(value) * factors[microbatch])
+                return scale(_weighted(_loss_of(value), factors[microbatch]))
 
         version = pipeline.version()
         keys = [(version, signature(microbatch)) for microbatch in microbatches]
@@ -133,7 +133,7 @@ class TrainingStep:
         _, total = split_batch(batch, 1)
         return microbatches, sizes(max(total[0], len(microbatches)), len(microbatches))
 
-    def _weights(self, microbatches: list[Any], counts: list[int]) -> tuple[list[Any], list[Any]]:
+    def _weights(self, microbatches: list[Any], counts: list[int]) -> tuple[list[float | Tensor], list[float | Tensor]]:
         """What each micro-batch counts.
 
         Returns:
@@ -144,7 +144,7 @@ class TrainingStep:
             return [1.0] * len(counts), [1.0] * len(counts)
         weigh = getattr(self._pipeline.module, "microbatch_weight", None)
         if weigh is None:
-            shares = [count / sum(counts) for count in counts]
+            shares: list[float | Tensor] = [count / sum(counts) for count in counts]
             return shares, shares
         mesh = self._pipeline.mesh
         if not (self._pipeline.is_first or self._pipeline.is_last):
@@ -154,7 +154,7 @@ class TrainingStep:
         own = each.sum()
         total = own.clone()
         dist.all_reduce(total, group=mesh.data_group)
-        return list(each / own), list(each * (mesh.data_parallel_size / total))
+        return list((each / own).nan_to_num()), list(each * (mesh.data_parallel_size / total))
 
 
 def _ignore(_: int) -> None:
@@ -183,12 +183,14 @@ def _loss_of(output: Any) -> Tensor:
     return loss
 
 
-def _total(outputs: Sequence[Any], weights: Sequence[Any]) -> Tensor:
+def _weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
+    """The loss times a weight, in the loss's precision."""
+    if isinstance(weight, Tensor):
+        return loss * weight.to(loss.dtype)
+    return loss if weight == 1.0 else loss * weight
+
+
+def _total(outputs: Sequence[Any], weights: Sequence[float | Tensor]) -> Tensor:
     """The loss of the batch, without a graph."""
-    losses = [_loss_of(output).detach() for output in outputs]
-    if len(losses) == 1 and isinstance(weights[0], float):
-        return losses[0] if weights[0] == 1.0 else losses[0] * weights[0]
-    total: Tensor = losses[0] * weights[0]
-    for loss, weight in zip(losses[1:], weights[1:], strict=True):
-        total = total + loss * weight
-    return total
+    losses = [_weighted(_loss_of(output).detach(), weight) for output, weight in zip(outputs, weights, strict=True)]
+    return sum(losses[1:], losses[0])

@@ -19,6 +19,7 @@ Training* (Li et al., 2020, https://arxiv.org/abs/2006.15704).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -71,7 +72,7 @@ class GradientBuckets:
         overlap: bool = True,
     ) -> None:
         self.parameters = list(parameters)
-        self.group = group
+        self._group = weakref.ref(group)
         self.scale = scale
         self.bucket_bytes = bucket_bytes
         self.overlap = overlap
@@ -114,6 +115,11 @@ class GradientBuckets:
             bucket.give_back()
         self._num_launched = 0
 
+    def abandon(self) -> None:
+        """Let go of everything that is under way, after a failure: a pending collective keeps connections open."""
+        self._buckets.clear()
+        self._num_launched = 0
+
     def remove(self) -> None:
         """Take the hooks off the parameters; the next :meth:`arm` would put them on again."""
         for handle in self._handles:
@@ -151,7 +157,9 @@ class GradientBuckets:
             self._launch(self._buckets[self._num_launched])
 
     def _launch(self, bucket: _Bucket) -> None:
-        bucket.launch(self.group, self.scale)
+        group = self._group()
+        assert group is not None, "the process groups have been destroyed"
+        bucket.launch(group, self.scale)
         self._num_launched += 1
 
 
