@@ -137,8 +137,8 @@ class Assembly:
         name, body = self._body
         rank_zero_info(self.text())
         put_stand_ins(module, self._placement, self.mesh.pipeline_rank)
-        stages = self._placement.stages[self.mesh.pipeline_rank :: self.mesh.pipeline_parallel_size]
-        own = {id(body[position]) for layers in stages for position in layers}
+        paths = module.named_modules(remove_duplicate=False)
+        own = {id(part) for path, part in paths if self.mesh.pipeline_rank in self._placement.ranks_of(path)}
         for layer in {id(layer): layer for layer in body if id(layer) not in own}.values():
             refuse_call(layer, BodyCallError, body_call_text(name, "The step", 1))
         self._divided = module
@@ -165,21 +165,12 @@ class Assembly:
 
     def text(self) -> str:
         """The layout and the table of stages."""
-        settings, mesh = self._settings, self.mesh
-        schedule = build(settings.schedule, mesh.pipeline_parallel_size, settings.num_microbatches, settings.num_chunks)
-        layout = layout_text(
-            mesh.data_parallel_size,
-            mesh.tensor_parallel_size,
-            mesh.pipeline_parallel_size,
-            num_chunks=settings.num_chunks,
-            schedule=settings.schedule,
-            num_microbatches=settings.num_microbatches,
-            bubble=simulate(schedule).bubble,
-        )
+        settings, num_ranks = self._settings, self.mesh.pipeline_parallel_size
+        schedule = build(settings.schedule, num_ranks, settings.num_microbatches, settings.num_chunks)
+        layout = layout_text(self.mesh.sizes, schedule, bubble=simulate(schedule).bubble)
         if self._body is None:
             return layout
-        rows = stage_rows(self._body[1], self._placement.stages, mesh.pipeline_parallel_size)
-        return f"{layout}\n{stage_table(rows, self._body[0])}"
+        return f"{layout}\n{stage_table(stage_rows(self._body[1], self._placement.stages, num_ranks), self._body[0])}"
 
     # -- putting the parts together ------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch import Tensor
@@ -161,8 +162,9 @@ class SharedLoader(_Wrapper):
 
     def _load(self) -> Iterator[Any]:
         try:
-            for batch in self._loader:
-                self._exchange(batch)
+            for number, batch in enumerate(self._loader):
+                seen = self._seen_indices()
+                self._exchange((batch, None if seen is None else seen[number]))
                 yield batch
         except Exception as error:
             self._exchange.fail(error)
@@ -170,12 +172,21 @@ class SharedLoader(_Wrapper):
         self._exchange.end()
 
     def _receive(self) -> Iterator[Any]:
+        if isinstance(getattr(self._loader, "batch_sampler", None), _IndexBatchSamplerWrapper):
+            self._loader.batch_sampler.seen_batch_indices = []
         while True:
             try:
-                batch = self._exchange.receive()
+                batch, indices = self._exchange.receive()
             except StopIteration:
                 return
+            if indices is not None:
+                self._loader.batch_sampler.seen_batch_indices.append(indices)
             yield batch
+
+    def _seen_indices(self) -> list[list[int]] | None:
+        """The samples of each batch, which Lightning counts where predictions are written."""
+        sampler = getattr(self._loader, "batch_sampler", None)
+        return sampler.seen_batch_indices if isinstance(sampler, _IndexBatchSamplerWrapper) else None
 
 
 class ComparedLoader(_Wrapper):

@@ -36,12 +36,12 @@ def reduce_in_place(tensor: Tensor, group: dist.ProcessGroup, operation: Any) ->
     """Reduce a tensor over a group, also to the mean on backends that have no mean.
 
     Args:
-        tensor: Changed in place.
+        tensor: Changed in place, unless it holds integers and the mean is wanted: that need not be one.
         group: The ranks.
         operation: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` ... or a `ReduceOp`.
 
     Returns:
-        The tensor.
+        The result.
     """
     if group.size() == 1:
         return tensor
@@ -51,7 +51,7 @@ def reduce_in_place(tensor: Tensor, group: dist.ProcessGroup, operation: Any) ->
     dist.all_reduce(tensor, op=dist.ReduceOp.SUM if mean else named, group=group)
     if not mean:
         return tensor
-    return tensor.div_(group.size()) if tensor.is_floating_point() else tensor.copy_(tensor / group.size())
+    return tensor.div_(group.size()) if tensor.is_floating_point() else tensor / group.size()
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ class Replication:
     def __init__(self, module: nn.Module, placement: Placement, mesh: Mesh) -> None:
         self._mesh = mesh
         self._parameters = locate(module.named_parameters(remove_duplicate=False), placement)
-        self._buffers = locate(module.named_buffers(remove_duplicate=False), placement)
+        # Buffers by name: moving a module to a device unties them, and would do so only where they are no stand-ins.
+        buffers = module.named_buffers(remove_duplicate=False)
+        self._buffers = [place for named in buffers for place in locate([named], placement)]
         holders = sorted({place.ranks for place in (*self._parameters, *self._buffers) if len(place.ranks) > 1})
         made = {ranks: mesh.holders(ranks) for ranks in holders}
         self._shared_by = [ranks for ranks, group in made.items() if group is not None]

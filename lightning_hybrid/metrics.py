@@ -112,7 +112,8 @@ class MetricsAcrossStages:
             assert isinstance(metric, Metric)
             if name not in self._twins:
                 twin = copy.deepcopy(metric)
-                twin.sync_on_compute = metric.dist_sync_on_step
+                # Torchmetrics reads the second of these, which it derives from the first when a metric is made.
+                twin.sync_on_compute = twin._to_sync = metric.dist_sync_on_step
                 twin.reset()
                 self._twins[name] = twin
             self._twins[name].update(*args, **metric._filter_kwargs(**kwargs))

@@ -65,11 +65,14 @@ def find_batch_size(batch: Any) -> int | None:
     Returns:
         The number of samples, ``None`` if nothing in the batch has a first dimension.
     """
+    samples = _sample_tensor(batch)
+    return _first_list_length(batch) if samples is None else samples.shape[0]
+
+
+def _sample_tensor(batch: Any) -> Tensor | None:
+    """The tensor that tells the number of samples."""
     leaves, _ = flatten(batch)
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.ndim > 0:
-            return leaf.shape[0]
-    return _first_list_length(batch)
+    return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0), None)
 
 
 def _first_list_length(tree: Any) -> int | None:
@@ -82,9 +85,10 @@ def _first_list_length(tree: Any) -> int | None:
 def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]]:
     """Split a batch along its samples.
 
-    Tensors whose first dimension is the number of samples are split, and so are lists of that many entries (one string,
-    or one dictionary of targets, a sample), unless all entries are tensors with that many samples each. Everything else
-    - a mixing coefficient, class weights - goes whole to every micro-batch.
+    Tensors whose first dimension is the number of samples are split, and so are lists with one entry for each sample:
+    strings, numbers, or records of one class such as the targets of detection. (A container that holds the tensor by
+    which the samples are counted is no such list.) Everything else - a mixing coefficient, class weights - goes whole
+    to every micro-batch.
 
     Args:
         batch: A nested container of values.
@@ -97,26 +101,34 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
     if total is None or num_microbatches == 1:
         return [batch], [1 if total is None else total]
     counts = sizes(total, num_microbatches)
-    return _split(batch, total, counts), counts
+    return _split(batch, counts, _sample_tensor(batch)), counts
 
 
-def _split(tree: Any, total: int, counts: list[int]) -> list[Any]:
+def _split(tree: Any, counts: list[int], samples: Tensor | None) -> list[Any]:
     if isinstance(tree, Tensor):
-        if _has_samples(tree, total):
+        if tree.ndim > 0 and tree.shape[0] == sum(counts):
             return list(torch.split(tree, counts))
         return [tree] * len(counts)
-    if type(tree) is list and len(tree) == total and not all(_has_samples(entry, total) for entry in tree):
+    if type(tree) in (list, tuple) and len(tree) == sum(counts) and _has_entry_for_each_sample(tree, samples):
         ends = [sum(counts[: i + 1]) for i in range(len(counts))]
         return [tree[end - count : end] for end, count in zip(ends, counts, strict=True)]
     spec, children = _children(tree)
     if spec is None:
         return [tree] * len(counts)
-    parts = [_split(child, total, counts) for child in children]
+    parts = [_split(child, counts, samples) for child in children]
     return [_with_children(spec, [part[i] for part in parts]) for i in range(len(counts))]
 
 
-def _has_samples(value: Any, total: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == total
+def _has_entry_for_each_sample(entries: list[Any] | tuple[Any, ...], samples: Tensor | None) -> bool:
+    """Whether a list or tuple, which is as long as there are samples, goes by samples."""
+    if all(isinstance(entry, (str, bytes)) for entry in entries):
+        return True
+    if isinstance(entries, tuple):  # a record, such as the height and width of all images
+        return False
+    if all(entry is None or isinstance(entry, (int, float)) for entry in entries):
+        return True
+    alike = len({type(entry) for entry in entries}) == 1
+    return alike and not any(leaf is samples for leaf in flatten(entries)[0] if samples is not None)
 
 
 def _children(tree: Any) -> tuple[TreeSpec | None, list[Any]]:
@@ -216,6 +228,8 @@ def _join_leaf(values: list[Any], counts: Sequence[int]) -> Any:
         if not all(_equal(value, first) for value in values[1:]):
             raise JoinError(f"A plain value differs between micro-batches: {values}.")
         return first
+    if not all(isinstance(value, Tensor) for value in values):
+        raise JoinError("A leaf is a tensor in some micro-batches and none in others.")
     alike = all(value.ndim == first.ndim for value in values)
     lengths = zip(*(value.shape for value in values), strict=True) if alike else ()
     dims = [dim for dim, along in enumerate(lengths) if along == tuple(counts)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+
+from lightning_hybrid.schedule import Schedule
 
 __all__ = ["StageRow", "batch_text", "layout_text", "stage_rows", "stage_table"]
 
@@ -87,17 +89,22 @@ def stage_table(rows: Sequence[StageRow], body: str) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def layout_text(
-    data: int, tensor: int, pipeline: int, *, num_chunks: int, schedule: str, num_microbatches: int, bubble: float
-) -> str:
-    """The layout in one line."""
-    sizes = f"data {data} x tensor {tensor} x pipeline {pipeline}"
-    if pipeline * num_chunks == 1 and num_microbatches == 1:
-        return f"Layout: {sizes} = {data * tensor * pipeline} processes"
-    chunks = f", {num_chunks} chunks per rank" if num_chunks > 1 else ""
+def layout_text(sizes: Mapping[str, int], schedule: Schedule, *, bubble: float) -> str:
+    """The layout in one line.
+
+    Args:
+        sizes: Of the axes ``"dp"``, ``"tp"`` and ``"pp"``.
+        schedule: Of a training step.
+        bubble: The share of the step that an average rank is idle.
+    """
+    data, tensor, pipeline = sizes["dp"], sizes["tp"], sizes["pp"]
+    layout = f"Layout: data {data} x tensor {tensor} x pipeline {pipeline} = {data * tensor * pipeline} processes"
+    if schedule.num_stages == 1 and schedule.num_microbatches == 1:
+        return layout
+    chunks = f", {schedule.num_chunks} chunks per rank" if schedule.num_chunks > 1 else ""
     return (
-        f"Layout: {sizes} = {data * tensor * pipeline} processes; schedule {schedule!r}{chunks}, {num_microbatches}"
-        f" micro-batches, bubble {100 * bubble:.1f} %"
+        f"{layout}; schedule {schedule.name!r}{chunks}, {schedule.num_microbatches} micro-batches,"
+        f" bubble {100 * bubble:.1f} %"
     )
 
 

@@ -1,0 +1,1 @@
+"""Examples: plain LightningModules, and the data they learn from."""

@@ -1,0 +1,214 @@
+"""ResNets as an `nn.Sequential`: a plain LightningModule that knows nothing of parallel training.
+
+Run it, from the root of the repository, in one process or under any configuration::
+
+    python examples/resnet.py fit --trainer.max_epochs 5
+    python examples/resnet.py fit --config configs/resnet_pipeline.yaml
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+__all__ = ["BasicBlock", "Bottleneck", "Classifier", "ResNet", "resnet"]
+
+
+def _norm(norm: str, channels: int) -> nn.Module:
+    return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(min(8, channels), channels)
+
+
+class BasicBlock(nn.Module):
+    """Two 3 x 3 convolutions around a residual: ``(batch, inputs, h, w)`` to ``(batch, width, h/stride, w/stride)``."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
+        self.norm1 = _norm(norm, width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm2 = _norm(norm, width)
+        self.shortcut = _shortcut(inputs, width, stride, norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The residual is added before the last activation."""
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+class Bottleneck(nn.Module):
+    """1 x 1, 3 x 3 and 1 x 1 convolutions around a residual; four times as many channels leave as the middle has."""
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.norm1 = _norm(norm, width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.norm2 = _norm(norm, width)
+        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.norm3 = _norm(norm, 4 * width)
+        self.shortcut = _shortcut(inputs, 4 * width, stride, norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The residual is added before the last activation."""
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = F.relu(self.norm2(self.conv2(y)))
+        return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
+
+
+def _shortcut(inputs: int, outputs: int, stride: int, norm: str) -> nn.Module:
+    if stride == 1 and inputs == outputs:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), _norm(norm, outputs))
+
+
+class Classifier(nn.Module):
+    """The mean over all pixels, then one linear layer: ``(batch, channels, h, w)`` to ``(batch, num_classes)``."""
+
+    def __init__(self, channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(channels, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return self.fc(x.mean(dim=(2, 3)))
+
+
+BLOCKS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
+    "resnet18": (BasicBlock, (2, 2, 2, 2)),
+    "resnet34": (BasicBlock, (3, 4, 6, 3)),
+    "resnet50": (Bottleneck, (3, 4, 6, 3)),
+}
+
+
+def resnet(name: str, channels: int, num_classes: int, width: int, small_images: bool, norm: str) -> nn.Sequential:
+    """A ResNet (https://arxiv.org/abs/1512.03385) as the six layers conv, layer1 to layer4, classifier.
+
+    Args:
+        name: ``"resnet18"``, ``"resnet34"`` or ``"resnet50"``.
+        channels: Channels of the images.
+        num_classes: Number of classes.
+        width: Channels of the first layer; 64 in the paper.
+        small_images: The first convolution keeps the resolution, as usual for images of at most 32 x 32 pixels.
+        norm: ``"batch"``, or ``"group"`` for statistics of each image alone.
+
+    Raises:
+        ValueError: There is no such ResNet.
+    """
+    if name not in BLOCKS:
+        raise ValueError(f"there is no ResNet called {name!r}; choose one of {', '.join(map(repr, BLOCKS))}")
+    block, depths = BLOCKS[name]
+    kernel = 3 if small_images else 7
+    stem = [
+        nn.Conv2d(channels, width, kernel, stride=1 if small_images else 2, padding=kernel // 2, bias=False),
+        _norm(norm, width),
+        nn.ReLU(inplace=True),
+    ]
+    if not small_images:
+        stem.append(nn.MaxPool2d(kernel_size=3, stride=2, padding=1))
+    layers = [nn.Sequential(*stem)]
+    inputs = width
+    for level, depth in enumerate(depths):
+        blocks = []
+        for index in range(depth):
+            stride = 2 if level > 0 and index == 0 else 1
+            blocks.append(block(inputs, width * 2**level, stride, norm))
+            inputs = width * 2**level * block.expansion
+        layers.append(nn.Sequential(*blocks))
+    model = nn.Sequential(*layers, Classifier(inputs, num_classes))
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+class ResNet(LightningModule):
+    """A ResNet for classification; its body is the whole network.
+
+    The defaults are for 8 x 8 handwritten digits. With batch normalisation each microbatch of a pipeline has statistics
+    of its own, as each batch of gradient accumulation has; ``norm="group"`` does not depend on the batch.
+
+    Args:
+        name: ``"resnet18"``, ``"resnet34"`` or ``"resnet50"``.
+        channels: Channels of the images.
+        num_classes: Number of classes.
+        width: Channels of the first layer; 64 in the paper.
+        small_images: The first convolution keeps the resolution, as usual for images of at most 32 x 32 pixels.
+        norm: Kind of normalisation.
+        lr: Learning rate of Adam.
+        warmup_epochs: Epochs of linear warm-up, after which the learning rate falls linearly to zero.
+    """
+
+    def __init__(
+        self,
+        name: str = "resnet18",
+        channels: int = 1,
+        num_classes: int = 10,
+        width: int = 16,
+        small_images: bool = True,
+        norm: Literal["batch", "group"] = "batch",
+        lr: float = 1e-3,
+        warmup_epochs: int = 1,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.lr, self.warmup_epochs = lr, warmup_epochs
+        self.body = resnet(name, channels, num_classes, width, small_images, norm)
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits ``(batch, num_classes)`` of images ``(batch, channels, height, width)``."""
+        return self.body(images)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Cross-entropy of a batch of images and labels."""
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Loss and accuracy of a batch."""
+        images, labels = batch
+        logits = self(images)
+        self.val_accuracy(logits, labels)
+        self.log("val_loss", F.cross_entropy(logits, labels), prog_bar=True, sync_dist=True)
+        self.log("val_acc", self.val_accuracy, prog_bar=True)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Accuracy of a batch."""
+        images, labels = batch
+        self.test_accuracy(self(images), labels)
+        self.log("test_acc", self.test_accuracy)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The most likely class of each image, ``(batch,)``."""
+        return self(batch[0]).argmax(dim=-1)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Adam; the learning rate follows the epochs."""
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_factor)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def lr_factor(self, epoch: int) -> float:
+        """Learning rate of an epoch, as a share of its peak."""
+        if epoch < self.warmup_epochs:
+            return (epoch + 1) / (self.warmup_epochs + 1)
+        epochs = max((self.trainer.max_epochs or 1) - self.warmup_epochs, 1)
+        return max(1 - (epoch - self.warmup_epochs) / epochs, 0.0)
+
+
+if __name__ == "__main__":
+    from lightning_hybrid.cli import main
+
+    main(model="examples.resnet.ResNet", data="examples.data.Digits")

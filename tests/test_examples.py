@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import io
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from examples.data import CIFAR10, CIFAR10_FILES, Augment, Digits, read_cifar10
+from examples.resnet import ResNet, resnet
+from examples.vit import ViT
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+NUM_PER_FILE = 20
+
+
+def cifar10_file(seed: int) -> tuple[bytes, np.ndarray, list[int]]:
+    """The bytes of a file in the published format, and the images (number, 32, 32, 3) and labels that it holds."""
+    generator = np.random.default_rng(seed)
+    images = generator.integers(0, 256, (NUM_PER_FILE, 32, 32, 3), dtype=np.uint8)
+    labels = generator.integers(0, 10, NUM_PER_FILE).tolist()
+    planes = np.concatenate([images[..., colour].reshape(NUM_PER_FILE, 1024) for colour in range(3)], axis=1)
+    content = {
+        b"batch_label": b"a batch",
+        b"labels": labels,
+        b"data": planes,
+        b"filenames": [b"a.png"] * NUM_PER_FILE,
+    }
+    return pickle.dumps(content, protocol=2), images, labels
+
+
+@pytest.fixture
+def cifar10_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "data" / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    for seed, name in enumerate(CIFAR10_FILES):
+        (folder / name).write_bytes(cifar10_file(seed)[0])
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def cifar10_archive(tmp_path: Path) -> Path:
+    path = tmp_path / "cifar-10-python.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for seed, name in enumerate(CIFAR10_FILES):
+            content = cifar10_file(seed)[0]
+            member = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize("where", ["folder above", "folder", "archive", "folder of the archive"])
+def test_cifar10_is_read_wherever_it_lies(cifar10_dir: Path, cifar10_archive: Path, tmp_path: Path, where: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    path = {
+        "folder above": cifar10_dir,
+        "folder": cifar10_dir / "cifar-10-batches-py",
+        "archive": cifar10_archive,
+        "folder of the archive": elsewhere,
+    }[where]
+    if where == "folder of the archive":
+        cifar10_archive.rename(elsewhere / "cifar-10-python.tar.gz")
+    files = read_cifar10(path)
+    for seed, name in enumerate(CIFAR10_FILES):
+        _, images, labels = cifar10_file(seed)
+        torch.testing.assert_close(files[name][0], torch.from_numpy(images).permute(0, 3, 1, 2))
+        assert files[name][1].tolist() == labels
+
+
+def test_missing_cifar10_file_is_named(cifar10_dir: Path) -> None:
+    (cifar10_dir / "cifar-10-batches-py" / "data_batch_3").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no data_batch_3 in .*data_dir must hold"):
+        read_cifar10(cifar10_dir)
+
+
+def test_cifar10_file_cannot_run_programs(cifar10_dir: Path) -> None:
+    (cifar10_dir / "cifar-10-batches-py" / "test_batch").write_bytes(pickle.dumps(print))
+    with pytest.raises(pickle.UnpicklingError, match="print has no place"):
+        read_cifar10(cifar10_dir)
+
+
+def test_cifar10_splits(cifar10_dir: Path) -> None:
+    data = CIFAR10(str(cifar10_dir), batch_size=7)
+    data.setup("fit")
+    assert (len(data.train), len(data.val), len(data.test)) == (90, 10, 20)
+    images, labels = next(iter(data.train_dataloader()))
+    assert (images.shape, images.dtype, labels.dtype) == ((7, 3, 32, 32), torch.float32, torch.int64)
+    expected = torch.from_numpy(cifar10_file(5)[1]).permute(0, 3, 1, 2)[0, 1, 2, 3] / 255
+    torch.testing.assert_close(data.test[0][0][1, 2, 3], (expected - 0.4822) / 0.2435)
+
+
+def test_digits_split_is_the_same_everywhere() -> None:
+    first, second = Digits(), Digits()
+    for seed, data in enumerate((first, second)):
+        torch.manual_seed(seed)
+        data.setup("fit")
+    assert (len(first.train), len(first.val)) == (1437, 360)
+    assert torch.equal(first.val.images, second.val.images)
+    everything = torch.cat([first.train.images, first.val.images])
+    assert everything.shape == (1797, 1, 8, 8)
+    assert everything.mean().abs() < 0.01
+    assert (everything.std() - 1).abs() < 0.01
+
+
+def test_augmented_image_is_a_piece_of_the_padded_one() -> None:
+    image = torch.arange(1.0, 17.0).view(1, 4, 4)
+    padded = nn.functional.pad(image, (1, 1, 1, 1))[0]
+    crops = {tuple(padded[i : i + 4, j : j + 4].flatten().tolist()) for i in range(3) for j in range(3)}
+    augment = Augment(padding=1, flip=False)
+    seen = {tuple(augment(image).flatten().tolist()) for _ in range(200)}
+    assert seen == crops
+    mirrored = Augment(padding=0, flip=False)(image)
+    assert torch.equal(mirrored, image)
+
+
+def test_augmentation_flips_half_of_the_images() -> None:
+    image = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
+    augment = Augment(padding=1, flip=True)
+    images = [augment(image) for _ in range(400)]
+    whole = [x for x in images if torch.equal(x, image) or torch.equal(x, image.flip(-1))]
+    assert {x[0, 0, 0].item() for x in whole} == {1.0, 2.0}
+
+
+SMALL = {
+    "vit": lambda: ViT(dim=32, depth=3, heads=2),
+    "resnet18": lambda: ResNet("resnet18", width=8),
+    "resnet50, group norm": lambda: ResNet("resnet50", width=4, norm="group"),
+}
+
+
+@pytest.mark.parametrize("make", SMALL.values(), ids=SMALL)
+def test_example_learns_one_batch_by_heart(make: Any) -> None:
+    torch.manual_seed(0)
+    model = make()
+    data = Digits(batch_size=16)
+    data.setup("fit")
+    batch = next(iter(data.val_dataloader()))
+    assert model(batch[0]).shape == (16, 10)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    for _ in range(60):
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.1
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("make", list(SMALL.values())[:2], ids=list(SMALL)[:2])
+def test_example_fits_validates_and_predicts(make: Any, tmp_path: Path) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, limit_train_batches=4, limit_val_batches=2, limit_predict_batches=1,
+        limit_test_batches=1, default_root_dir=tmp_path, logger=False, enable_progress_bar=False, log_every_n_steps=1,
+    )  # fmt: skip
+    model, data = make(), Digits(batch_size=16)
+    trainer.fit(model, datamodule=data)
+    assert {"train_loss", "val_loss", "val_acc"} <= set(trainer.callback_metrics)
+    assert "test_acc" in trainer.test(model, datamodule=data, verbose=False)[0]
+    (classes,) = trainer.predict(model, datamodule=data)
+    assert classes.shape == (16,)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("resnet18", 11.69), ("resnet34", 21.80), ("resnet50", 25.56)])
+def test_resnet_has_the_published_number_of_parameters(name: str, millions: float) -> None:
+    """Table 1 of torchvision's models: the same networks with 1000 classes."""
+    with torch.device("meta"):
+        model = resnet(name, channels=3, num_classes=1000, width=64, small_images=False, norm="batch")
+    assert [type(layer).__name__ for layer in model] == ["Sequential"] * 5 + ["Classifier"]
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.005)
+
+
+def test_unknown_resnet_lists_the_known() -> None:
+    with pytest.raises(ValueError, match="'resnet19'; choose one of 'resnet18', 'resnet34', 'resnet50'"):
+        ResNet("resnet19")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_names_arguments_that_exist(path: Path) -> None:
+    config = yaml.safe_load(path.read_text())
+    classes = {"examples.vit.ViT": ViT, "examples.resnet.ResNet": ResNet, "examples.data.Digits": Digits}
+    for part in ("model", "data"):
+        classes[config[part]["class_path"]](**config[part]["init_args"])
+    assert config["trainer"]["strategy"]["class_path"] == "lightning_hybrid.HybridStrategy"
