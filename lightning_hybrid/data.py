@@ -15,9 +15,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.data import _update_dataloader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_hybrid.exchange import TreeBroadcast, broadcast_object
 from lightning_hybrid.mesh import Mesh
@@ -109,15 +108,23 @@ def _shard(
     divided = isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler)
     if num_replicas == 1 or divided:
         return loader
-    # Of a batch sampler that the user gave, the loader's own sampler knows nothing.
-    order = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    batches: Any = loader.batch_sampler
+    counted = isinstance(batches, _IndexBatchSamplerWrapper)  # around a batch sampler, where predictions are written
+    batches = batches._batch_sampler if counted else batches
+    if batches is not None and not hasattr(batches, "sampler"):
+        raise TypeError(
+            f"The batch sampler {type(batches).__name__} has no attribute `sampler` to divide over {num_replicas}"
+            " replicas. Give it one, or divide the samples yourself and set `Trainer(use_distributed_sampler=False)`."
+        )
+    order = loader.sampler if batches is None else batches.sampler
     sampler = ReplicaSampler(order, num_replicas, rank, group, repeat=stage != RunningStage.PREDICTING)
-    if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler and stage != RunningStage.PREDICTING:
-        batches = BatchSampler(sampler, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
-        loader = copy.copy(loader)
-        object.__setattr__(loader, "batch_sampler", batches)  # a loader lets nobody change it, but this one is a copy
-        return loader
-    return _update_dataloader(loader, sampler, mode=stage)
+    loader = copy.copy(loader)
+    object.__setattr__(loader, "sampler", sampler)  # a loader refuses to be changed, but this one is a copy
+    if batches is not None:
+        batches = copy.copy(batches)
+        batches.sampler = sampler
+        object.__setattr__(loader, "batch_sampler", _IndexBatchSamplerWrapper(batches) if counted else batches)
+    return loader
 
 
 def _seed_workers(loader: object, data_rank: int) -> None:

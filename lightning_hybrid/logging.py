@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_hybrid.pytree import map_leaves
+from lightning_hybrid.pytree import TreeSpec, map_leaves, unflatten
 
 __all__ = ["Log", "LogRecorder", "log_arguments", "merge_logs", "merge_outputs", "pack_logs", "replay", "unpack_logs"]
 
@@ -178,8 +178,8 @@ def merge_outputs(outputs: Sequence[Any], counts: Sequence[int], loss: Tensor) -
 
     Returns:
         The loss, or the dictionary: tensors and lists that follow the number of samples are concatenated, other
-        floating-point tensors and numbers are averaged with the samples as weights, everything else is the first
-        micro-batch's.
+        floating-point tensors and numbers are averaged with the samples as weights, containers are merged entry by
+        entry, everything else is the first micro-batch's.
     """
     if isinstance(outputs[0], Tensor):
         return loss
@@ -200,6 +200,9 @@ def _merge_extra(values: list[Any], counts: Sequence[int]) -> Any:
         return [map_leaves(_detached, entry) for value in values for entry in value]
     if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
         return {key: _merge_extra([value[key] for value in values], counts) for key in first}
+    if isinstance(first, (list, tuple)) and all(len(value) == len(first) for value in values):
+        entries = [_merge_extra(list(column), counts) for column in zip(*values, strict=True)]
+        return unflatten(entries, TreeSpec(type(first), (), (TreeSpec(None),) * len(entries)))
     return map_leaves(_detached, first)
 
 
