@@ -128,10 +128,16 @@ class Assembly:
             ValueError: If there is no body, or it has fewer layers than there are stages; on every rank.
             TypeError: If the body cannot be divided; on every rank.
         """
-        if self._divided is self._module or self.num_stages == 1:
-            return
         module = self._module
         assert module is not None
+        if self._divided is module:
+            return
+        if self.num_stages > 1:
+            self._put_stand_ins(module)
+        self.checkpoint = WholeCheckpoint(module, self._placement, self.mesh)
+        self._divided = module
+
+    def _put_stand_ins(self, module: LightningModule) -> None:
         agree(self._plan)
         assert self._body is not None
         name, body = self._body
@@ -141,7 +147,6 @@ class Assembly:
         own = {id(part) for path, part in paths if self.mesh.pipeline_rank in self._placement.ranks_of(path)}
         for layer in {id(layer): layer for layer in body if id(layer) not in own}.values():
             refuse_call(layer, BodyCallError, body_call_text(name, "The step", 1))
-        self._divided = module
 
     def _plan(self) -> None:
         """Find the body and say which stage gets which layers."""
@@ -181,7 +186,6 @@ class Assembly:
         settings = self._settings
         self.replication = Replication(module, self._placement, self.mesh)
         self.replication.equalize_start()
-        self.checkpoint = WholeCheckpoint(module, self._placement, self.mesh)
         if not self.is_cut:
             return
         if self._engine is None:
