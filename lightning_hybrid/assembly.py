@@ -61,7 +61,7 @@ class Settings:
 
     def cut(self, data: int, tensor: int, pipeline: int) -> bool:
         """Whether steps run in stages or micro-batches."""
-        return pipeline * self.num_chunks > 1 or self.num_microbatches > 1
+        return pipeline > 1 or self.num_microbatches > 1
 
 
 class Assembly:
@@ -107,8 +107,9 @@ class Assembly:
 
     @property
     def num_stages(self) -> int:
-        """Stages over all ranks."""
-        return self.mesh.pipeline_parallel_size * self._settings.num_chunks
+        """Stages over all ranks; chunks on a single rank would be neighbours and are one stage."""
+        num_ranks = self.mesh.pipeline_parallel_size
+        return num_ranks * self._settings.num_chunks if num_ranks > 1 else 1
 
     # -- dividing the module -----------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -38,11 +38,18 @@ class WholeCheckpoint:
         """The state dict of the undivided module on global rank 0, an empty one elsewhere."""
         state = self._module.state_dict()
         owners = self._owners(state)
-        mine = {name: value for name, value in state.items() if owners[name] == self._mesh.pipeline_rank}
+        first: dict[int, str] = {}  # tied parameters travel, and are stored, once
+        parameters = self._module.named_parameters(remove_duplicate=False)
+        stored = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
+        mine = {
+            name: value
+            for name, value in state.items()
+            if owners[name] == self._mesh.pipeline_rank and stored.get(name, name) == name
+        }
         parts = self._collect(mine)
         if not parts:
             return {}
-        return {name: parts[owners[name]][name] for name in state}
+        return {name: parts[owners[name]][stored.get(name, name)] for name in state}
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Take this rank's part of the undivided module's state dict.
@@ -95,6 +102,20 @@ class WholeCheckpoint:
             whole = {**group, "params": [numbers[id(parameter)] for parameter in parameters]}
             groups.append({**whole, "param_names": names} if names is not None else whole)
         return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
+        """Take this rank's part of the undivided optimizers' states.
+
+        Raises:
+            ValueError: If the optimizers, or their groups, are not those of the checkpoint.
+        """
+        if len(optimizers) != len(states):
+            raise ValueError(
+                f"The checkpoint has the states of {len(states)} optimizers, but {len(optimizers)} are configured. Return"
+                " as many from `configure_optimizers` as when it was saved, or load the weights alone."
+            )
+        for optimizer, state in zip(optimizers, states, strict=True):
+            self.load_optimizer_state(optimizer, state)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Take this rank's part of the undivided optimizer's state.

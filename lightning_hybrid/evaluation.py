@@ -64,7 +64,7 @@ class EvaluationStep:
         """
         pipeline = self._pipeline
         user_step = getattr(pipeline.module, name)
-        if pipeline.cut is None or pipeline.num_ranks == 1:
+        if pipeline.cut is None:
             with context():
                 return user_step(*arguments)
         coordinates = (_STEPS[name], step)

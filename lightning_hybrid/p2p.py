@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import weakref
 from collections import deque
 from collections.abc import Hashable
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from lightning_hybrid.header import Header, PlainLeaf, TensorLeaf, check_equal, describe
+from lightning_hybrid.header import Header, PickledLeaf, PlainLeaf, TensorLeaf, check_equal, describe
 from lightning_hybrid.pytree import TreeSpec
 
 __all__ = ["Channel", "Receipt", "Sent"]
@@ -29,10 +28,11 @@ _TAG = 0
 class Sent:
     """A message on its way: its tensors stay alive until it is known to be received."""
 
-    __slots__ = ("_pending",)
+    __slots__ = ("tensors", "works")
 
-    def __init__(self, pending: list[tuple[Work, Tensor]]) -> None:
-        self._pending = pending
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.tensors: list[Tensor] = []
 
     def wait(self) -> None:
         """Return when the receiver has everything, and drop the tensors.
@@ -41,26 +41,23 @@ class Sent:
         even when the message is proven received; then it returns at once. For NCCL the current stream waits, not the
         host.
         """
-        for work, _ in self._pending:
+        for work in self.works:
             work.wait()
-        self._pending.clear()
+        self.works.clear()
+        self.tensors.clear()
 
 
 class Receipt:
-    """A posted receive.
+    """A posted receive."""
 
-    Args:
-        channel: Where the message comes from.
-        key: With which key it was sent.
-    """
-
-    __slots__ = ("_channel", "_pending", "header", "key")
+    __slots__ = ("_channel", "key", "learnt", "tensors", "works")
 
     def __init__(self, channel: Channel, key: Hashable) -> None:
         self._channel = channel
         self.key = key
-        self.header: Header | None = None
-        self._pending: list[tuple[Work | None, Tensor]] = []
+        self.learnt: _Learnt | None = None
+        self.works: list[Work] = []
+        self.tensors: list[Tensor] = []
 
     def wait(self) -> tuple[list[Any], TreeSpec | None]:
         """The message, when it has arrived.
@@ -68,23 +65,15 @@ class Receipt:
         Returns:
             The leaves, each tensor freshly allocated and with the sender's ``requires_grad``, and the spec of the tree.
         """
-        if self.header is None:
-            self._channel.read_headers_until(self)
-        assert self.header is not None
-        pending = iter(self._pending)
-        leaves: list[Any] = []
-        for described in self.header.leaves:
-            if isinstance(described, TensorLeaf):
-                work, tensor = next(pending)
-                if work is not None:
-                    work.wait()
-                leaves.append(self._channel.bring_home(tensor, described))
-            elif isinstance(described, PlainLeaf):
-                leaves.append(described.value)
-            else:
-                leaves.append(pickle.loads(described.pickled))
-        self._pending.clear()
-        return leaves, self.header.spec
+        learnt = self.learnt or self._channel.read_headers_until(self)
+        for work in self.works:
+            work.wait()
+        leaves = learnt.values()
+        for (index, described, _), tensor in zip(learnt.tensors, self.tensors, strict=True):
+            if described.on_host != learnt.wire_is_host:
+                tensor = self._channel.bring_home(tensor, described)
+            leaves[index] = tensor.requires_grad_() if described.requires_grad else tensor
+        return leaves, learnt.header.spec
 
 
 class Channel:
@@ -103,7 +92,7 @@ class Channel:
     Posting never blocks. A receive whose header is unknown, and all receives behind it, start when somebody waits for
     one of them.
 
-    The messages of a channel are not to be changed in place before they are received.
+    A tensor that is sent must not be changed in place before it is received.
 
     Args:
         group: Process group of the two ranks that carries nothing else. Its own ``send`` and ``recv`` are used:
@@ -114,25 +103,14 @@ class Channel:
     """
 
     def __init__(self, group: ProcessGroup, peer: int, device: torch.device, dynamic_shapes: bool = False) -> None:
-        self._reference = weakref.ref(group)  # torch owns groups: destroyed ones must close their connections
+        self._group = group
         self._peer = peer
         self._device = device
-        self._dynamic = dynamic_shapes
         self._wire = _wire_device(group, device)
-        self._wire_is_host = self._wire.type == "cpu"
-        self._headers: dict[Hashable, Header] = {}
+        self._dynamic = dynamic_shapes
+        self._learnt: dict[Hashable, _Learnt] = {}
         # Posted receives that have not started, because a header before them is unread.
         self._unread: deque[Receipt] = deque()
-
-    @property
-    def _group(self) -> ProcessGroup:
-        group = self._reference()
-        assert group is not None, "the process groups have been destroyed"
-        return group
-
-    def abandon(self) -> None:
-        """Let go of the receives that have not started, after a failure."""
-        self._unread.clear()
 
     def connect(self, *, sends: bool) -> None:
         """Open the connection, which NCCL does at the first message and with both hosts waiting for each other.
@@ -143,7 +121,7 @@ class Channel:
         Args:
             sends: Whether this side is the sender.
         """
-        if self._wire_is_host:
+        if self._wire.type == "cpu":
             return
         first = torch.zeros(1, dtype=torch.uint8, device=self._wire)
         (self._group.send if sends else self._group.recv)([first], self._peer, _TAG).wait()
@@ -162,20 +140,21 @@ class Channel:
             TypeError: If a leaf cannot travel.
         """
         header = describe(leaves, spec)
-        pending: list[tuple[Work, Tensor]] = []
-        known = None if self._dynamic else self._headers.get(key)
-        if known is None:
+        sent = Sent()
+        learnt = None if self._dynamic else self._learnt.get(key)
+        if learnt is None:
             _check_layouts(leaves)
-            self._headers[key] = header
+            learnt = self._learnt[key] = _Learnt(header, self._wire)
             data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
-            self._transmit(torch.tensor([data.numel()]), pending)
-            self._transmit(data, pending)
-        else:
-            check_equal(known, header)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.numel():
-                self._transmit(leaf.detach(), pending)
-        return Sent(pending)
+            self._transmit(self._to_wire(torch.tensor([data.numel()])), sent)
+            self._transmit(self._to_wire(data), sent)
+        elif learnt.header != header:
+            check_equal(learnt.header, header)
+        for index, _, has_elements in learnt.tensors:
+            if has_elements:
+                tensor = leaves[index].detach().contiguous().resolve_neg()
+                self._transmit(tensor if learnt.travels_as_is else self._to_wire(tensor), sent)
+        return sent
 
     def post(self, key: Hashable) -> Receipt:
         """Receive the next message as soon as its header is known; never blocks.
@@ -184,68 +163,102 @@ class Channel:
             key: The key with which the other side sends it.
         """
         receipt = Receipt(self, key)
-        self._unread.append(receipt)
-        self._start_known()
+        learnt = None if self._dynamic or self._unread else self._learnt.get(key)
+        if learnt is None:
+            self._unread.append(receipt)
+        else:
+            self._start(receipt, learnt)
         return receipt
 
-    def read_headers_until(self, receipt: Receipt) -> None:
+    def read_headers_until(self, receipt: Receipt) -> _Learnt:
         """Start ``receipt`` and everything before it, waiting for the headers that are unknown."""
-        while receipt.header is None:
+        while receipt.learnt is None:
             first = self._unread.popleft()
-            self._headers[first.key] = header = self._receive_header()
-            self._start(first, header)
-            self._start_known()
+            known = None if self._dynamic else self._learnt.get(first.key)
+            if known is None:
+                known = self._learnt[first.key] = _Learnt(self._receive_header(), self._wire)
+            self._start(first, known)
+        self._start_known()
+        return receipt.learnt
 
     def bring_home(self, tensor: Tensor, described: TensorLeaf) -> Tensor:
-        """A tensor that has arrived, on the device and with the flags that the sender's had."""
-        if described.on_host != self._wire_is_host:
-            # Pinned memory needs no wait: its allocator keeps it until the copy is done.
-            tensor = tensor.to("cpu") if described.on_host else tensor.to(self._device, non_blocking=True)
-        return tensor.requires_grad_() if described.requires_grad else tensor
+        """A tensor that has arrived, moved from where the backend left it to where the sender's was."""
+        # Pinned memory needs no wait: its allocator keeps it until the copy is done.
+        return tensor.to("cpu") if described.on_host else tensor.to(self._device, non_blocking=True)
 
     def _start_known(self) -> None:
+        """Start the receives behind a header that has just been read, up to the next unknown one."""
         while self._unread and not self._dynamic:
-            header = self._headers.get(self._unread[0].key)
-            if header is None:
+            learnt = self._learnt.get(self._unread[0].key)
+            if learnt is None:
                 return
-            self._start(self._unread.popleft(), header)
+            self._start(self._unread.popleft(), learnt)
 
-    def _start(self, receipt: Receipt, header: Header) -> None:
-        receipt.header = header
-        for described in header.leaves:
-            if isinstance(described, TensorLeaf):
-                # Never a tensor that autograd has seen: hooks would stay on it (pytorch#185331).
-                pinned = self._wire_is_host and not described.on_host
-                tensor = torch.empty(described.shape, dtype=described.dtype, device=self._wire, pin_memory=pinned)
-                receipt._pending.append((self._receive(tensor) if tensor.numel() else None, tensor))
+    def _start(self, receipt: Receipt, learnt: _Learnt) -> None:
+        receipt.learnt = learnt
+        for _, described, has_elements in learnt.tensors:
+            # Never a tensor that autograd has seen: hooks would stay on it (pytorch#185331).
+            pinned = learnt.wire_is_host and not described.on_host
+            tensor = torch.empty(described.shape, dtype=described.dtype, device=self._wire, pin_memory=pinned)
+            receipt.tensors.append(tensor)
+            if has_elements:
+                buffer = tensor if tensor.dtype in _NATIVE else _as_bytes(tensor)
+                receipt.works.append(self._group.recv([buffer], self._peer, _TAG))
 
-    def _transmit(self, tensor: Tensor, pending: list[tuple[Work, Tensor]]) -> None:
-        tensor = tensor.contiguous().resolve_neg()
-        if tensor.dtype not in _NATIVE:
-            tensor = _as_bytes(tensor.resolve_conj())
-        if tensor.device != self._wire:
-            tensor = self._to_wire(tensor)
-        pending.append((self._group.send([tensor], self._peer, _TAG), tensor))
+    def _transmit(self, tensor: Tensor, sent: Sent) -> None:
+        sent.works.append(self._group.send([tensor], self._peer, _TAG))
+        sent.tensors.append(tensor)
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
-        if not self._wire_is_host:
+        """A contiguous tensor, in a dtype and in a memory that the backend can send."""
+        if tensor.dtype not in _NATIVE:
+            tensor = _as_bytes(tensor.resolve_conj())
+        if tensor.is_cpu or self._wire.type != "cpu":
             return tensor.to(self._wire)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(tensor.device).synchronize()  # gloo reads the memory at once
         return host
 
-    def _receive(self, tensor: Tensor) -> Work:
-        buffer = tensor if tensor.dtype in _NATIVE else _as_bytes(tensor)
-        return self._group.recv([buffer], self._peer, _TAG)
-
     def _receive_header(self) -> Header:
         length = torch.empty(1, dtype=torch.int64, device=self._wire)
-        self._receive(length).wait()
+        self._group.recv([length], self._peer, _TAG).wait()
         data = torch.empty(int(length.item()), dtype=torch.uint8, device=self._wire)
-        self._receive(data).wait()
+        self._group.recv([data], self._peer, _TAG).wait()
         header: Header = pickle.loads(data.cpu().numpy().tobytes())
         return header
+
+
+class _Learnt:
+    """A header, and what follows from it for every message that has it.
+
+    Attributes:
+        header: The header.
+        tensors: Index among the leaves, description, and whether there is anything to send, of each tensor.
+        wire_is_host: Whether messages travel from and to the memory of the host.
+        travels_as_is: Whether no tensor has to change its dtype or its device to be sent.
+    """
+
+    def __init__(self, header: Header, wire: torch.device) -> None:
+        self.header = header
+        self.tensors = [
+            (index, leaf, leaf.shape.numel() > 0)
+            for index, leaf in enumerate(header.leaves)
+            if isinstance(leaf, TensorLeaf)
+        ]
+        self.wire_is_host = wire.type == "cpu"
+        self.travels_as_is = all(
+            leaf.dtype in _NATIVE and leaf.on_host == self.wire_is_host for _, leaf, _ in self.tensors
+        )
+        self._values = [leaf.value if isinstance(leaf, PlainLeaf) else None for leaf in header.leaves]
+        self._pickled = [(i, leaf.pickled) for i, leaf in enumerate(header.leaves) if isinstance(leaf, PickledLeaf)]
+
+    def values(self) -> list[Any]:
+        """The leaves that are no tensors, at their places; what could be changed is a copy of its own."""
+        values = self._values.copy()
+        for index, pickled in self._pickled:
+            values[index] = pickle.loads(pickled)
+        return values
 
 
 def _wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
@@ -256,10 +269,6 @@ def _wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
     return torch.device("cpu") if backends.get(device.type, "gloo") == "gloo" else device
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
 def _check_layouts(leaves: list[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
@@ -267,3 +276,7 @@ def _check_layouts(leaves: list[Any]) -> None:
                 f"a tensor with layout {leaf.layout} cannot cross a stage boundary; convert it with `.to_dense()`, or "
                 "move the boundary with `partition`"
             )
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -22,18 +22,8 @@ Message = tuple[list[Any], TreeSpec]
 Gradients = list[Tensor | None]
 """What comes back: one gradient per leaf of the message, ``None`` for leaves without one."""
 
-_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
-
-
-class _Kept(NamedTuple):
-    """What a microbatch leaves behind for its backward, besides what autograd saves.
-
-    Neither its inputs nor its outputs: a gradient edge names an output without keeping its data alive.
-    """
-
-    input_gradients: Gradients
-    edges: list[GradientEdge | None]
-    loss: Tensor | None
+# Up to this many elements an input is copied: that is cheaper than a Python function in the graph.
+_SMALL = 4096
 
 
 class Stage:
@@ -41,12 +31,13 @@ class Stage:
 
     ::
 
-        inputs  --detach--> enter --> compute --> outputs --> gradient edges (kept), outputs (handed out)
-                              |          :           :
-        input_gradients <-----'..........:...........:..... gradients of the outputs
+        message --> inputs --> compute --> outputs --> message     the graph of one microbatch begins at its inputs
+                      :                       :                    and ends at its outputs
+        gradients <-- inputs <-- backward <-- outputs <-- gradients
 
-    Autograd's graph begins at the inputs and ends at the outputs: stages are joined by messages only. The inputs enter
-    through an identity function and not as leaves, so a first layer may change them in place.
+    Kept from forward to backward are, besides what autograd saves, neither the inputs nor the outputs: a gradient edge
+    names an output without its data. And the inputs are no leaves of the graph but results of an identity, so a first
+    layer may change them in place.
 
     Args:
         index: Index of the stage in the whole model.
@@ -71,18 +62,18 @@ class Stage:
         Returns:
             The outputs. They are still attached to the graph: drop them once they are handed on.
         """
-        inputs, input_gradients = _enter(message)
+        inputs, sources = _enter(message)
         leaves, spec = flatten(compute(self.index, microbatch, inputs))
         edges = [get_gradient_edge(leaf) if _requires_grad(leaf) else None for leaf in leaves]
-        self._kept[microbatch] = _Kept(input_gradients, edges, None)
+        self._kept[microbatch] = _Kept(sources, edges, None)
         return leaves, spec
 
     def forward_loss(self, compute: Compute, microbatch: int, message: Message | None) -> None:
         """Forward of one microbatch on the last stage, where ``compute`` returns the loss (a scalar)."""
-        inputs, input_gradients = _enter(message)
+        inputs, sources = _enter(message)
         loss = compute(self.index, microbatch, inputs)
         # Everything may be frozen: then there is nothing to do in backward.
-        self._kept[microbatch] = _Kept(input_gradients, [], loss if _requires_grad(loss) else None)
+        self._kept[microbatch] = _Kept(sources, [], loss if _requires_grad(loss) else None)
 
     def evaluate(self, compute: Compute, microbatch: int, message: Message | None) -> Any:
         """Forward of one microbatch without a backward: returns the outputs and keeps nothing."""
@@ -98,53 +89,74 @@ class Stage:
         Returns:
             Gradients of the inputs, leaf by leaf.
         """
-        input_gradients, edges, loss = self._kept.pop(microbatch)
+        sources, edges, loss = self._kept.pop(microbatch)
         if loss is not None:
             torch.autograd.backward(loss)
         elif gradients is not None:
             pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if e is not None and g is not None]
             if pairs:
                 torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
-        return input_gradients
+        return [None if source is None else source.grad for source in sources]
 
 
-def _enter(message: Message | None) -> tuple[Any, Gradients]:
-    """The inputs as the layers see them, and the list in which backward will leave their gradients."""
+class _Source:
+    """Where the gradient of a large input arrives; it has the attribute of a tensor, but no data."""
+
+    __slots__ = ("grad",)
+
+    def __init__(self) -> None:
+        self.grad: Tensor | None = None
+
+
+class _Kept(NamedTuple):
+    """What a microbatch leaves behind for its backward."""
+
+    sources: list[Tensor | _Source | None]
+    edges: list[GradientEdge | None]
+    loss: Tensor | None
+
+
+def _enter(message: Message | None) -> tuple[Any, list[Tensor | _Source | None]]:
+    """The inputs as the layers see them, and for each leaf where its gradient will be."""
     if message is None:
         return None, []
     leaves, spec = message
-    gradients: Gradients = [None] * len(leaves)
-    wanted = [i for i, leaf in enumerate(leaves) if _requires_grad(leaf)]
-    if wanted:
-        leaves = list(leaves)
-        entered: tuple[Tensor, ...] = _Enter.apply(  # type: ignore[no-untyped-call]
-            gradients, wanted, _ANCHOR, *[leaves[i].detach() for i in wanted]
-        )
-        for i, leaf in zip(wanted, entered, strict=True):
-            leaves[i] = leaf
-    return unflatten(leaves, spec), gradients
+    inputs: list[Any] = []
+    sources: list[Tensor | _Source | None] = []
+    for leaf in leaves:
+        source: Tensor | _Source | None = None
+        if _requires_grad(leaf):
+            if leaf.numel() <= _SMALL:
+                source = leaf.detach().requires_grad_()
+                leaf = source.clone()
+            else:
+                source = _Source()
+                leaf = _Identity.apply(source, _ANCHOR, leaf.detach())  # type: ignore[no-untyped-call]
+        inputs.append(leaf)
+        sources.append(source)
+    return unflatten(inputs, spec), sources
 
 
 def _requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-class _Enter(torch.autograd.Function):
-    """The identity, where gradients leave the graph.
+class _Identity(torch.autograd.Function):
+    """The identity, where a gradient leaves the graph.
 
-    The tensors that go in do not require grad (otherwise the graph would keep them alive, whether or not a layer needs
-    them); an anchor without elements makes those that come out require it.
+    The tensor that goes in does not require grad: if it were a leaf of the graph, the graph would hold its data, whether
+    or not a layer needs them. An anchor without elements makes the one that comes out require grad.
     """
 
     @staticmethod
-    def forward(ctx: Any, gradients: Gradients, wanted: list[int], anchor: Tensor, *leaves: Tensor) -> Any:
-        ctx.gradients = gradients
-        ctx.wanted = wanted
-        ctx.set_materialize_grads(False)
-        return tuple([leaf.detach() for leaf in leaves])  # no views: these may be changed in place
+    def forward(ctx: Any, source: _Source, anchor: Tensor, leaf: Tensor) -> Tensor:
+        ctx.source = source
+        return leaf.detach()  # not a view for autograd: it may be changed in place
 
     @staticmethod
-    def backward(ctx: Any, *arrived: Tensor | None) -> Any:
-        for i, gradient in zip(ctx.wanted, arrived, strict=True):
-            ctx.gradients[i] = gradient
-        return (None,) * (3 + len(arrived))
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.source.grad = gradient
+        return None, None, None
+
+
+_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)

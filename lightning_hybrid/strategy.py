@@ -413,8 +413,7 @@ class HybridStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self._parts.checkpoint.load_optimizer_state(optimizer, state)
+        self._parts.checkpoint.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
         _optimizers_to_device(self.optimizers, self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -428,6 +427,7 @@ class HybridStrategy(ParallelStrategy):
         self._assembly.abandon()
         close_groups(exception)
         if cause is not None and is_transport(exception):
+            self.teardown()  # the Trainer comes no further than this
             raise cause from exception
 
     def teardown(self) -> None:
