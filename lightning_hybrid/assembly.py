@@ -100,7 +100,7 @@ class Assembly:
         self._pipeline: Pipeline | None = None
         self._boundary: EpochBoundary | None = None
         self._placement = Placement(None, (), (range(0),), 1)
-        self._evaluations = count()
+        self._evaluations, self._transfers = count(), count()
         self._moves_microbatches: bool | None = None
         self.training: TrainingStep | None = None
         self.evaluation: EvaluationStep | None = None
@@ -171,8 +171,8 @@ class Assembly:
 
     def text(self) -> str:
         """The layout and the table of stages."""
-        settings, num_ranks = self._settings, self.mesh.pipeline_parallel_size
-        schedule = build(settings.schedule, num_ranks, settings.num_microbatches, settings.num_chunks)
+        given, num_ranks = self._settings, self.mesh.pipeline_parallel_size
+        schedule = build(given.schedule, num_ranks, given.num_microbatches, given.num_chunks)
         layout = layout_text(self.mesh.sizes, schedule, bubble=simulate(schedule).bubble)
         if self._body is None:
             return layout
@@ -225,7 +225,7 @@ class Assembly:
 
         @functools.wraps(transfer)
         def seeded(*args: Any, **kwargs: Any) -> Any:
-            with self.transfer_stream():
+            with self.transfer_stream(before=True):
                 return transfer(*args, **kwargs)
 
         vars(self._module)["_on_before_batch_transfer"] = seeded
@@ -263,28 +263,28 @@ class Assembly:
         )
 
     @contextmanager
-    def transfer_stream(self) -> Iterator[None]:
-        """Batch-transfer hooks draw the same random numbers on every rank of a model group."""
+    def transfer_stream(self, *, before: bool = False) -> Iterator[None]:
+        """Batch-transfer hooks draw the same random numbers on every rank of a model group.
+
+        Args:
+            before: Whether this is for the hook that comes before the transfer.
+        """
         if self._module is None or self.mesh.model_group.size() == 1:
             yield
             return
         with self._streams.isolated():
-            self._streams.seed_user(_TRANSFER, self._module.trainer.fit_loop.epoch_loop.total_batch_idx)
+            trainer = self._module.trainer
+            batch = trainer.fit_loop.epoch_loop.total_batch_idx if trainer.training else next(self._transfers)
+            self._streams.seed_user(_TRANSFER, before, trainer.training, batch)
             yield
 
     @property
     def moves_microbatches(self) -> bool:
         """Whether training batches stay on the host, and their micro-batches move when they are needed."""
-        if self._moves_microbatches is None:
-            assert self._module is not None
-            trainer = self._module.trainer
-            callbacks = trainer.callbacks  # type: ignore[attr-defined]
-            self._moves_microbatches = (
-                self.is_cut
-                and self._device.type == "cuda"
-                and not onlookers(self._module, trainer.datamodule, callbacks)  # type: ignore[attr-defined]
-            )
-        return self._moves_microbatches
+        if self._moves_microbatches is None and self._module is not None:
+            on_cuda = self.is_cut and self._device.type == "cuda"
+            self._moves_microbatches = on_cuda and not onlookers(self._module)
+        return bool(self._moves_microbatches)
 
     def next_evaluation(self) -> int:
         """A number for each evaluation batch."""

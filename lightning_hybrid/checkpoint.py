@@ -111,8 +111,8 @@ class WholeCheckpoint:
         """
         if len(optimizers) != len(states):
             raise ValueError(
-                f"The checkpoint has the states of {len(states)} optimizers, but {len(optimizers)} are configured. Return"
-                " as many from `configure_optimizers` as when it was saved, or load the weights alone."
+                f"The checkpoint has the states of {len(states)} optimizers, but {len(optimizers)} are configured."
+                " Return as many from `configure_optimizers` as when it was saved, or load the weights alone."
             )
         for optimizer, state in zip(optimizers, states, strict=True):
             self.load_optimizer_state(optimizer, state)

@@ -105,18 +105,22 @@ def _shard(
         group: The ranks that iterate together.
         stage: What the Trainer is doing; predictions come once for each sample, without repetitions.
     """
-    divided = isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler)
-    if num_replicas == 1 or divided:
-        return loader
     batches: Any = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return loader
     counted = isinstance(batches, _IndexBatchSamplerWrapper)  # around a batch sampler, where predictions are written
     batches = batches._batch_sampler if counted else batches
-    if batches is not None and not hasattr(batches, "sampler"):
+    order = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    if isinstance(order, DistributedSampler):
+        _check_replicas(order, num_replicas)
+        return loader
+    if num_replicas == 1:
+        return loader
+    if order is None:
         raise TypeError(
             f"The batch sampler {type(batches).__name__} has no attribute `sampler` to divide over {num_replicas}"
             " replicas. Give it one, or divide the samples yourself and set `Trainer(use_distributed_sampler=False)`."
         )
-    order = loader.sampler if batches is None else batches.sampler
     sampler = ReplicaSampler(order, num_replicas, rank, group, repeat=stage != RunningStage.PREDICTING)
     loader = copy.copy(loader)
     object.__setattr__(loader, "sampler", sampler)  # a loader refuses to be changed, but this one is a copy
@@ -125,6 +129,15 @@ def _shard(
         batches.sampler = sampler
         object.__setattr__(loader, "batch_sampler", _IndexBatchSamplerWrapper(batches) if counted else batches)
     return loader
+
+
+def _check_replicas(sampler: DistributedSampler[Any], num_replicas: int) -> None:
+    if sampler.num_replicas != num_replicas:
+        raise ValueError(
+            f"The loader's DistributedSampler divides the data over {sampler.num_replicas} processes, but there are"
+            f" {num_replicas} replicas; the ranks of one pipeline share their data. Leave the sampler out, or make it"
+            " with `DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)`."
+        )
 
 
 def _seed_workers(loader: object, data_rank: int) -> None:

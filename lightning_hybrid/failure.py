@@ -57,7 +57,6 @@ class FailureBoard:
         self._store = store
         self._key = f"{_KEY}/{name}"
         self._interval = interval
-        self._stop = threading.Event()
         self._failed = False
 
     def report(self, error: BaseException, where: str, *, verbatim: bool = False) -> None:
@@ -85,10 +84,12 @@ class FailureBoard:
         """
         deadline = time.monotonic() + patience
         while True:
-            with contextlib.suppress(Exception):
+            try:
                 if self._store.check([self._key]):
                     kind, text = json.loads(self._store.get(self._key))
                     return _KINDS.get(kind, RuntimeError)(text)
+            except Exception:  # the store died with the rank that keeps it: nobody can tell any more
+                return None
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.02)
@@ -97,17 +98,13 @@ class FailureBoard:
         """Look at the store from a thread, and call ``abort`` when another rank has failed."""
 
         def look() -> None:
-            while not self._stop.wait(self._interval):
+            while not self._failed:
+                time.sleep(self._interval)
                 if not self._failed and self.cause(patience=0.0) is not None:
                     self._failed = True
                     abort()
-                    return
 
         threading.Thread(target=look, name="lightning_hybrid-failure-watch", daemon=True).start()
-
-    def close(self) -> None:
-        """Stop looking."""
-        self._stop.set()
 
     @property
     def failed(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections import deque
 from collections.abc import Hashable
 from typing import Any
@@ -103,7 +104,7 @@ class Channel:
     """
 
     def __init__(self, group: ProcessGroup, peer: int, device: torch.device, dynamic_shapes: bool = False) -> None:
-        self._group = group
+        self._reference = weakref.ref(group)  # torch owns groups: destroyed ones must close their connections
         self._peer = peer
         self._device = device
         self._wire = _wire_device(group, device)
@@ -111,6 +112,16 @@ class Channel:
         self._learnt: dict[Hashable, _Learnt] = {}
         # Posted receives that have not started, because a header before them is unread.
         self._unread: deque[Receipt] = deque()
+
+    @property
+    def _group(self) -> ProcessGroup:
+        group = self._reference()
+        assert group is not None, "the process groups have been destroyed"
+        return group
+
+    def abandon(self) -> None:
+        """Let go of the receives that have not started, after a failure."""
+        self._unread.clear()
 
     def connect(self, *, sends: bool) -> None:
         """Open the connection, which NCCL does at the first message and with both hosts waiting for each other.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_hybrid.pytree import TreeSpec, flatten, unflatten
 
@@ -22,7 +22,10 @@ Message = tuple[list[Any], TreeSpec]
 Gradients = list[Tensor | None]
 """What comes back: one gradient per leaf of the message, ``None`` for leaves without one."""
 
-# Up to this many elements an input is copied: that is cheaper than a Python function in the graph.
+Root = Any
+"""Where backward starts: an output (a tensor), or the gradient edge that names one without its data."""
+
+# Up to this many elements an input is copied, and an output kept: that takes less time than not to.
 _SMALL = 4096
 
 
@@ -35,9 +38,9 @@ class Stage:
                       :                       :                    and ends at its outputs
         gradients <-- inputs <-- backward <-- outputs <-- gradients
 
-    Kept from forward to backward are, besides what autograd saves, neither the inputs nor the outputs: a gradient edge
-    names an output without its data. And the inputs are no leaves of the graph but results of an identity, so a first
-    layer may change them in place.
+    Between forward and backward a stage keeps nothing of size but what autograd saves, neither inputs nor outputs: a
+    gradient edge names an output without its data. And the inputs are no leaves of the graph but results of an identity,
+    so a first layer may change them in place.
 
     Args:
         index: Index of the stage in the whole model.
@@ -64,8 +67,7 @@ class Stage:
         """
         inputs, sources = _enter(message)
         leaves, spec = flatten(compute(self.index, microbatch, inputs))
-        edges = [get_gradient_edge(leaf) if _requires_grad(leaf) else None for leaf in leaves]
-        self._kept[microbatch] = _Kept(sources, edges, None)
+        self._kept[microbatch] = _Kept(sources, [_root(leaf) for leaf in leaves], None)
         return leaves, spec
 
     def forward_loss(self, compute: Compute, microbatch: int, message: Message | None) -> None:
@@ -89,13 +91,13 @@ class Stage:
         Returns:
             Gradients of the inputs, leaf by leaf.
         """
-        sources, edges, loss = self._kept.pop(microbatch)
+        sources, roots, loss = self._kept.pop(microbatch)
         if loss is not None:
             torch.autograd.backward(loss)
         elif gradients is not None:
-            pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if e is not None and g is not None]
+            pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None]
             if pairs:
-                torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         return [None if source is None else source.grad for source in sources]
 
 
@@ -112,7 +114,7 @@ class _Kept(NamedTuple):
     """What a microbatch leaves behind for its backward."""
 
     sources: list[Tensor | _Source | None]
-    edges: list[GradientEdge | None]
+    roots: list[Root | None]
     loss: Tensor | None
 
 
@@ -127,14 +129,20 @@ def _enter(message: Message | None) -> tuple[Any, list[Tensor | _Source | None]]
         source: Tensor | _Source | None = None
         if _requires_grad(leaf):
             if leaf.numel() <= _SMALL:
-                source = leaf.detach().requires_grad_()
-                leaf = source.clone()
+                leaf = source = leaf.detach().requires_grad_()
+                leaf = leaf.clone()
             else:
                 source = _Source()
                 leaf = _Identity.apply(source, _ANCHOR, leaf.detach())  # type: ignore[no-untyped-call]
         inputs.append(leaf)
         sources.append(source)
     return unflatten(inputs, spec), sources
+
+
+def _root(leaf: Any) -> Root | None:
+    if not _requires_grad(leaf):
+        return None
+    return leaf if leaf.numel() <= _SMALL else get_gradient_edge(leaf)
 
 
 def _requires_grad(leaf: Any) -> bool:
@@ -144,8 +152,8 @@ def _requires_grad(leaf: Any) -> bool:
 class _Identity(torch.autograd.Function):
     """The identity, where a gradient leaves the graph.
 
-    The tensor that goes in does not require grad: if it were a leaf of the graph, the graph would hold its data, whether
-    or not a layer needs them. An anchor without elements makes the one that comes out require grad.
+    The tensor that goes in does not require grad: if it were a leaf of the graph, the graph would hold its data,
+    whether or not a layer needs them. An anchor without elements makes the one that comes out require grad.
     """
 
     @staticmethod

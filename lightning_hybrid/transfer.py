@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,17 +19,13 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 
-def onlookers(
-    module: LightningModule, datamodule: LightningDataModule | None, callbacks: Iterable[Callback]
-) -> list[str]:
+def onlookers(module: LightningModule) -> list[str]:
     """Who looks at a training batch outside of `training_step`, and may expect it on the device.
 
     Lightning's own callbacks get the batch but do not read it, except for :class:`ThroughputMonitor`.
 
     Args:
-        module: The user's module.
-        datamodule: The user's data module, if there is one.
-        callbacks: The Trainer's callbacks.
+        module: The user's module, attached to a Trainer with callbacks and perhaps a data module.
 
     Returns:
         Names of hooks; without any, a batch may stay on the host until a micro-batch is needed.
@@ -38,6 +33,8 @@ def onlookers(
     found = [
         f"{type(module).__name__}.{hook}" for hook in (*_TRANSFER_HOOKS, *_BATCH_HOOKS) if is_overridden(hook, module)
     ]
+    datamodule: LightningDataModule | None = module.trainer.datamodule  # type: ignore[attr-defined]
+    callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
     if datamodule is not None:
         found += [f"{type(datamodule).__name__}.{hook}" for hook in _TRANSFER_HOOKS if is_overridden(hook, datamodule)]
     for callback in callbacks:
