@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -32,36 +30,17 @@ from lightning_hybrid.placement import Placement
 from lightning_hybrid.random import RandomStreams
 from lightning_hybrid.refusals import agree
 from lightning_hybrid.schedule import build
+from lightning_hybrid.settings import Settings
 from lightning_hybrid.step import BodyCallError, body_call_text, find_body
 from lightning_hybrid.summary import batch_text, layout_text, stage_rows, stage_table
 from lightning_hybrid.timeline import simulate
 from lightning_hybrid.training import TrainingStep
 from lightning_hybrid.transfer import onlookers
 
-__all__ = ["Assembly", "Settings"]
+__all__ = ["Assembly"]
 
 _RUNS = count()  # names the failure board of each set of process groups
 _TRANSFER = 4  # tells the random numbers of batch-transfer hooks from those of steps
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of `HybridStrategy`, resolved, apart from the sizes of the axes."""
-
-    schedule: str
-    num_microbatches: int
-    num_chunks: int
-    partition: str | list[int]
-    body: str | None
-    broadcast_batches: bool
-    loss_reduction: str
-    dynamic_shapes: bool
-    rank_order: str
-    timeout: timedelta | None
-
-    def cut(self, data: int, tensor: int, pipeline: int) -> bool:
-        """Whether steps run in stages or micro-batches."""
-        return pipeline > 1 or self.num_microbatches > 1
 
 
 class Assembly:
@@ -84,7 +63,8 @@ class Assembly:
     def __init__(self, settings: Settings, sizes: tuple[int, int, int], device: torch.device) -> None:
         self._settings = settings
         self._device = device
-        self.is_cut = settings.cut(*sizes)
+        self._sizes = sizes
+        self.is_cut = False
         self.mesh = Mesh(*sizes, rank_order=settings.rank_order, device_type=device.type, timeout=settings.timeout)
         world = dist.group.WORLD
         assert world is not None
@@ -117,6 +97,7 @@ class Assembly:
         """From here on this is the user's module."""
         if module is not self._module:
             self._module, self._divided = module, None
+            self.is_cut = self._settings.cut(self._sizes, module)
         # Lightning's own sampler shuffles training data whether or not the user's loader does; ours keeps its order.
         connector = module.trainer._accelerator_connector
         self._divides_data = connector.use_distributed_sampler
@@ -188,6 +169,7 @@ class Assembly:
         self.replication = Replication(module, self._placement, self.mesh)
         self.replication.equalize_start()
         if not self.is_cut:
+            self._pipeline = self.training = self.evaluation = None
             return
         if self._engine is None:
             channels = make_channels(
@@ -232,16 +214,17 @@ class Assembly:
 
     def remove(self, trainer: Trainer) -> None:
         """Undo :meth:`install`, and take hooks off parameters."""
-        if self._pipeline is not None and self._boundary is not None and self._module is not None:
-            self._pipeline.metrics.remove()
-            self._boundary.remove(trainer)
-            self._boundary = None
-            vars(self._module).pop("_on_before_batch_transfer", None)
-            if not self.board.failed:
-                self._pipeline.engine.retire()
+        trainer._accelerator_connector.use_distributed_sampler = self._divides_data
         if hasattr(self, "replication"):
             self.replication.remove()
-        trainer._accelerator_connector.use_distributed_sampler = self._divides_data
+        if self._pipeline is None or self._boundary is None or self._module is None:
+            return
+        self._pipeline.metrics.remove()
+        self._boundary.remove(trainer)
+        self._boundary = None
+        vars(self._module).pop("_on_before_batch_transfer", None)
+        if not self.board.failed:
+            self._pipeline.engine.retire()
 
     def abandon(self) -> None:
         """Let go of everything that is under way, after a failure."""

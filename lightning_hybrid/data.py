@@ -123,6 +123,7 @@ def _shard(
         )
     sampler = ReplicaSampler(order, num_replicas, rank, group, repeat=stage != RunningStage.PREDICTING)
     loader = copy.copy(loader)
+    loader._iterator = None  # of persistent workers, over the undivided samples
     object.__setattr__(loader, "sampler", sampler)  # a loader refuses to be changed, but this one is a copy
     if batches is not None:
         batches = copy.copy(batches)

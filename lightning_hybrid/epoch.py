@@ -6,6 +6,7 @@ import hashlib
 import io
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,10 +52,11 @@ class EpochBoundary(Callback):
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             arguments = log_arguments(args, kwargs)
             if isinstance(value, (Tensor, float, int)) and not arguments.get("rank_zero_only"):
-                value = self._from_last_stage(value)
+                value = self._from_last_stage(name, value)
             type(module).log(module, name, value, **arguments)
 
         vars(module)["log"] = log
+        self._set_callback_logs(trainer, log)
 
     def remove(self, trainer: Trainer) -> None:
         """Undo :meth:`install`."""
@@ -62,17 +64,30 @@ class EpochBoundary(Callback):
         if self in callbacks:
             callbacks.remove(self)
         vars(self._module).pop("log", None)
+        self._set_callback_logs(trainer, self._module.log)
 
-    def _from_last_stage(self, value: Any) -> Any:
+    def _set_callback_logs(self, trainer: Trainer, log: Callable[..., None]) -> None:
+        """Callbacks log through the module too: Lightning has given them its method."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            callback.log = log
+
+    def _from_last_stage(self, name: str, value: Any) -> Any:
         group = self._group()
         assert group is not None
-        received = broadcast_object(_to_host(value) if self._is_source else None, self._source, group)
+        sent = (name, _to_host(value)) if self._is_source else None
+        received_name, received = broadcast_object(sent, self._source, group)
+        if received_name != name:
+            raise ValueError(
+                f"This rank logs {name!r} where the last stage logs {received_name!r}. Log the same keys on every rank,"
+                " or with `rank_zero_only=True`."
+            )
         return received.to(self._module.device) if isinstance(received, Tensor) else received
 
     def _begin(self) -> None:
         if self._before is not None:  # validation inside a training epoch: what training has kept is not forgotten
             self._share()
-        self._before = _digests(self._module)
+        else:
+            self._before = _digests(self._module)
 
     def _share(self) -> None:
         """Give every rank the last stage's value of what changed on any rank and is not equal everywhere."""
@@ -130,7 +145,8 @@ class EpochBoundary(Callback):
 
 
 def _to_host(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+    # A copy: a view would take all of its storage along.
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
 
 
 def _digests(module: LightningModule) -> dict[str, bytes]:

@@ -95,7 +95,7 @@ class EvaluationStep:
         counts = broadcast_object(counts, 0, control)
         y, joined = None, True
         try:
-            y = self._run(key, x, counts, coordinates)
+            y = self._run(key, x, counts, coordinates, wary=True)
         except JoinError:
             joined = False
         if not broadcast_object(joined, control.size() - 1, control):
@@ -116,7 +116,9 @@ class EvaluationStep:
         plan = slicing(x, total, self._num_microbatches)
         return plan.apply(x), plan.counts
 
-    def _run(self, key: Hashable, x: Any, counts: tuple[int, ...], coordinates: tuple[int, ...]) -> Any:
+    def _run(
+        self, key: Hashable, x: Any, counts: tuple[int, ...], coordinates: tuple[int, ...], *, wary: bool = False
+    ) -> Any:
         pipeline = self._pipeline
         parts = self._divide(x, sum(counts), counts)[0] if pipeline.is_first else []
         if pipeline.is_first and len(parts) != len(counts):
@@ -135,7 +137,7 @@ class EvaluationStep:
         if not pipeline.is_last:
             return None
         user_join = getattr(pipeline.module, "join_body_output", None)
-        return join(outputs, counts) if user_join is None or len(outputs) == 1 else user_join(outputs)
+        return join(outputs, counts, wary=wary) if user_join is None or len(outputs) == 1 else user_join(outputs)
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lightning_hybrid.pytree import TreeSpec, flatten, unflatten
 
-__all__ = ["TreeBroadcast", "broadcast_object", "reduce_in_place"]
+__all__ = ["TreeBroadcast", "broadcast_object", "reduce_over"]
 
-_NEW, _FAILED, _FIRST = -1, -2, 0
+_NEW, _FAILED, _END = -1, -2, 0  # the numbers of forms begin at 1
 
 
 def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
@@ -32,11 +32,11 @@ def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
     return values[0]
 
 
-def reduce_in_place(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> Tensor:
+def reduce_over(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> Tensor:
     """Reduce a tensor over a group, also to the mean on backends that have no mean.
 
     Args:
-        tensor: Changed in place, unless it holds integers and the mean is wanted: that need not be one.
+        tensor: May be changed in place.
         group: The ranks.
         operation: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` ... or a `ReduceOp`.
 
@@ -143,7 +143,7 @@ class TreeBroadcast:
 
     def end(self) -> None:
         """On the source, instead of a tree: the others raise `StopIteration`."""
-        self._control(_FIRST)
+        self._control(_END)
 
     def _control(self, code: int) -> int:
         message = torch.tensor(code)
@@ -176,7 +176,7 @@ class TreeBroadcast:
             RuntimeError: If the source failed; the text is the source's.
         """
         code = self._control(0)
-        if code == _FIRST:
+        if code == _END:
             raise StopIteration
         if code == _FAILED:
             raise RuntimeError(broadcast_object(None, self._source, self._control_group))

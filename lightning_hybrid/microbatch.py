@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,8 @@ def _leaf_signature(leaf: Any) -> Hashable:
 def find_batch_size(batch: Any) -> int | None:
     """The number of samples.
 
-    It is the first dimension of the first tensor that has one, else the length of the first list of strings or numbers.
+    It is the length of the first dimension that most tensors have (the first tensor's, where several are equally
+    frequent); without tensors the length of the first list of strings or numbers.
 
     Args:
         batch: A batch as a loader gives it.
@@ -71,8 +73,11 @@ def find_batch_size(batch: Any) -> int | None:
 
 def _sample_tensor(batch: Any) -> Tensor | None:
     """The tensor that tells the number of samples."""
-    leaves, _ = flatten(batch)
-    return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0), None)
+    tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim > 0]
+    if not tensors:
+        return None
+    (length, _), *_ = Counter(len(tensor) for tensor in tensors).most_common(1)
+    return next(tensor for tensor in tensors if len(tensor) == length)
 
 
 def _first_list_length(tree: Any) -> int | None:
@@ -197,12 +202,13 @@ def slicing(tree: Any, total: int | None, num_microbatches: int) -> Slicing:
     return Slicing(spec, dims, tuple(sizes(total, num_microbatches)))
 
 
-def join(parts: list[Any], counts: Sequence[int]) -> Any:
+def join(parts: list[Any], counts: Sequence[int], *, wary: bool = False) -> Any:
     """Put the outputs of the body together again.
 
     Args:
         parts: One tree for each micro-batch.
         counts: The number of samples of each.
+        wary: Whether to doubt leaves that are the same in all micro-batches although they follow ``counts``.
 
     Returns:
         The tree of the whole batch: leaves with one dimension that follows ``counts`` are concatenated along it, leaves
@@ -219,10 +225,10 @@ def join(parts: list[Any], counts: Sequence[int]) -> Any:
     if any(other != spec for _, other in flat):
         raise JoinError("The outputs of the micro-batches are different containers.")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return unflatten([_join_leaf(list(column), counts) for column in columns], spec)
+    return unflatten([_join_leaf(list(column), counts, wary) for column in columns], spec)
 
 
-def _join_leaf(values: list[Any], counts: Sequence[int]) -> Any:
+def _join_leaf(values: list[Any], counts: Sequence[int], wary: bool) -> Any:
     first = values[0]
     if not isinstance(first, Tensor):
         if not all(_equal(value, first) for value in values[1:]):
@@ -234,6 +240,8 @@ def _join_leaf(values: list[Any], counts: Sequence[int]) -> Any:
     lengths = zip(*(value.shape for value in values), strict=True) if alike else ()
     dims = [dim for dim, along in enumerate(lengths) if along == tuple(counts)]
     if len(dims) == 1:
+        if wary and all(_same(value, first) for value in values[1:]):
+            raise JoinError(f"A leaf of shape {tuple(first.shape)} may go by samples or not: it is always the same.")
         return torch.cat(values, dims[0])
     if dims or any(value is not first and not _same(value, first) for value in values[1:]):
         raise JoinError(f"No single dimension of {[tuple(value.shape) for value in values]} follows {list(counts)}.")

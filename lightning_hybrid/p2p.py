@@ -70,10 +70,10 @@ class Receipt:
         for work in self.works:
             work.wait()
         leaves = learnt.values()
-        for (index, described, _), tensor in zip(learnt.tensors, self.tensors, strict=True):
-            if described.on_host != learnt.wire_is_host:
-                tensor = self._channel.bring_home(tensor, described)
-            leaves[index] = tensor.requires_grad_() if described.requires_grad else tensor
+        for part, tensor in zip(learnt.parts, self.tensors, strict=True):
+            if part.moves:
+                tensor = self._channel.bring_home(tensor, part)
+            leaves[part.index] = tensor.requires_grad_() if part.requires_grad else tensor
         return leaves, learnt.header.spec
 
 
@@ -161,10 +161,10 @@ class Channel:
             self._transmit(self._to_wire(data), sent)
         elif learnt.header != header:
             check_equal(learnt.header, header)
-        for index, _, has_elements in learnt.tensors:
-            if has_elements:
-                tensor = leaves[index].detach().contiguous().resolve_neg()
-                self._transmit(tensor if learnt.travels_as_is else self._to_wire(tensor), sent)
+        for part in learnt.parts:
+            if part.has_elements:
+                tensor = leaves[part.index].detach().contiguous().resolve_neg()
+                self._transmit(self._to_wire(tensor) if part.moves or part.as_bytes else tensor, sent)
         return sent
 
     def post(self, key: Hashable) -> Receipt:
@@ -192,10 +192,10 @@ class Channel:
         self._start_known()
         return receipt.learnt
 
-    def bring_home(self, tensor: Tensor, described: TensorLeaf) -> Tensor:
+    def bring_home(self, tensor: Tensor, part: _Part) -> Tensor:
         """A tensor that has arrived, moved from where the backend left it to where the sender's was."""
         # Pinned memory needs no wait: its allocator keeps it until the copy is done.
-        return tensor.to("cpu") if described.on_host else tensor.to(self._device, non_blocking=True)
+        return tensor.to("cpu") if part.on_host else tensor.to(self._device, non_blocking=True)
 
     def _start_known(self) -> None:
         """Start the receives behind a header that has just been read, up to the next unknown one."""
@@ -207,13 +207,12 @@ class Channel:
 
     def _start(self, receipt: Receipt, learnt: _Learnt) -> None:
         receipt.learnt = learnt
-        for _, described, has_elements in learnt.tensors:
+        for part in learnt.parts:
             # Never a tensor that autograd has seen: hooks would stay on it (pytorch#185331).
-            pinned = learnt.wire_is_host and not described.on_host
-            tensor = torch.empty(described.shape, dtype=described.dtype, device=self._wire, pin_memory=pinned)
+            tensor = part.allocate()
             receipt.tensors.append(tensor)
-            if has_elements:
-                buffer = tensor if tensor.dtype in _NATIVE else _as_bytes(tensor)
+            if part.has_elements:
+                buffer = _as_bytes(tensor) if part.as_bytes else tensor
                 receipt.works.append(self._group.recv([buffer], self._peer, _TAG))
 
     def _transmit(self, tensor: Tensor, sent: Sent) -> None:
@@ -240,27 +239,41 @@ class Channel:
         return header
 
 
-class _Learnt:
-    """A header, and what follows from it for every message that has it.
+class _Part:
+    """A tensor of a message, and how it travels.
 
     Attributes:
-        header: The header.
-        tensors: Index among the leaves, description, and whether there is anything to send, of each tensor.
-        wire_is_host: Whether messages travel from and to the memory of the host.
-        travels_as_is: Whether no tensor has to change its dtype or its device to be sent.
+        index: Its index among the leaves.
+        has_elements: Whether there is anything to send.
+        as_bytes: Whether the backend has to be told that it is bytes.
+        moves: Whether it lives in another memory than the one from which, and to which, the backend moves it.
     """
+
+    __slots__ = ("_template", "as_bytes", "has_elements", "index", "moves", "on_host", "requires_grad")
+
+    def __init__(self, index: int, leaf: TensorLeaf, wire: torch.device) -> None:
+        self.index = index
+        self.requires_grad = leaf.requires_grad
+        self.on_host = leaf.on_host
+        self.has_elements = leaf.shape.numel() > 0
+        self.as_bytes = leaf.dtype not in _NATIVE
+        self.moves = leaf.on_host != (wire.type == "cpu")
+        # One element that stands for all: `empty_like` is faster than `empty`, which reads its arguments every time.
+        self._template = torch.empty((), dtype=leaf.dtype, device=wire).expand(leaf.shape)
+
+    def allocate(self) -> Tensor:
+        """Fresh memory that the backend can write to."""
+        if self.moves and self._template.is_cpu:
+            return torch.empty(self._template.shape, dtype=self._template.dtype, pin_memory=True)
+        return torch.empty_like(self._template, memory_format=torch.contiguous_format)
+
+
+class _Learnt:
+    """A header, and what follows from it for every message that has it."""
 
     def __init__(self, header: Header, wire: torch.device) -> None:
         self.header = header
-        self.tensors = [
-            (index, leaf, leaf.shape.numel() > 0)
-            for index, leaf in enumerate(header.leaves)
-            if isinstance(leaf, TensorLeaf)
-        ]
-        self.wire_is_host = wire.type == "cpu"
-        self.travels_as_is = all(
-            leaf.dtype in _NATIVE and leaf.on_host == self.wire_is_host for _, leaf, _ in self.tensors
-        )
+        self.parts = [_Part(i, leaf, wire) for i, leaf in enumerate(header.leaves) if isinstance(leaf, TensorLeaf)]
         self._values = [leaf.value if isinstance(leaf, PlainLeaf) else None for leaf in header.leaves]
         self._pickled = [(i, leaf.pickled) for i, leaf in enumerate(header.leaves) if isinstance(leaf, PickledLeaf)]
 

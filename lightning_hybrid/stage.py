@@ -27,6 +27,8 @@ Root = Any
 
 # Up to this many elements an input is copied, and an output kept: that takes less time than not to.
 _SMALL = 4096
+# The tree of a single tensor, which is what most stages hand on.
+_TENSOR = flatten(None)[1]
 
 
 class Stage:
@@ -39,8 +41,8 @@ class Stage:
         gradients <-- inputs <-- backward <-- outputs <-- gradients
 
     Between forward and backward a stage keeps nothing of size but what autograd saves, neither inputs nor outputs: a
-    gradient edge names an output without its data. And the inputs are no leaves of the graph but results of an identity,
-    so a first layer may change them in place.
+    gradient edge names an output without its data. And the inputs are no leaves of the graph but results of an
+    identity, so a first layer may change them in place.
 
     Args:
         index: Index of the stage in the whole model.
@@ -66,7 +68,8 @@ class Stage:
             The outputs. They are still attached to the graph: drop them once they are handed on.
         """
         inputs, sources = _enter(message)
-        leaves, spec = flatten(compute(self.index, microbatch, inputs))
+        outputs = compute(self.index, microbatch, inputs)
+        leaves, spec = ([outputs], _TENSOR) if isinstance(outputs, Tensor) else flatten(outputs)
         self._kept[microbatch] = _Kept(sources, [_root(leaf) for leaf in leaves], None)
         return leaves, spec
 

@@ -32,12 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_hybrid import optimization, refusals
-from lightning_hybrid.assembly import Assembly, Settings
+from lightning_hybrid.assembly import Assembly
 from lightning_hybrid.clipping import clip_by_total_norm, total_norm
-from lightning_hybrid.exchange import reduce_in_place
+from lightning_hybrid.exchange import reduce_over
 from lightning_hybrid.failure import close_groups, is_transport
 from lightning_hybrid.mesh import resolve_sizes
 from lightning_hybrid.precision import adapt, check_optimizer
+from lightning_hybrid.settings import Settings
 from lightning_hybrid.transfer import pinned
 
 __all__ = ["HybridStrategy"]
@@ -181,7 +182,7 @@ class HybridStrategy(ParallelStrategy):
 
     def connect(self, model: LightningModule) -> None:
         """Attach the user's module."""
-        refusals.check_module(model, cut=self._settings.cut(*self._sizes))
+        refusals.check_module(model, cut=self._settings.cut(self._sizes, model))
         super().connect(model)
 
     def setup_environment(self) -> None:
@@ -365,7 +366,7 @@ class HybridStrategy(ParallelStrategy):
             return tensor
         if group is None or group is dist.group.WORLD:
             group = self._parts.mesh.data_group
-        return reduce_in_place(tensor, group, reduce_op)
+        return reduce_over(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather over the replicas, or over a given group: shape ``(replicas, ...)``, with one replica ``(...)``."""

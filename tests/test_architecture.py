@@ -20,7 +20,8 @@ FLOORS = (
     {"p2p", "exchange", "stage", "data_parallel", "clipping", "materialize", "failure"},
     {"engine", "gradients"},  # 4
     # 5: where Lightning begins
-    {"step", "optimization", "logging", "metrics", "data", "precision", "checkpoint", "refusals", "summary", "transfer"},
+    {"step", "optimization", "logging", "metrics", "data", "transfer", "precision", "checkpoint"}
+    | {"refusals", "settings", "summary"},
     # 6 to 8: a step through the pipeline, put together
     {"pipeline", "epoch"},
     {"training", "evaluation"},

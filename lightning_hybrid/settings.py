@@ -1,0 +1,31 @@
+"""The arguments of `HybridStrategy`, resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from lightning.pytorch import LightningModule
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `HybridStrategy`, resolved, apart from the sizes of the axes."""
+
+    schedule: str
+    num_microbatches: int
+    num_chunks: int
+    partition: str | list[int]
+    body: str | None
+    broadcast_batches: bool
+    loss_reduction: str
+    dynamic_shapes: bool
+    rank_order: str
+    timeout: timedelta | None
+
+    def cut(self, sizes: tuple[int, int, int], module: LightningModule) -> bool:
+        """Whether steps run in stages or micro-batches, or their losses are weighted over replicas."""
+        data, _, pipeline = sizes
+        return pipeline > 1 or self.num_microbatches > 1 or (data > 1 and hasattr(module, "microbatch_weight"))

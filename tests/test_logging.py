@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+
+from lightning_hybrid.logging import (
+    Log,
+    LogRecorder,
+    log_arguments,
+    merge_logs,
+    merge_outputs,
+    pack_logs,
+    replay,
+    unpack_logs,
+)
+
+
+class Module(LightningModule):
+    """Notes what it is asked to log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
+        self.acc = MeanMetric()
+        self.nested = nn.ModuleDict({"total": SumMetric()})
+        self.both = MetricCollection({"mean": MeanMetric(), "sum": SumMetric()})
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.calls.append((name, value, kwargs))
+
+
+def entry(value: Any, name: str = "x", metric: str | None = None, **arguments: Any) -> Log:
+    return Log(name, value, metric, arguments)
+
+
+def merged_value(values: list[Any], counts: list[int], **arguments: Any) -> Any:
+    (log,) = merge_logs([[entry(value, **arguments)] for value in values], counts)
+    return log.value
+
+
+# -- recording ---------------------------------------------------------------------------------------------------------
+
+
+def test_calls_are_recorded_by_microbatch() -> None:
+    module = Module()
+    recorder = LogRecorder(module)
+    with recorder() as records:
+        for i in range(2):
+            recorder.next_microbatch(keep=True)
+            module.log("loss", torch.tensor(float(i)), True, on_step=True)
+            module.log("n", i)
+    assert [[(log.name, log.value, log.arguments) for log in logs] for logs in records] == [
+        [("loss", 0.0, {"prog_bar": True, "on_step": True}), ("n", 0, {})],
+        [("loss", 1.0, {"prog_bar": True, "on_step": True}), ("n", 1, {})],
+    ]
+    assert module.calls == []
+    module.log("after", 1)
+    assert module.calls == [("after", 1, {})]
+
+
+def test_every_positional_argument_keeps_its_name() -> None:
+    values = (True, False, True, True, "sum", False, True, None, False, 8, "acc", True)
+    assert log_arguments(values, {}) == {
+        "prog_bar": True,
+        "logger": False,
+        "on_step": True,
+        "on_epoch": True,
+        "reduce_fx": "sum",
+        "enable_graph": False,
+        "sync_dist": True,
+        "sync_dist_group": None,
+        "add_dataloader_idx": False,
+        "batch_size": 8,
+        "metric_attribute": "acc",
+        "rank_zero_only": True,
+    }
+
+
+def test_log_dict_is_recorded() -> None:
+    module = Module()
+    recorder = LogRecorder(module)
+    with recorder() as records:
+        recorder.next_microbatch(keep=True)
+        module.log_dict({"a": 1.0, "b": torch.tensor(2.0)}, on_epoch=True, batch_size=3)
+        module.log_dict(module.both)
+    found = [(log.name, log.value, log.metric) for log in records[0]]
+    assert found == [("a", 1.0, None), ("b", 2.0, None), ("mean", None, "both.mean"), ("sum", None, "both.sum")]
+    assert records[0][0].arguments["batch_size"] == 3
+
+
+def test_what_the_first_stage_logs_does_not_count_whatever_the_order() -> None:
+    # One rank with the first and the last stage: 0F0 0F1 1F0 0F2 1F1 1F2 (interleaved 1F1B).
+    module = Module()
+    recorder = LogRecorder(module)
+    with recorder() as records:
+        for stage, microbatch in [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (1, 2)]:
+            recorder.next_microbatch(keep=stage == 1)
+            module.log("x", 10 * stage + microbatch)
+    assert [[log.value for log in logs] for logs in records] == [[10], [11], [12]]
+
+
+def test_values_are_those_of_the_moment() -> None:
+    module = Module()
+    recorder = LogRecorder(module)
+    total = torch.zeros((), requires_grad=True) * 1
+    with recorder() as records:
+        for _ in range(2):
+            recorder.next_microbatch(keep=True)
+            module.log("total", total)
+            total = total.add_(1)
+    assert [logs[0].value.item() for logs in records] == [0.0, 1.0]
+    assert not records[0][0].value.requires_grad
+
+
+def test_metrics_are_recorded_by_name() -> None:
+    module = Module()
+    recorder = LogRecorder(module)
+    with recorder() as records:
+        recorder.next_microbatch(keep=True)
+        module.log("acc", module.acc)
+        module.log("total", module.nested["total"], on_step=True)
+        module.log("other", MeanMetric(), metric_attribute="acc")
+    assert [(log.metric, log.value) for log in records[0]] == [("acc", None), ("nested.total", None), ("acc", None)]
+
+
+def test_errors_leave_no_trace() -> None:
+    module = Module()
+    with pytest.raises(ZeroDivisionError), LogRecorder(module)():
+        _ = 1 / 0
+    assert "log" not in vars(module)
+
+
+def test_another_log_is_put_back() -> None:
+    module = Module()
+    vars(module)["log"] = mine = lambda *args, **kwargs: None
+    with LogRecorder(module)():
+        assert module.log is not mine
+    assert module.log is mine
+
+
+# -- merging -----------------------------------------------------------------------------------------------------------
+
+
+def test_merged_values_are_those_of_the_whole_batch() -> None:
+    # The oracle has all samples at once, as one process has.
+    rng = random.Random(0)
+    for _ in range(100):
+        counts = [rng.randrange(1, 5) for _ in range(rng.randrange(1, 6))]
+        samples = torch.rand(sum(counts), dtype=torch.float64)
+        parts = list(samples.split(counts))
+        for name, one_process in {
+            "mean": samples.mean(),
+            "sum": samples.sum(),
+            "min": samples.min(),
+            "max": samples.max(),
+        }.items():
+            fx = rng.choice([name, name.upper(), name.title(), getattr(torch, name)])
+            values = [getattr(part, name)() for part in parts]
+            torch.testing.assert_close(merged_value(values, counts, reduce_fx=fx), one_process)
+            plain = merged_value([value.item() for value in values], counts, reduce_fx=fx)
+            assert type(plain) is float
+            assert plain == pytest.approx(one_process.item(), rel=1e-12)
+
+
+def test_the_default_is_the_mean_over_samples() -> None:
+    assert merged_value([1.0, 4.0], [3, 1]) == 1.75
+    assert merged_value([torch.tensor(1), torch.tensor(4)], [3, 1]) == 1.75
+    assert merged_value([torch.tensor(1.0), 4.0], [3, 1]) == 1.75
+
+
+def test_one_microbatch_changes_nothing() -> None:
+    value = torch.tensor([2])
+    assert merged_value([value], [5]) is value
+    assert merged_value([3], [5]) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_dtype_stays(dtype: torch.dtype) -> None:
+    for name in ("mean", "sum", "min", "max"):
+        value = merged_value([torch.tensor(1.0, dtype=dtype), torch.tensor(2.0, dtype=dtype)], [1, 2], reduce_fx=name)
+        assert value.dtype == dtype
+
+
+def test_batch_sizes_that_were_given_are_the_weights() -> None:
+    records = [[entry(1.0, batch_size=9)], [entry(2.0, batch_size=1)]]
+    (log,) = merge_logs(records, [2, 2])
+    assert log.value == pytest.approx(1.1)
+    assert log.arguments == {"batch_size": 10}
+
+
+def test_a_key_that_was_logged_in_some_microbatches_only() -> None:
+    logs = merge_logs([[entry(1.0, "a")], [entry(3.0, "a"), entry(5.0, "b")], [entry(7.0, "b")]], [1, 1, 3])
+    assert [(log.name, log.value) for log in logs] == [("a", 2.0), ("b", 6.5)]
+
+
+def test_two_calls_with_one_key_stay_two() -> None:
+    logs = merge_logs([[entry(1.0), entry(10.0)], [entry(3.0), entry(30.0)]], [1, 1])
+    assert [log.value for log in logs] == [2.0, 20.0]
+
+
+def test_nothing_logged() -> None:
+    assert merge_logs([[], []], [1, 1]) == []
+    assert merge_logs([], []) == []
+
+
+def test_metrics_are_merged_to_one_log() -> None:
+    logs = merge_logs([[entry(None, metric="acc", on_epoch=True)]] * 3, [1, 1, 1])
+    assert [(log.metric, log.value, log.arguments) for log in logs] == [("acc", None, {"on_epoch": True})]
+
+
+# -- what the step returned --------------------------------------------------------------------------------------------
+
+LOSS = torch.tensor(0.5)
+
+
+def extras(*outputs: dict[str, Any], counts: list[int]) -> dict[str, Any]:
+    merged = merge_outputs([{"loss": torch.rand(()), **output} for output in outputs], counts, LOSS)
+    assert merged.pop("loss") is LOSS
+    return merged  # type: ignore[no-any-return]
+
+
+def test_a_loss_is_the_loss() -> None:
+    assert merge_outputs([torch.rand(()), torch.rand(())], [1, 2], LOSS) is LOSS
+
+
+def test_tensors_of_samples_are_concatenated() -> None:
+    y = torch.rand(5, 2, requires_grad=True)
+    merged = extras({"y": y[:3], "deep": {"y": y[:3]}}, {"y": y[3:], "deep": {"y": y[3:]}}, counts=[3, 2])
+    assert torch.equal(merged["y"], y)
+    assert torch.equal(merged["deep"]["y"], y)
+    assert not merged["y"].requires_grad
+
+
+def test_averages_are_weighted() -> None:
+    merged = extras({"a": 1.0, "b": torch.tensor(1.0)}, {"a": 4.0, "b": torch.tensor(4.0)}, counts=[3, 1])
+    assert merged == {"a": 1.75, "b": 1.75}
+
+
+def test_lists_of_samples_are_joined() -> None:
+    merged = extras({"ids": ["a", "b", "c"]}, {"ids": ["d", "e"]}, counts=[3, 2])
+    assert merged == {"ids": ["a", "b", "c", "d", "e"]}
+
+
+def test_whatever_else_is_the_first_microbatches() -> None:
+    first = {"name": "a", "none": None, "n": 3, "hard": torch.rand(3, 2), "number": torch.tensor(7)}
+    second = {"name": "b", "none": None, "n": 4, "hard": torch.rand(1, 2), "number": torch.tensor(8)}
+    merged = extras(first, second, counts=[4, 4])
+    assert list(merged) == list(first)
+    assert all(merged[key] is value or torch.equal(merged[key], value) for key, value in first.items())
+
+
+def test_extras_that_differ_between_microbatches_are_no_error() -> None:
+    merged = extras({"a": 1.0, "b": [1, 2], "c": None}, {"a": 3.0, "b": [1], "c": torch.rand(2)}, counts=[3, 3])
+    assert merged == {"a": 2.0, "b": [1, 2], "c": None}
+    assert extras({"a": 1.0, "b": 2}, {"a": 1.0}, counts=[1, 1]) == {"a": 1.0}
+
+
+def test_nothing_that_is_returned_has_a_graph() -> None:
+    x = torch.rand(2, requires_grad=True)
+    merged = extras({"list": [x * 2, {"x": x}], "x": x.sum()}, {"list": [x], "x": x.sum()}, counts=[1, 1])
+    assert not any(leaf.requires_grad for leaf in (merged["list"][0], merged["list"][1]["x"], merged["x"]))
+    assert not extras({"x": x}, counts=[2])["x"].requires_grad
+
+
+# -- sending and replaying ---------------------------------------------------------------------------------------------
+
+
+def through(*logs: Log) -> list[Log]:
+    packed = pack_logs(logs)
+    hash(tuple(packed))
+    assert all(isinstance(value, Tensor) for value in packed.values())
+    return unpack_logs(packed)
+
+
+def test_logs_come_back() -> None:
+    value = torch.tensor([3.0], dtype=torch.float64)
+    found = through(
+        entry(value, "tensor", on_step=True, reduce_fx="max", batch_size=4),
+        entry(0.25, "number"),
+        entry(0.5, "number"),  # the same key twice
+        entry(7, "integer"),
+        entry(True, "flag"),
+        entry(None, "metric", "acc"),
+        entry(torch.tensor(2.0), "metric", "acc"),
+        entry(torch.tensor(3), "tensor of an integer"),
+    )
+    assert [log.name for log in found][:3] == ["tensor", "number", "number"]
+    assert found[0].value is value
+    assert found[0].arguments == {"on_step": True, "reduce_fx": "max", "batch_size": 4}
+    assert [float(log.value) for log in found[1:5]] == [0.25, 0.5, 7.0, 1.0]
+    assert found[5].value is None
+    assert found[6].value == 2
+    assert found[7].value.dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_plain_numbers_get_the_default_dtype_as_in_lightning(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    (log,) = merge_logs([[entry(1 / 3)], [entry(1 / 3)]], [1, 1])
+    (found,) = through(log)
+    assert found.value.dtype == dtype
+    assert found.value == torch.tensor(1 / 3)
+
+
+@pytest.mark.parametrize("fx", [torch.mean, torch.max, max, sum, "mean"])
+def test_reductions_travel_by_name(fx: Any) -> None:
+    (found,) = through(entry(1.0, reduce_fx=fx))
+    assert found.arguments["reduce_fx"] in ("mean", "max", "sum")
+
+
+def test_numbers_do_not_change_what_has_to_be_sent() -> None:
+    assert list(pack_logs([entry(1.0), entry(torch.rand(()))])) == list(pack_logs([entry(2.0), entry(torch.rand(()))]))
+
+
+def test_replay() -> None:
+    module = Module()
+    logs = [entry(torch.tensor(1.0), "x", on_step=True), entry(torch.tensor(2.0), "acc", "acc")]
+    replay(module, logs, alone=False)
+    assert module.calls == [
+        ("x", 1.0, {"on_step": True}),
+        ("acc", module.acc, {"metric_attribute": "acc"}),
+    ]
+    assert module.acc._forward_cache == 2.0
+
+
+def test_one_replica_has_nothing_to_reduce_and_is_not_told_to() -> None:
+    module = Module()
+    replay(module, [entry(1.0, on_epoch=True)], alone=True)
+    assert module.calls == [("x", 1.0, {"on_epoch": True, "sync_dist": True})]
