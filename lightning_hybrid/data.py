@@ -179,16 +179,24 @@ class SharedLoader(_Wrapper):
         self._exchange = exchange
 
     def __iter__(self) -> Iterator[Any]:
-        return self._load() if self._exchange.is_source else self._receive()
+        if not self._exchange.is_source:
+            return self._receive()
+        try:  # now and not at the first batch: a loader draws random numbers and starts its workers here
+            batches, error = iter(self._loader), None
+        except Exception as raised:
+            batches, error = iter(()), raised
+        return self._load(batches, error)
 
-    def _load(self) -> Iterator[Any]:
+    def _load(self, batches: Iterator[Any], error: Exception | None) -> Iterator[Any]:
         try:
-            for number, batch in enumerate(self._loader):
+            if error is not None:
+                raise error
+            for number, batch in enumerate(batches):
                 seen = self._seen_indices()
                 self._exchange((batch, None if seen is None else seen[number]))
                 yield batch
-        except Exception as error:
-            self._exchange.fail(error)
+        except Exception as raised:
+            self._exchange.fail(raised)
             raise
         self._exchange.end()
 
@@ -223,7 +231,9 @@ class ComparedLoader(_Wrapper):
         self._group = weakref.ref(group)
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self._loader)
+        return self._compared(iter(self._loader))
+
+    def _compared(self, iterator: Iterator[Any]) -> Iterator[Any]:
         number = 0
         while True:
             batch = next(iterator, None)

@@ -29,11 +29,10 @@ _TAG = 0
 class Sent:
     """A message on its way: its tensors stay alive until it is known to be received."""
 
-    __slots__ = ("tensors", "works")
+    __slots__ = ("pending",)
 
     def __init__(self) -> None:
-        self.works: list[Work] = []
-        self.tensors: list[Tensor] = []
+        self.pending: list[tuple[Work, Tensor]] = []
 
     def wait(self) -> None:
         """Return when the receiver has everything, and drop the tensors.
@@ -42,10 +41,9 @@ class Sent:
         even when the message is proven received; then it returns at once. For NCCL the current stream waits, not the
         host.
         """
-        for work in self.works:
+        for work, _ in self.pending:
             work.wait()
-        self.works.clear()
-        self.tensors.clear()
+        self.pending.clear()
 
 
 class Receipt:
@@ -150,17 +148,12 @@ class Channel:
                 tensors.
             TypeError: If a leaf cannot travel.
         """
-        header = describe(leaves, spec)
         sent = Sent()
         learnt = None if self._dynamic else self._learnt.get(key)
         if learnt is None:
-            _check_layouts(leaves)
-            learnt = self._learnt[key] = _Learnt(header, self._wire)
-            data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
-            self._transmit(self._to_wire(torch.tensor([data.numel()])), sent)
-            self._transmit(self._to_wire(data), sent)
-        elif learnt.header != header:
-            check_equal(learnt.header, header)
+            learnt = self._learnt[key] = self._send_header(leaves, spec, sent)
+        elif not learnt.header.fits(leaves, spec):
+            check_equal(learnt.header, describe(leaves, spec))
         for part in learnt.parts:
             if part.has_elements:
                 tensor = leaves[part.index].detach().contiguous().resolve_neg()
@@ -215,9 +208,16 @@ class Channel:
                 buffer = _as_bytes(tensor) if part.as_bytes else tensor
                 receipt.works.append(self._group.recv([buffer], self._peer, _TAG))
 
+    def _send_header(self, leaves: list[Any], spec: TreeSpec | None, sent: Sent) -> _Learnt:
+        header = describe(leaves, spec)
+        _check_layouts(leaves)
+        data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
+        self._transmit(self._to_wire(torch.tensor([data.numel()])), sent)
+        self._transmit(self._to_wire(data), sent)
+        return _Learnt(header, self._wire)
+
     def _transmit(self, tensor: Tensor, sent: Sent) -> None:
-        sent.works.append(self._group.send([tensor], self._peer, _TAG))
-        sent.tensors.append(tensor)
+        sent.pending.append((self._group.send([tensor], self._peer, _TAG), tensor))
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor, in a dtype and in a memory that the backend can send."""

@@ -184,7 +184,10 @@ class Pipeline:
             where = f"Rank {dist.get_rank()} (pipeline rank {self.mesh.pipeline_rank}, data rank {self.mesh.data_rank})"
             if self.engine.position is not None:
                 where += f", stage {self.engine.position.stage}, action {self.engine.position},"
-            self._board.report(error, where, verbatim=isinstance(error, BodyCallError))
+            wrong_use = isinstance(error, BodyCallError)
+            self._board.report(error, where, verbatim=wrong_use)
             self.engine.position = None
             close_groups(error)
+            if wrong_use:
+                raise ValueError(str(error)) from error
             raise

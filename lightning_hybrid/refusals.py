@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,16 @@ __all__ = ["agree", "check_arguments", "check_module", "check_optimizers"]
 
 _AT_LEAST_ONE = ("tensor_parallel_size", "pipeline_parallel_size", "num_chunks")
 _AUTO = ("data_parallel_size", "num_microbatches")
+_KINDS: dict[str, tuple[type, ...]] = {
+    "schedule": (str,),
+    "partition": (str, list, tuple),
+    "body": (str, type(None)),
+    "broadcast_batches": (bool,),
+    "dynamic_shapes": (bool,),
+    "rank_order": (str,),
+    "process_group_backend": (str, type(None)),
+    "timeout": (timedelta, type(None)),
+}
 
 
 def check_arguments(**arguments: Any) -> None:
@@ -39,6 +50,10 @@ def check_arguments(**arguments: Any) -> None:
             raise TypeError(f"{name} must be an integer{choices}, got {value!r} ({type(value).__name__}).")
         if value < 1:
             raise ValueError(f"{name} must be at least 1{choices}, got {value}.")
+    for name, kinds in _KINDS.items():
+        if not isinstance(arguments[name], kinds):
+            expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise TypeError(f"{name} must be {expected}, got {arguments[name]!r} ({type(arguments[name]).__name__}).")
     if arguments["tensor_parallel_size"] > 1:
         raise ValueError(
             f"tensor_parallel_size={arguments['tensor_parallel_size']} is not supported yet: this release has data and"

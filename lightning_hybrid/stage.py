@@ -130,10 +130,10 @@ def _enter(message: Message | None) -> tuple[Any, list[Tensor | _Source | None]]
     sources: list[Tensor | _Source | None] = []
     for leaf in leaves:
         source: Tensor | _Source | None = None
-        if _requires_grad(leaf):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
             if leaf.numel() <= _SMALL:
-                leaf = source = leaf.detach().requires_grad_()
-                leaf = leaf.clone()
+                source = leaf.detach().requires_grad_()
+                leaf = source.clone()
             else:
                 source = _Source()
                 leaf = _Identity.apply(source, _ANCHOR, leaf.detach())  # type: ignore[no-untyped-call]

@@ -92,7 +92,7 @@ def body_call_text(name: str, step: str, calls: int) -> str:
 
 
 class BodyCallError(ValueError):
-    """The user's step does not call the body exactly once, as a whole."""
+    """The user's step does not call the body exactly once, as a whole. Becomes a `ValueError` on every rank."""
 
 
 class _Unwind(BaseException):
