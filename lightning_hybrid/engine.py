@@ -37,7 +37,8 @@ class Engine:
     Neighbouring stages on one rank share the trays between them, so nothing is sent or copied there. ``RECV`` only
     posts a receive: it puts a receipt into the tray, and whoever takes it waits for the message. ``SEND`` does not wait
     either. It is over when the schedule proves it: a gradient that has arrived proves that the activation was received.
-    What is left at the end of a run is waited for at the start of the next, so no step ends with a stall.
+    What is left at the end of a run is waited for at the start of the next, so no step ends with a stall. After the
+    last run :meth:`retire` has to be called: a message may be lost when its sender goes.
 
     An exception of ``compute`` or of the transport is not caught: :attr:`position` tells what was going on, and the
     engine is of no further use.

@@ -48,12 +48,12 @@ def reduce_over(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> Ten
     name = operation.lower() if isinstance(operation, str) else operation
     mean = name in ("mean", "avg", dist.ReduceOp.AVG)
     if mean and not tensor.is_floating_point():
-        tensor = tensor.to(torch.float64)  # the mean of integers need not be one
+        tensor = tensor.clone()  # the mean of integers need not be one
     named = getattr(dist.ReduceOp, name.upper()) if isinstance(name, str) and not mean else name
     dist.all_reduce(tensor, op=dist.ReduceOp.SUM if mean else named, group=group)
     if not mean:
         return tensor
-    return tensor.div_(group.size())
+    return tensor.div_(group.size()) if tensor.is_floating_point() else tensor / group.size()
 
 
 @dataclass(frozen=True)

@@ -82,17 +82,20 @@ def describe(leaves: Sequence[Any], spec: TreeSpec | None) -> Header:
     """The header of a message.
 
     Raises:
-        TypeError: If a value cannot be pickled.
+        TypeError: If a leaf cannot travel.
     """
     return Header(
-        spec,
-        [
-            TensorLeaf(leaf.shape, leaf.dtype, leaf.requires_grad, leaf.is_cpu)
-            if isinstance(leaf, Tensor)
-            else _describe_value(leaf)
-            for leaf in leaves
-        ],
+        spec, [_describe_tensor(leaf) if isinstance(leaf, Tensor) else _describe_value(leaf) for leaf in leaves]
     )
+
+
+def _describe_tensor(leaf: Tensor) -> TensorLeaf:
+    if leaf.layout is not torch.strided:
+        raise TypeError(
+            f"a tensor with layout {leaf.layout} cannot cross a stage boundary; convert it with `.to_dense()`, or move "
+            "the boundary with `partition`"
+        )
+    return TensorLeaf(leaf.shape, leaf.dtype, leaf.requires_grad, leaf.is_cpu)
 
 
 def _describe_value(leaf: Any) -> PlainLeaf | PickledLeaf:

@@ -210,7 +210,6 @@ class Channel:
 
     def _send_header(self, leaves: list[Any], spec: TreeSpec | None, sent: Sent) -> _Learnt:
         header = describe(leaves, spec)
-        _check_layouts(leaves)
         data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
         self._transmit(self._to_wire(torch.tensor([data.numel()])), sent)
         self._transmit(self._to_wire(data), sent)
@@ -291,15 +290,6 @@ def _wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
         return device
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return torch.device("cpu") if backends.get(device.type, "gloo") == "gloo" else device
-
-
-def _check_layouts(leaves: list[Any]) -> None:
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
-            raise TypeError(
-                f"a tensor with layout {leaf.layout} cannot cross a stage boundary; convert it with `.to_dense()`, or "
-                "move the boundary with `partition`"
-            )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
