@@ -230,6 +230,9 @@ class Assembly:
         """Let go of everything that is under way, after a failure."""
         if self._engine is not None:
             self._engine.abandon()
+        self.mesh.abandon()
+        if self._module is not None:
+            self._module._device_mesh = None
         if hasattr(self, "replication"):
             self.replication.abandon()
 

@@ -70,7 +70,7 @@ class Header(NamedTuple):
             else _describe_value(leaf)
             for leaf in leaves
         ]
-        return (spec is self.spec or spec == self.spec) and described == self.leaves
+        return described == self.leaves and (spec is self.spec or spec == self.spec)
 
     def __str__(self) -> str:
         """For messages."""

@@ -87,9 +87,6 @@ class Mesh:
         rank_order: The axes from the outermost to the innermost, joined by ``-``.
         device_type: ``"cpu"`` or ``"cuda"``.
         timeout: Of the groups made here.
-
-    Attributes:
-        device_mesh: torch's mesh with the axes named as in :data:`AXES`.
     """
 
     def __init__(
@@ -108,10 +105,11 @@ class Mesh:
         self.data_parallel_size = data_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
         self.pipeline_parallel_size = pipeline_parallel_size
-        self.device_mesh: DeviceMesh = init_device_mesh(
+        device_mesh = init_device_mesh(
             device_type, tuple(sizes[axis] for axis in order), mesh_dim_names=tuple(AXES[axis] for axis in order)
         )
-        self._ranks = self.device_mesh.mesh.permute([order.index(axis) for axis in ("pp", "dp", "tp")])
+        self._device_mesh: DeviceMesh | None = device_mesh
+        self._ranks = device_mesh.mesh.permute([order.index(axis) for axis in ("pp", "dp", "tp")])
         self._timeout = timeout
         self._holders: dict[tuple[int, ...], weakref.ref[dist.ProcessGroup] | None] = {}
         place = (self._ranks == dist.get_rank()).nonzero().flatten().tolist()
@@ -122,6 +120,16 @@ class Mesh:
         model_groups = [self.model_ranks(data_rank) for data_rank in range(data_parallel_size)]
         self._model_group = _weak(self.new_group_of(model_groups))
         self._control_group = _weak(self.new_group_of(model_groups, backend="gloo"))
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of torch, with the axes named as in :data:`AXES`."""
+        assert self._device_mesh is not None, "the process groups have been destroyed"
+        return self._device_mesh
+
+    def abandon(self) -> None:
+        """Let go of torch's mesh, after a failure: it holds the group of all ranks, which is to close connections."""
+        self._device_mesh = None
 
     @property
     def data_group(self) -> dist.ProcessGroup:

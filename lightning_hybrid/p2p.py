@@ -49,14 +49,13 @@ class Sent:
 class Receipt:
     """A posted receive."""
 
-    __slots__ = ("_channel", "key", "learnt", "tensors", "works")
+    __slots__ = ("_channel", "key", "learnt", "pending")
 
     def __init__(self, channel: Channel, key: Hashable) -> None:
         self._channel = channel
         self.key = key
         self.learnt: _Learnt | None = None
-        self.works: list[Work] = []
-        self.tensors: list[Tensor] = []
+        self.pending: list[tuple[_Part, Tensor, Work | None]] = []
 
     def wait(self) -> tuple[list[Any], TreeSpec | None]:
         """The message, when it has arrived.
@@ -65,10 +64,10 @@ class Receipt:
             The leaves, each tensor freshly allocated and with the sender's ``requires_grad``, and the spec of the tree.
         """
         learnt = self.learnt or self._channel.read_headers_until(self)
-        for work in self.works:
-            work.wait()
         leaves = learnt.values()
-        for part, tensor in zip(learnt.parts, self.tensors, strict=True):
+        for part, tensor, work in self.pending:
+            if work is not None:
+                work.wait()
             if part.moves:
                 tensor = self._channel.bring_home(tensor, part)
             leaves[part.index] = tensor.requires_grad_() if part.requires_grad else tensor
@@ -154,10 +153,13 @@ class Channel:
             learnt = self._learnt[key] = self._send_header(leaves, spec, sent)
         elif not learnt.header.fits(leaves, spec):
             check_equal(learnt.header, describe(leaves, spec))
+        group = self._group
         for part in learnt.parts:
             if part.has_elements:
                 tensor = leaves[part.index].detach().contiguous().resolve_neg()
-                self._transmit(self._to_wire(tensor) if part.moves or part.as_bytes else tensor, sent)
+                if part.moves or part.as_bytes:
+                    tensor = self._to_wire(tensor)
+                sent.pending.append((group.send([tensor], self._peer, _TAG), tensor))
         return sent
 
     def post(self, key: Hashable) -> Receipt:
@@ -200,23 +202,21 @@ class Channel:
 
     def _start(self, receipt: Receipt, learnt: _Learnt) -> None:
         receipt.learnt = learnt
+        group = self._group
         for part in learnt.parts:
             # Never a tensor that autograd has seen: hooks would stay on it (pytorch#185331).
             tensor = part.allocate()
-            receipt.tensors.append(tensor)
+            work = None
             if part.has_elements:
-                buffer = _as_bytes(tensor) if part.as_bytes else tensor
-                receipt.works.append(self._group.recv([buffer], self._peer, _TAG))
+                work = group.recv([_as_bytes(tensor) if part.as_bytes else tensor], self._peer, _TAG)
+            receipt.pending.append((part, tensor, work))
 
     def _send_header(self, leaves: list[Any], spec: TreeSpec | None, sent: Sent) -> _Learnt:
         header = describe(leaves, spec)
         data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
-        self._transmit(self._to_wire(torch.tensor([data.numel()])), sent)
-        self._transmit(self._to_wire(data), sent)
+        for tensor in map(self._to_wire, (torch.tensor([data.numel()]), data)):
+            sent.pending.append((self._group.send([tensor], self._peer, _TAG), tensor))
         return _Learnt(header, self._wire)
-
-    def _transmit(self, tensor: Tensor, sent: Sent) -> None:
-        sent.pending.append((self._group.send([tensor], self._peer, _TAG), tensor))
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor, in a dtype and in a memory that the backend can send."""

@@ -170,6 +170,12 @@ class Pipeline:
         on_step = log.arguments.get("on_step")
         return self.module.trainer.training if on_step is None else bool(on_step)
 
+    def abandon(self) -> None:
+        """Let go of all that would keep connections open, after a failure."""
+        self.engine.abandon()
+        self.mesh.abandon()
+        self.module._device_mesh = None
+
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Turn a failure in here into one of all ranks, with the text of the first."""
@@ -177,7 +183,7 @@ class Pipeline:
             yield
         except Exception as error:
             cause = self._board.cause(patience=2.0 if is_transport(error) else 0.0)
-            self.engine.abandon()
+            self.abandon()
             if cause is not None:
                 close_groups(error)
                 raise cause from error
