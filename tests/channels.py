@@ -59,7 +59,9 @@ def open_channel(sender: int, receiver: int, dynamic_shapes: bool = False) -> tu
     if rank not in (sender, receiver):
         return None
     peer = sorted((sender, receiver)).index(sender + receiver - rank)
-    return Channel(group, peer, torch.device("cpu"), dynamic_shapes), group  # type: ignore[arg-type]
+    channel = Channel(group, peer, torch.device("cpu"), dynamic_shapes)  # type: ignore[arg-type]
+    channel.owner = group  # type: ignore[attr-defined]  # a channel refers to its group weakly
+    return channel, group
 
 
 def open_channels(dynamic_shapes: bool = False) -> tuple[dict[ChannelKey, Channel], dict[ChannelKey, CountingGroup]]:

@@ -11,14 +11,18 @@ from torch import Tensor, nn
 from lightning_hybrid.pytree import flatten, unflatten
 from lightning_hybrid.stage import Stage
 
+LARGE = 5000
+"""More elements than a stage would rather copy than pass through a function."""
+
 
 def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def test_gradients_of_inputs_and_parameters() -> None:
+@pytest.mark.parametrize("size", [4, LARGE])
+def test_gradients_of_inputs_and_parameters(size: int) -> None:
     layer, stage = nn.Linear(3, 2).double(), Stage(1)
-    x, gradient = leaf(4, 3), torch.randn(4, 2, dtype=torch.float64)
+    x, gradient = leaf(size, 3), torch.randn(size, 2, dtype=torch.float64)
     (output,), _ = stage.forward(lambda s, i, inputs: layer(inputs), 0, flatten(x))
     assert len(stage) == 1
     (ours,) = stage.backward(0, [gradient])
@@ -46,41 +50,46 @@ def test_compute_gets_stage_microbatch_and_tree() -> None:
     assert unflatten(leaves, spec) == tree
 
 
-def test_first_layer_may_work_in_place() -> None:
-    stage, x = Stage(1), leaf(4)
+@pytest.mark.parametrize("size", [4, LARGE])
+def test_first_layer_may_work_in_place(size: int) -> None:
+    stage, x = Stage(1), leaf(size)
     before = x.detach().clone()
     stage.forward(lambda s, i, inputs: nn.functional.relu_(inputs.mul_(2)), 0, flatten(x))
-    (gradient,) = stage.backward(0, [torch.ones(4, dtype=torch.float64)])
+    (gradient,) = stage.backward(0, [torch.ones(size, dtype=torch.float64)])
     torch.testing.assert_close(gradient, 2 * (before > 0).double())
 
 
-def test_tree_with_and_without_gradients() -> None:
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_tree_with_and_without_gradients(size: int) -> None:
     stage = Stage(1)
-    tree = {"x": leaf(3), "frozen": torch.randn(3), "mask": torch.tensor([True, False, True]), "unused": leaf(3), "n": 2}
+    mask = torch.arange(size) % 2 == 0
+    tree = {"x": leaf(size), "frozen": torch.randn(size), "mask": mask, "unused": leaf(size), "n": 2}
     order = list(tree)
-    weight = leaf(3)
+    weight = leaf(size)
 
     def compute(s: int, i: int, inputs: dict[str, Any]) -> dict[str, Any]:
         assert [name for name in order if getattr(inputs[name], "requires_grad", False)] == ["x", "unused"]
-        return {"y": inputs["x"] * weight * inputs["n"], "mask": inputs["mask"], "dropped": inputs["x"] + 1, "none": None}
+        x = inputs["x"]
+        return {"y": x * weight * inputs["n"], "mask": inputs["mask"], "dropped": x + 1, "none": None}
 
     leaves, _ = stage.forward(compute, 0, flatten(tree))
     assert [getattr(leaf, "requires_grad", None) for leaf in leaves] == [True, False, True, None]
-    gradients = stage.backward(0, [torch.ones(3, dtype=torch.float64), None, None, None])
+    gradients = stage.backward(0, [torch.ones(size, dtype=torch.float64), None, None, None])
     assert [gradient is not None for gradient in gradients] == [True, False, False, False, False]
     torch.testing.assert_close(gradients[0], 2 * weight.detach())
 
 
-def test_output_twice_and_output_that_is_an_input_or_a_parameter() -> None:
-    stage, x = Stage(1), leaf(3)
-    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_output_twice_and_output_that_is_an_input_or_a_parameter(size: int) -> None:
+    stage, x = Stage(1), leaf(size)
+    weight = nn.Parameter(torch.ones(size, dtype=torch.float64))
 
     def compute(s: int, i: int, inputs: Tensor) -> list[Tensor]:
         y = inputs * weight
         return [y, y, inputs, weight]
 
     stage.forward(compute, 0, flatten(x))
-    one = torch.ones(3, dtype=torch.float64)
+    one = torch.ones(size, dtype=torch.float64)
     (gradient,) = stage.backward(0, [one, 2 * one, 3 * one, 4 * one])
     torch.testing.assert_close(gradient, 6 * one)
     torch.testing.assert_close(weight.grad, 3 * x.detach() + 4)
@@ -114,9 +123,10 @@ def test_backwards_in_any_order() -> None:
     torch.testing.assert_close(weight.grad, torch.full((2,), 3.0, dtype=torch.float64))
 
 
-def test_stages_are_joined_without_a_copy() -> None:
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_stages_are_joined_by_hand(size: int) -> None:
     first, second = Stage(0), Stage(1)
-    weights = [leaf(2), leaf(2)]
+    weights = [leaf(size), leaf(size)]
     message = first.forward(lambda s, i, inputs: weights[0] * 3, 0, None)
     pointers = []
 
@@ -125,14 +135,25 @@ def test_stages_are_joined_without_a_copy() -> None:
         return (inputs * weights[1]).sum()
 
     second.forward_loss(compute, 0, message)
-    assert pointers == [message[0][0].data_ptr()]
+    assert (pointers == [message[0][0].data_ptr()]) == (size == LARGE), "only little is copied"
     first.backward(0, second.backward(0, None))
     torch.testing.assert_close(weights[0].grad, 3 * weights[1].detach())
 
 
-def test_nothing_is_kept_that_backward_does_not_need() -> None:
+def test_parameter_that_crosses_gets_its_gradient_once() -> None:
+    """A stage on the same rank may hand on a leaf of its own graph."""
+    first, second = Stage(0), Stage(1)
+    weight = leaf(2)
+    second.forward_loss(lambda s, i, inputs: (inputs * 3).sum(), 0, first.forward(lambda s, i, x: weight, 0, None))
+    gradients = second.backward(0, None)
+    assert weight.grad is None
+    first.backward(0, gradients)
+    assert weight.grad.tolist() == [3.0, 3.0]
+
+
+def test_nothing_large_is_kept_that_backward_does_not_need() -> None:
     """Neither the input (no layer saved it) nor the output outlives its user; after backward everything is gone."""
-    stage, x = Stage(1), torch.randn(1000, requires_grad=True)
+    stage, x = Stage(1), torch.randn(LARGE, requires_grad=True)
     storages = []
 
     def compute(s: int, i: int, inputs: Tensor) -> Tensor:
@@ -147,7 +168,7 @@ def test_nothing_is_kept_that_backward_does_not_need() -> None:
     del outputs, message, x
     gc.collect()
     assert [storage() for storage in storages] == [None, None]
-    assert torch.equal(stage.backward(0, [torch.ones(1000)])[0], torch.ones(1000))
+    assert torch.equal(stage.backward(0, [torch.ones(LARGE)])[0], torch.ones(LARGE))
 
 
 def test_hooks_on_inputs_run_once() -> None:
@@ -164,9 +185,11 @@ def test_hooks_on_inputs_run_once() -> None:
     assert calls == [0, 1, 2]
 
 
-def test_evaluation_keeps_nothing() -> None:
+@pytest.mark.parametrize("size", [1, LARGE])
+def test_evaluation_keeps_nothing(size: int) -> None:
     stage = Stage(1)
     with torch.no_grad():
-        assert stage.evaluate(lambda s, i, inputs: inputs * 2, 0, flatten(torch.ones(1))).tolist() == [2.0]
-    stage.evaluate(lambda s, i, inputs: inputs.mul_(2), 1, flatten(leaf(1)))
+        assert stage.evaluate(lambda s, i, inputs: inputs * 2, 0, flatten(torch.ones(size)))[0].item() == 2.0
+        assert not stage.evaluate(lambda s, i, inputs: inputs * 2, 0, flatten(leaf(size))).requires_grad
+    stage.evaluate(lambda s, i, inputs: inputs.mul_(2), 1, flatten(leaf(size)))
     assert len(stage) == 0

@@ -1,0 +1,1 @@
+"""What the pipeline engine costs, against `torch.distributed.pipelining`."""

@@ -1,0 +1,227 @@
+"""Checkpoints are ordinary Lightning checkpoints: written and read with and without the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from tests.pool import Pools
+from tests.training_jobs import (
+    LAYOUTS,
+    PP2,
+    Losses,
+    Regression,
+    assert_same,
+    loader,
+    make_trainer,
+    plain,
+    together,
+    weights,
+)
+
+Layout = Mapping[str, Any] | None
+
+
+class Resumable(Regression):
+    """Two parameter groups, a scheduler, a tied and a frozen parameter, buffers inside and outside of the body."""
+
+    def __init__(self, num_layers: int = 6) -> None:
+        super().__init__(num_layers)
+        self.body[4][0].weight = self.body[1][0].weight
+        self.body[2][0].bias.requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.body[5].register_buffer("offset", torch.full((3,), 0.5))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        outside = [*self.embed.parameters(), *self.head.parameters()]
+        groups = [{"params": list(self.body.parameters()), "lr": 2e-2, "weight_decay": 0.1}, {"params": outside}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        scheduler = CosineAnnealingLR(optimizer, T_max=40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class MeanLosses(Losses):
+    """Keeps the loss of every batch, of the replicas together."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.values.append(float(trainer.strategy.reduce(outputs["loss"].clone(), reduce_op="mean")))
+
+
+def trained(layout: Layout, batch_size: int, epochs: int, save: str | None, resume: str | None) -> dict[str, Any]:
+    """Fit up to `epochs`, from a checkpoint if there is one, and save."""
+    losses = MeanLosses()
+    trainer = make_trainer(layout, max_epochs=epochs, callbacks=[losses])
+    module = Resumable()
+    trainer.fit(module, loader(batch_size), loader(batch_size, 20, seed=2), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return {
+        "losses": losses.values,
+        "weights": weights(module),
+        "metrics": plain(trainer.callback_metrics),
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        "steps": (trainer.global_step, int(module.steps) if not module.steps.is_meta else trainer.global_step),
+    }
+
+
+def everything(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The results of all ranks, which must agree, as one."""
+    first = {**results[0], "weights": together([result["weights"] for result in results])}
+    for result in results:
+        assert_same({**result, "weights": None}, {**first, "weights": None}, 0.0)
+    return first
+
+
+def assert_continues(resumed: dict[str, Any], straight: dict[str, Any]) -> None:
+    """The second half of an uninterrupted run."""
+    losses = straight["losses"]
+    assert len(losses) == 2 * len(resumed["losses"])
+    assert_same(resumed, {**straight, "losses": losses[len(losses) // 2 :]})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_checkpoint_is_that_of_the_undivided_model_and_resumes_anywhere(
+    ranks: Pools, tmp_path: Path, name: str
+) -> None:
+    size, replicas, layout = LAYOUTS[name]
+    one, ours = str(tmp_path / "one.ckpt"), str(tmp_path / "ours.ckpt")
+    pool = ranks(size, lightning=True)
+    half = trained(None, 8 * replicas, 2, one, None)
+    everything(pool.run(trained, layout, 8, 2, ours, None))
+
+    # the same file as one process writes
+    mine, other = (torch.load(path, weights_only=False) for path in (ours, one))
+    assert list(mine) == list(other)
+    assert list(mine["state_dict"]) == list(other["state_dict"])
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "hyper_parameters"):
+        assert_same(mine[key], other[key], where=key)
+    assert list(mine["optimizer_states"][0]["state"]) == list(other["optimizer_states"][0]["state"])
+    assert mine["state_dict"]["body.1.0.weight"].data_ptr() == mine["state_dict"]["body.4.0.weight"].data_ptr()
+    torch.load(ours, weights_only=True)
+
+    # for plain torch and Lightning
+    assert_same(weights(Resumable.load_from_checkpoint(ours)), half["weights"])
+    straight = trained(None, 8 * replicas, 4, None, None)
+    assert_continues(trained(None, 8 * replicas, 4, None, ours), straight)
+
+    # and for this strategy, from its own file and from one process's
+    assert_same(everything(pool.run(trained, layout, 8, 4, None, None)), straight)
+    for path in (ours, one):
+        assert_continues(everything(pool.run(trained, layout, 8, 4, None, path)), straight)
+
+
+def test_a_checkpoint_resumes_under_another_layout(ranks: Pools, tmp_path: Path) -> None:
+    path = str(tmp_path / "three.ckpt")
+    everything(ranks(3, lightning=True).run(trained, LAYOUTS["pp3"][2], 8, 2, path, None))
+    resumed = everything(ranks(2, lightning=True).run(trained, LAYOUTS["chunks 2"][2], 8, 4, None, path))
+    assert_continues(resumed, trained(None, 8, 4, None, None))
+
+
+# -- callbacks that save ----------------------------------------------------------------------------------------------
+
+
+def evaluate_best(layout: Layout, directory: str, weights_only: bool) -> dict[str, Any]:
+    saver = ModelCheckpoint(
+        directory, "{epoch}", monitor="val_loss", save_weights_only=weights_only, every_n_epochs=1, save_top_k=1
+    )
+    trainer = make_trainer(layout, max_epochs=4, enable_checkpointing=True, callbacks=[saver])
+    module = Tested(learning_rate=0.05)
+    trainer.fit(module, loader(8), loader(8, seed=2))
+    last = trainer.test(module, loader(8, seed=2))[0]
+    best = trainer.test(ckpt_path="best", dataloaders=loader(8, seed=2))[0]
+    other = make_trainer(layout).test(Tested(), loader(8, seed=2), ckpt_path=saver.best_model_path)[0]
+    return {"last": last, "best": best, "other": other, "score": float(saver.best_model_score)}
+
+
+class Tested(Regression):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch))
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_the_best_checkpoint_is_loaded_for_a_test(ranks: Pools, tmp_path: Path, weights_only: bool) -> None:
+    expected = evaluate_best(None, str(tmp_path / "one"), weights_only)
+    assert expected["last"]["loss"] != expected["best"]["loss"] == expected["score"]
+    for result in ranks(2, lightning=True).run(evaluate_best, PP2, str(tmp_path / "two"), weights_only):
+        assert_same(result, expected)
+    (path,) = (tmp_path / "two").iterdir()
+    assert ("optimizer_states" in torch.load(path, weights_only=False)) is not weights_only
+    assert_same(
+        torch.load(path, weights_only=False)["state_dict"],
+        torch.load(tmp_path / "one" / path.name, weights_only=False)["state_dict"],
+    )
+
+
+class HooksOfCheckpoints(Regression):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = {"epoch": self.current_epoch, "names": len(checkpoint["state_dict"])}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.own = (checkpoint["own"], sorted(checkpoint["state_dict"]))
+
+
+def own_state(layout: Layout, path: str) -> Any:
+    trainer = make_trainer(layout)
+    trainer.fit(HooksOfCheckpoints(), loader())
+    trainer.save_checkpoint(path)
+    module = HooksOfCheckpoints()
+    make_trainer(layout, max_epochs=2).fit(module, loader(), ckpt_path=path)
+    return module.own
+
+
+def test_hooks_of_the_module_see_whole_checkpoints(ranks: Pools, tmp_path: Path) -> None:
+    expected = own_state(None, str(tmp_path / "one.ckpt"))
+    results = ranks(2, lightning=True).run(own_state, PP2, str(tmp_path / "two.ckpt"))
+    assert results[0] == expected
+    assert results[1] == expected
+
+
+# -- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def load_wrong(layout: Layout, path: str) -> tuple[str, str]:
+    with pytest.raises(Exception) as error:  # noqa: PT011 - torch's and Lightning's own types
+        make_trainer(layout, max_epochs=4).fit(Resumable(), loader(), ckpt_path=path)
+    return type(error.value).__name__, str(error.value)
+
+
+@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape", "groups", "optimizers", "no file"])
+def test_a_checkpoint_that_does_not_fit_is_an_error_on_every_rank(ranks: Pools, tmp_path: Path, fault: str) -> None:
+    path = tmp_path / "wrong.ckpt"
+    trained(None, 8, 1, str(path), None)
+    checkpoint = torch.load(path, weights_only=False)
+    state = checkpoint["state_dict"]
+    if fault == "missing":
+        del state["body.1.0.bias"]  # of the first stage
+    elif fault == "unexpected":
+        state["body.7.0.bias"] = torch.zeros(8)
+    elif fault == "shape":
+        state["body.5.0.weight"] = torch.zeros(8, 9)  # of the last stage
+    elif fault == "groups":
+        checkpoint["optimizer_states"][0]["param_groups"][0]["params"].pop()
+    elif fault == "optimizers":
+        checkpoint["optimizer_states"] = []
+    torch.save(checkpoint, path)
+    if fault == "no file":
+        path.unlink()
+    texts = ranks(2, lightning=True).run(load_wrong, PP2, str(path))
+    assert texts[0] == texts[1]
+    if fault in ("missing", "unexpected", "shape"):
+        assert texts[0] == load_wrong(None, str(path))
+    expected = {"groups": "11", "optimizers": "optimizer", "no file": str(path)}
+    assert expected.get(fault, "") in texts[0][1]

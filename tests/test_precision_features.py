@@ -1,0 +1,153 @@
+"""Every precision that trains in one process trains in a pipeline, and ranks agree on overflow and scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from tests.pool import Pools
+from tests.training_jobs import (
+    LAYOUTS,
+    PP2,
+    Losses,
+    Regression,
+    assert_same,
+    make_trainer,
+    plain,
+    together,
+    weights,
+)
+
+Layout = Mapping[str, Any] | None
+
+
+class Watching(nn.Linear):
+    """A layer that remembers the dtypes of what comes in."""
+
+    seen: set[str]
+
+    def forward(self, x: Tensor) -> Tensor:
+        vars(self).setdefault("seen", set()).add(str(x.dtype))
+        return super().forward(x)
+
+
+class Plain(Regression):
+    """In the default dtype; layers without activation, so that what crosses a boundary is what a layer computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(9)
+            self.body = nn.Sequential(*[Watching(8, 8) for _ in range(6)])
+        self.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return self.head(self.body(h))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True, on_epoch=True)
+        return loss
+
+
+def floats(batch_size: int) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(36, 6, generator=generator)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.mean(1, keepdim=True)), batch_size)
+
+
+def half_plugin() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10, growth_interval=4))
+
+
+def precise(layout: Layout, batch_size: int, precision: str) -> dict[str, Any]:
+    losses = Losses()
+    how: dict[str, Any] = {"plugins": half_plugin()} if precision == "16-mixed" else {"precision": precision}
+    trainer = make_trainer(layout, max_epochs=2, callbacks=[losses], gradient_clip_val=0.4, **how)
+    module = Plain()
+    trainer.fit(module, floats(batch_size), floats(batch_size))
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return {
+        "losses": losses.values,
+        "weights": weights(module),
+        "metrics": plain(trainer.callback_metrics),
+        "boundary": {getattr(layer, "seen", set()).pop() for layer in module.body[3:4] if hasattr(layer, "seen")},
+        "scale": None if scaler is None else (scaler.get_scale(), scaler._get_growth_tracker()),
+    }
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2 x dp2", "chunks 2"])
+@pytest.mark.parametrize(
+    ("precision", "dtype", "rtol"),
+    [
+        ("32-true", torch.float32, 1e-5),
+        ("64-true", torch.float64, 1e-10),
+        ("bf16-mixed", torch.bfloat16, 3e-2),
+        ("bf16-true", torch.bfloat16, 6e-2),
+        ("16-mixed", torch.float16, 6e-3),
+    ],
+)
+def test_every_precision_trains_close_to_one_process(
+    ranks: Pools, name: str, precision: str, dtype: torch.dtype, rtol: float
+) -> None:
+    size, replicas, layout = LAYOUTS[name]
+    expected = precise(None, 8 * replicas, precision)
+    results = ranks(size, lightning=True).run(precise, layout, 8, precision)
+    for result in results:
+        assert_same(result["metrics"], expected["metrics"], rtol)
+        if replicas == 1:
+            assert_same(result["losses"], expected["losses"], rtol)
+        assert result["scale"] == expected["scale"]
+    assert_same(together([result["weights"] for result in results]), expected["weights"], rtol)
+    # Layer 3 is the first one of a stage (of two, and of four stages in the middle of one).
+    assert set().union(*(result["boundary"] for result in results)) == {str(dtype)}
+
+
+class Overflow(Plain):
+    """In the third batch the gradient of one layer is infinite, on the last replica."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.batches = 0
+        self.history: list[tuple[float, float]] = []
+
+    def on_fit_start(self) -> None:
+        parameter = self.body[self.layer].weight
+        if not parameter.is_meta and self.trainer.global_rank in {2: (0, 1), 4: (1, 3)}[self.trainer.world_size]:
+            parameter.register_hook(lambda gradient: gradient / 0 if self.batches == 3 else gradient)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.batches += 1
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        total = sum(float(p.detach().sum()) for p in self.parameters() if not p.is_meta)
+        self.history.append((self.trainer.precision_plugin.scaler.get_scale(), total))
+
+
+def overflow(layout: Layout, layer: int) -> dict[str, Any]:
+    module = Overflow(layer)
+    make_trainer(layout, max_epochs=2, plugins=half_plugin()).fit(module, floats(8))
+    return {"history": module.history, "weights": weights(module)}
+
+
+@pytest.mark.parametrize("layer", [1, 4])
+def test_an_overflow_of_one_stage_skips_the_step_of_all(ranks: Pools, layer: int) -> None:
+    for size, layout in ((2, PP2), (4, LAYOUTS["pp2 x dp2"][2])):
+        results = ranks(size, lightning=True).run(overflow, layout, layer)
+        together([result["weights"] for result in results])  # replicas agree
+        for result in results:
+            scales = [scale for scale, _ in result["history"]]
+            totals = [total for _, total in result["history"]]
+            assert scales[:4] == [1024.0, 1024.0, 512.0, 512.0], scales
+            assert totals[1] == totals[2] != totals[0]
+            assert totals[3] != totals[2]
+            assert all(torch.isfinite(value).all() for value in result["weights"].values())
+            assert scales == [scale for scale, _ in results[0]["history"]]

@@ -1,0 +1,356 @@
+"""Wrong use is refused with what is wrong, the values and what to do: the same type and text on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid import HybridStrategy
+from tests.pool import Pools
+from tests.training_jobs import PP2, Regression, loader, make_trainer
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"pipeline_parallel_size": 0}, ValueError, ["pipeline_parallel_size", "at least 1", "0"]),
+        ({"pipeline_parallel_size": -2}, ValueError, ["pipeline_parallel_size", "-2"]),
+        ({"pipeline_parallel_size": "2"}, TypeError, ["pipeline_parallel_size", "integer", "'2'", "str"]),
+        ({"pipeline_parallel_size": True}, TypeError, ["pipeline_parallel_size", "integer", "bool"]),
+        ({"pipeline_parallel_size": 2.0}, TypeError, ["pipeline_parallel_size", "2.0", "float"]),
+        ({"data_parallel_size": 0}, ValueError, ["data_parallel_size", "'auto'", "0"]),
+        ({"data_parallel_size": "all"}, TypeError, ["data_parallel_size", "'auto'", "'all'"]),
+        ({"num_microbatches": 0}, ValueError, ["num_microbatches", "'auto'", "0"]),
+        ({"num_microbatches": None}, TypeError, ["num_microbatches", "'auto'", "None"]),
+        ({"num_chunks": 0}, ValueError, ["num_chunks", "0"]),
+        ({"tensor_parallel_size": 2}, ValueError, ["tensor_parallel_size", "2", "pipeline_parallel_size"]),
+        ({"schedule": "2f2b"}, ValueError, ["schedule", "'2f2b'", "'1f1b'", "'gpipe'", "'interleaved_1f1b'"]),
+        ({"schedule": None}, ValueError, ["schedule", "None", "'1f1b'"]),
+        ({"schedule": ["1f1b"]}, ValueError, ["schedule", "['1f1b']", "'1f1b'"]),
+        ({"num_chunks": 2}, ValueError, ["num_chunks", "2", "interleaved_1f1b"]),
+        ({"partition": "best"}, ValueError, ["partition", "'best'", "'uniform'", "'parameters'"]),
+        ({"partition": 3}, ValueError, ["partition", "3", "'uniform'"]),
+        ({"partition": [3, 3], "pipeline_parallel_size": 3}, ValueError, ["partition", "[3, 3]", "3"]),
+        ({"partition": [6, 0], "pipeline_parallel_size": 2}, ValueError, ["partition", "[6, 0]", "at least 1"]),
+        ({"partition": [3, 3.0], "pipeline_parallel_size": 2}, (TypeError, ValueError), ["partition", "3.0"]),
+        ({"rank_order": "pp-dp"}, ValueError, ["rank_order", "'pp-dp'", "'pp-dp-tp'"]),
+        ({"rank_order": "pp-dp-dp"}, ValueError, ["rank_order", "'pp-dp-dp'"]),
+        ({"rank_order": None}, (TypeError, ValueError), ["rank_order", "None"]),
+        ({"loss_reduction": "none"}, ValueError, ["loss_reduction", "'none'", "'mean'", "'sum'"]),
+        ({"body": 3}, (TypeError, ValueError), ["body", "3"]),
+        ({"broadcast_batches": "yes"}, (TypeError, ValueError), ["broadcast_batches", "'yes'"]),
+        ({"dynamic_shapes": 1}, (TypeError, ValueError), ["dynamic_shapes", "1"]),
+        ({"timeout": 30}, (TypeError, ValueError), ["timeout", "30", "timedelta"]),
+        ({"process_group_backend": 1}, (TypeError, ValueError), ["process_group_backend", "1"]),
+    ],
+)
+def test_impossible_arguments_are_refused_with_their_values(
+    arguments: dict[str, Any], kind: type[Exception], words: list[str]
+) -> None:
+    with pytest.raises(kind) as error:
+        HybridStrategy(**arguments)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"pipeline_parallel_size": 2}, ["3", "2", "pipeline_parallel_size"]),
+        ({"data_parallel_size": 2}, ["3", "data_parallel_size", "2"]),
+        ({"data_parallel_size": 2, "pipeline_parallel_size": 2}, ["3", "pipeline_parallel_size", "2"]),
+        ({"pipeline_parallel_size": 4}, ["3", "4"]),
+        ({"data_parallel_size": 1}, ["3", "1"]),
+    ],
+)
+def test_a_world_that_cannot_be_divided_is_refused_when_the_trainer_is_made(
+    arguments: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ValueError, match="process") as error:
+        make_trainer(None, strategy=HybridStrategy(**arguments), devices=3)
+    for word in words:
+        assert word in str(error.value)
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+class NoBody(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.body)
+        del self.body
+
+
+class NoSequential(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(layer[0] for layer in self.body)
+
+
+class OneLayer(Regression):
+    def __init__(self) -> None:
+        super().__init__(num_layers=1)
+
+
+class SmallBody(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+        self.outside = nn.Linear(30, 30)
+
+
+class OwnForward(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x
+
+
+class BodyWithForward(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = OwnForward(*self.body)
+
+
+class NamesBody(Regression):
+    pipeline_body = "boddy"
+
+
+class Manual(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(Regression):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class FetchesItself(Regression):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        return self.loss(next(dataloader_iter)[0])
+
+
+class FetchesItselfInValidation(Regression):
+    def validation_step(self, dataloader_iter: Any) -> Any:
+        return self.loss(next(dataloader_iter)[0])
+
+
+class HalfSplit(Regression):
+    def split_body_input(self, x: Any, num_microbatches: int) -> Any:
+        return [x]
+
+
+class TwoOptimizers(Regression):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.body.parameters(), 0.1), torch.optim.SGD(self.head.parameters(), 0.1)]
+
+
+class Searches(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class BadCall(Regression):
+    """Does not call its body once, as a whole."""
+
+    def __init__(self, how: str, at_batch: int = 0) -> None:
+        super().__init__()
+        self.how = how
+        self.at_batch = at_batch
+        self.batch_idx = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        if self.batch_idx < self.at_batch:
+            return self.head(self.body(h))
+        if self.how == "loop":
+            for layer in self.body:
+                h = layer(h)
+        elif self.how == "index":
+            h = self.body[-1](self.body[0](h))
+        elif self.how == "slice":
+            h = self.body[:3](h)
+        elif self.how == "twice":
+            h = self.body(h) + self.body(h)
+        elif self.how == "nested":
+            h = self.body(self.body(h))
+        elif self.how == "caught":
+            try:
+                h = self.body(h)
+                h = self.body(h)
+            except Exception:
+                pass
+        return self.head(h)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batch_idx = batch_idx
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batch_idx = batch_idx
+        return self.loss(batch)
+
+
+class BadReturn(Regression):
+    def __init__(self, value: str) -> None:
+        super().__init__()
+        self.value = value
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if batch_idx < 1:
+            return loss
+        return {"none": None, "no loss": {"lost": loss}, "number": 3.0, "list": [loss], "vector": loss.repeat(2)}[
+            self.value
+        ]
+
+
+def refused(make: Callable[..., Regression], arguments: tuple[Any, ...], layout: Mapping[str, Any], how: str) -> Any:
+    """Type, text and time of what a Trainer raises; whether the process is free for the next one."""
+    with pytest.raises(Exception) as error:  # noqa: PT011 - the type is looked at in the tests
+        trainer = make_trainer(layout, num_sanity_val_steps=0)
+        if how == "fit":
+            trainer.fit(make(*arguments), loader())
+        else:
+            trainer.validate(make(*arguments), loader())
+    return type(error.value).__name__, str(error.value), time.time(), dist.is_initialized()
+
+
+def check_refused(
+    ranks: Pools,
+    make: Callable[..., Regression],
+    *arguments: Any,
+    layout: Mapping[str, Any] | None = None,
+    how: str = "fit",
+    size: int = 2,
+) -> tuple[str, str]:
+    results = ranks(size, lightning=True).run(refused, make, arguments, layout or PP2, how, timeout=30)
+    names, texts, times, initialised = zip(*results, strict=True)
+    assert len(set(texts)) == 1, texts
+    assert len(set(names)) == 1, names
+    assert max(times) - min(times) < 5, times
+    assert not any(initialised) or all(initialised)
+    return names[0], texts[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "layout", "kind", "words"),
+    [
+        (NoBody, {}, "ValueError", ["No `nn.Sequential`", "NoBody", "497", "'layers.0' (3 layers, 14 %", "body='...'"]),
+        (NoSequential, {}, "ValueError", ["NoSequential", "It has no `nn.Sequential`", "self.body(x)"]),
+        (SmallBody, {}, "ValueError", ["SmallBody", "more than half", "'body'", "'other'", "6 layers", "body='...'"]),
+        (Regression, {"body": "boddy"}, "ValueError", ["'boddy'", "Regression", "Candidates", "'body'"]),
+        (NamesBody, {}, "ValueError", ["'boddy'", "Candidates", "'body'"]),
+        (Regression, {"body": "head"}, "TypeError", ["'head'", "Linear", "nn.Sequential", "'body'"]),
+        (BodyWithForward, {}, "TypeError", ["'body'", "OwnForward", "forward"]),
+        (Regression, {"partition": [1, 2]}, "ValueError", ["[1, 2]", "3", "6"]),
+        (OneLayer, {"body": "body"}, "ValueError", ["1 layer", "2 stages", "pipeline_parallel_size"]),
+        (Manual, {}, "ValueError", ["Manual", "manual optimization", "automatic_optimization"]),
+        (OwnBackward, {}, "ValueError", ["OwnBackward", "backward", "Remove"]),
+        (FetchesItself, {}, "ValueError", ["FetchesItself.training_step", "dataloader_iter", "batch"]),
+        (FetchesItselfInValidation, {}, "ValueError", ["validation_step", "dataloader_iter", "batch"]),
+        (HalfSplit, {}, "ValueError", ["HalfSplit", "split_body_input", "join_body_output"]),
+        (TwoOptimizers, {}, "RuntimeError", ["multiple optimizers", "manual optimization"]),  # Lightning's own
+        (Searches, {}, "ValueError", ["LBFGS", "AdamW"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_modules_that_cannot_be_cut_are_refused_on_every_rank(
+    ranks: Pools, make: Any, layout: dict[str, Any], kind: str, words: list[str]
+) -> None:
+    name, text = check_refused(ranks, make, layout={**PP2, **layout})
+    assert name == kind
+    for word in words:
+        assert word in text
+
+
+def test_a_body_whose_refusal_differs_by_rank_is_still_one_text(ranks: Pools) -> None:
+    name, text = check_refused(ranks, SmallBody, size=4, layout={**PP2, "data_parallel_size": 2})
+    assert name == "ValueError"
+    assert "SmallBody" in text
+
+
+@pytest.mark.parametrize("how", ["none", "loop", "index", "slice", "twice", "nested", "caught"])
+@pytest.mark.parametrize("at_batch", [0, 1])
+def test_a_body_that_is_not_called_once_as_a_whole_is_refused_on_every_rank(
+    ranks: Pools, how: str, at_batch: int
+) -> None:
+    name, text = check_refused(ranks, BadCall, how, at_batch)
+    assert name in ("BodyCallError", "ValueError")
+    for word in ("step" if how in ("loop", "index") else "`training_step`", "'body'", "exactly once", "self.body(x)"):
+        assert word in text
+    if how in ("twice", "nested"):
+        assert "2 times" in text
+
+
+@pytest.mark.parametrize("how", ["none", "loop", "twice"])
+def test_a_body_that_is_not_called_once_in_validation_is_refused_on_every_rank(ranks: Pools, how: str) -> None:
+    name, text = check_refused(ranks, BadCall, how, how="validate", size=3, layout={"pipeline_parallel_size": 3})
+    assert name in ("BodyCallError", "ValueError")
+    for word in ("step" if how == "loop" else "`validation_step`", "'body'", "exactly once"):
+        assert word in text
+
+
+def test_a_body_call_is_refused_in_every_model_group(ranks: Pools) -> None:
+    _, text = check_refused(ranks, BadCall, "twice", size=4)
+    assert "2 times" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("none", ["None", "not supported"]),
+        ("no loss", ["'loss'", "lost"]),
+        ("number", ["Tensor", "float"]),
+        ("list", ["Tensor", "list"]),
+        ("vector", ["scalar"]),
+    ],
+)
+def test_a_step_without_a_loss_is_refused_on_every_rank(ranks: Pools, value: str, words: list[str]) -> None:
+    results = ranks(2, lightning=True).run(refused, BadReturn, (value,), PP2, "fit", timeout=30)
+    assert max(result[2] for result in results) - min(result[2] for result in results) < 5
+    for _, text, _, _ in results:
+        for word in words:
+            assert word in text
+
+
+def fused(layout: Mapping[str, Any]) -> str:
+    from lightning.pytorch.plugins import MixedPrecision
+    from torch.amp import GradScaler
+
+    class Fused(Regression):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), fused=True)
+
+    with pytest.raises(ValueError, match="fused") as error:
+        make_trainer(layout, plugins=MixedPrecision("16-mixed", "cpu", GradScaler("cpu"))).fit(Fused(), loader())
+    return str(error.value)
+
+
+def test_a_fused_optimizer_with_a_scaler_is_refused_on_every_rank(ranks: Pools) -> None:
+    first, second = ranks(2, lightning=True).run(fused, PP2)
+    assert first == second
+    assert "bf16-mixed" in first
+
+
+def survivors() -> list[str]:
+    """What is refused in a pipeline works on one process without micro-batches, as Lightning's own."""
+    done = []
+    for make in (NoBody, SmallBody, OwnBackward, FetchesItselfInValidation, Searches):
+        if make is not NoBody:
+            make_trainer({}, fast_dev_run=True).fit(make(), loader())
+            done.append(make.__name__)
+    return done
+
+
+def test_what_a_pipeline_refuses_works_without_one(ranks: Pools) -> None:
+    assert len(ranks(1, lightning=True).run(survivors)[0]) == 4

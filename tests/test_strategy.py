@@ -1,0 +1,194 @@
+"""`HybridStrategy` on one process is Lightning's own; names, YAML and properties of the strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from lightning.pytorch import seed_everything
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor, nn
+
+from lightning_hybrid import HybridStrategy
+from tests.pool import Pools
+from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer, plain, weights
+
+
+class Eventful(Regression):
+    """Dropout, batch statistics, logs and noise in the step."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.norm = nn.BatchNorm1d(8).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        h = self.norm(self.embed(x + torch.randn_like(x)))
+        loss = nn.functional.mse_loss(self.head(self.body(h)), y)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+
+def trained(layout: dict[str, Any] | None, **arguments: Any) -> dict[str, Any]:
+    seed_everything(1, verbose=False)
+    module, losses = Eventful(), Losses()
+    defaults: dict[str, Any] = {"max_epochs": 2, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    trainer = make_trainer(layout, callbacks=[losses], **{**defaults, **arguments})
+    trainer.fit(module, loader(8, shuffle=True), loader(8, 20, seed=2))
+    validated = trainer.validate(module, loader(8, 20, seed=2), verbose=False)
+    return {
+        "losses": losses.values,
+        "weights": weights(module),
+        "buffers": dict(module.named_buffers()),
+        "metrics": plain(trainer.callback_metrics),
+        "validated": validated,
+        "state": torch.get_rng_state(),
+    }
+
+
+def test_one_process_is_bit_equal_to_lightnings_own_strategy(ranks: Pools) -> None:
+    pool = ranks(1, lightning=True)
+    expected = trained(None)
+    (result,) = pool.run(trained, {})
+    assert_same(result, expected, 0.0)
+
+
+def test_one_process_with_microbatches_or_chunks_trains_as_one_without(ranks: Pools) -> None:
+    expected = fitted(None)
+    for layout in (
+        {"num_microbatches": 4},
+        {"num_chunks": 2, "schedule": "interleaved_1f1b", "num_microbatches": 4},
+        {"num_chunks": 3, "schedule": "gpipe"},
+    ):
+        (result,) = ranks(1, lightning=True).run(fitted, layout)
+        assert_same(result, expected)
+
+
+def fitted(layout: Any, **arguments: Any) -> dict[str, Any]:
+    module, losses = Regression(), Losses()
+    trainer = make_trainer(layout, max_epochs=2, callbacks=[losses], **arguments)
+    trainer.fit(module, loader(), loader())
+    return {"losses": losses.values, "metrics": plain(trainer.callback_metrics)}
+
+
+def fitted_by_name(name: str) -> dict[str, Any]:
+    return fitted({}, strategy=name)
+
+
+@pytest.mark.parametrize(("size", "name"), [(1, "hybrid"), (2, "hybrid_pp2"), (2, "HYBRID_PP2")])
+def test_the_strategy_has_names(ranks: Pools, size: int, name: str) -> None:
+    expected = fitted(None)
+    for result in ranks(size, lightning=True).run(fitted_by_name, name):
+        assert_same(result, expected)
+
+
+def test_an_unknown_name_is_lightnings_error() -> None:
+    with pytest.raises(ValueError, match="hybrid_pp3"):
+        make_trainer(None, strategy="hybrid_pp3", devices=3)
+
+
+# -- YAML -------------------------------------------------------------------------------------------------------------
+
+
+class Trained(Regression):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def val_dataloader(self) -> Any:
+        return loader()
+
+
+def from_yaml(path: str, words: list[str]) -> dict[str, Any]:
+    cli = LightningCLI(Trained, args=["fit", "--config", path, *words], save_config_callback=None)
+    return {"metrics": plain(cli.trainer.callback_metrics), "strategy": type(cli.trainer.strategy).__name__}
+
+
+def test_yaml_and_the_command_line_make_the_strategy(ranks: Pools, tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "enable_model_summary": False, **quiet}
+    arguments = {"pipeline_parallel_size": 2, "partition": [2, 4], "num_microbatches": 4, "data_parallel_size": "auto"}
+    strategy = {"class_path": "lightning_hybrid.HybridStrategy", "init_args": arguments}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {**trainer, "strategy": strategy}}))
+    expected = {"metrics": fitted(None)["metrics"], "strategy": "HybridStrategy"}
+    words = ["--trainer.strategy.num_microbatches", "2", "--trainer.strategy.schedule", "gpipe"]
+    for extra in ([], words):
+        for result in ranks(2, lightning=True).run(from_yaml, str(path), extra):
+            assert_same(result, expected)
+
+
+def test_every_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {
+        "data_parallel_size": 1,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "num_microbatches": "auto",
+        "schedule": "interleaved_1f1b",
+        "num_chunks": 2,
+        "partition": "parameters",
+        "body": "body",
+        "broadcast_batches": False,
+        "loss_reduction": "mean",
+        "dynamic_shapes": True,
+        "rank_order": "dp-pp-tp",
+        "process_group_backend": "gloo",
+        "timeout": "0:10:00",
+    }
+    strategy = {"class_path": "lightning_hybrid.HybridStrategy", "init_args": arguments}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"accelerator": "cpu", "devices": 1, "strategy": strategy}}))
+    cli = LightningCLI(Trained, args=["--config", str(path)], run=False, save_config_callback=None)
+    assert isinstance(cli.trainer.strategy, HybridStrategy)
+
+
+# -- what the strategy tells ------------------------------------------------------------------------------------------
+
+
+class Asks(Regression):
+    def on_train_start(self) -> None:
+        strategy = self.trainer.strategy
+        value = torch.tensor(float(self.global_rank), dtype=torch.float64)
+        self.told = {
+            "world": (self.trainer.world_size, self.trainer.num_devices, self.trainer.is_global_zero),
+            "sampler": self.trainer.distributed_sampler_kwargs,
+            "mesh": self.device_mesh.mesh_dim_names,
+            "sizes": tuple(self.device_mesh[name].size() for name in self.device_mesh.mesh_dim_names),
+            "sum": strategy.reduce(value.clone(), reduce_op="sum").item(),
+            "mean": strategy.reduce(value.clone()).item(),
+            "max": strategy.reduce(value.clone(), reduce_op="max").item(),
+            "gathered": self.all_gather(value).flatten().tolist(),
+            "any": strategy.reduce_boolean_decision(self.global_rank == 1, all=False),
+            "all": strategy.reduce_boolean_decision(self.global_rank != 1),
+            "broadcast": strategy.broadcast({"rank": self.global_rank}, 1 % self.trainer.world_size),
+        }
+
+
+def asked(layout: dict[str, Any]) -> dict[str, Any]:
+    module = Asks()
+    make_trainer(layout).fit(module, loader())
+    told = dict(module.told)
+    assert dist.is_initialized()
+    return told
+
+
+@pytest.mark.parametrize("order", ["pp-dp-tp", "dp-pp-tp"])
+def test_the_users_world_is_the_data_parallel_group(ranks: Pools, order: str) -> None:
+    results = ranks(4, lightning=True).run(asked, {**PP2, "rank_order": order})
+    for rank, told in enumerate(results):
+        replica = rank % 2 if order == "pp-dp-tp" else rank // 2
+        peers = [[0, 1], [2, 3]] if order == "pp-dp-tp" else [[0, 2], [1, 3]]
+        (group,) = [ranks_ for ranks_ in peers if rank in ranks_]
+        assert told["world"] == (4, 4, rank == 0)
+        assert told["sampler"] == {"num_replicas": 2, "rank": replica}
+        assert sorted(told["mesh"]) == ["data_parallel", "pipeline_parallel", "tensor_parallel"]
+        assert sorted(told["sizes"]) == [1, 2, 2]
+        assert told["sum"] == sum(group)
+        assert told["mean"] == sum(group) / 2
+        assert told["max"] == max(group)
+        assert told["gathered"] == [float(peer) for peer in group]
+        assert (told["any"], told["all"]) == (True, False)
+        assert told["broadcast"] == {"rank": 1}

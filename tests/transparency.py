@@ -1,0 +1,573 @@
+"""What transparency means: a module trained under a layout, the oracle that it must equal, the comparison.
+
+::
+
+    SUBJECTS x LAYOUTS x SCHEDULES --cover--> case --+--> HybridStrategy on live ranks --> a Record of each rank -----+
+                                                     |                                                          compare
+                                                     `--> oracle: plain Lightning -------> a Record of each process --+
+
+The oracle is plain Lightning. Which one it is depends on what the numbers mean:
+
+- ``"joined"``: one process with the batches of all replicas joined.
+- ``"ddp"``: Lightning's DDP with as many replicas, where the mean over *replicas* is the meaning.
+- ``microbatched=True``: the process (or each DDP process) runs the micro-batches one by one and adds up their losses:
+  for layers with batch statistics, and where random numbers are drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_hybrid import HybridStrategy
+from lightning_hybrid.partition import partition
+from lightning_hybrid.random import derive_seed, seed_generators
+from tests import modules as zoo
+
+SEED = 7
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+MIN_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A module, and what it needs to be trained.
+
+    Attributes:
+        name: Its name in the list of cases.
+        module: Its class.
+        strategy: Arguments of `HybridStrategy` that go before those of a layout.
+        trainer: Arguments of the `Trainer`, with and without the strategy.
+        replicas: The oracle where there are several replicas.
+        microbatched: Whether the oracle runs micro-batches.
+        layers_draw: Whether layers draw random numbers, so that the oracle needs the stages.
+    """
+
+    name: str
+    module: type[zoo.Example]
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    replicas: str = "joined"
+    microbatched: bool = False
+    layers_draw: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks and stages."""
+
+    name: str
+    pipeline: int = 1
+    data: int = 1
+    chunks: int = 1
+    microbatches: int | str = "auto"
+    rank_order: str = "pp-dp-tp"
+    partition: str = "uniform"
+
+    @property
+    def size(self) -> int:
+        return self.pipeline * self.data
+
+
+@dataclass(frozen=True)
+class Case:
+    subject: str
+    layout: str
+    schedule: str
+    double: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.subject}-{self.layout}-{self.schedule}"
+
+    @property
+    def size(self) -> int:
+        return LAYOUTS[self.layout].size
+
+
+@dataclass(frozen=True)
+class OracleKey:
+    """What an oracle's numbers depend on."""
+
+    subject: str
+    data: int
+    double: bool
+    microbatches: int | None = None
+    stages: tuple[range, ...] | None = None
+
+    @property
+    def size(self) -> int:
+        return self.data if SUBJECTS[self.subject].replicas == "ddp" else 1
+
+
+def _named(items: Iterable[Any]) -> dict[str, Any]:
+    return {item.name: item for item in items}
+
+
+SUBJECTS: dict[str, Subject] = _named(
+    [
+        Subject("plain", zoo.Plain),
+        Subject("momentum", zoo.Momentum),
+        Subject("around", zoo.Around),
+        Subject("residual", zoo.Residual),
+        Subject("tied", zoo.Tied),
+        Subject("shared_layer", zoo.SharedLayer),
+        Subject("shared_parameter", zoo.SharedParameter),
+        Subject("dict_activations", zoo.DictActivations),
+        Subject("tuple_activations", zoo.TupleActivations),
+        Subject("ragged", zoo.Ragged),
+        Subject("few", zoo.Few),
+        Subject("varying_length", zoo.VaryingLength),
+        Subject("token_weighted", zoo.TokenWeighted),
+        # The mean over replicas of sums over samples, as DDP has it.
+        Subject("summed", zoo.Summed, strategy={"loss_reduction": "sum"}, replicas="ddp"),
+        # Statistics belong to a replica's micro-batch.
+        Subject("normalised", zoo.Normalised, {"num_microbatches": 3}, replicas="ddp", microbatched=True),
+        Subject("frozen_first", zoo.FrozenFirst),
+        Subject("frozen_middle", zoo.FrozenMiddle),
+        Subject("frozen_last", zoo.FrozenLast),
+        Subject("thawing", zoo.Thawing),
+        Subject("without_parameters", zoo.WithoutParameters),
+        Subject("in_place", zoo.InPlace),
+        # Replicas draw different numbers.
+        Subject("noisy", zoo.Noisy, {"num_microbatches": 3}, replicas="ddp", microbatched=True),
+        Subject("dropping", zoo.Dropping, {"num_microbatches": 3}, replicas="ddp", microbatched=True, layers_draw=True),
+        Subject("branching", zoo.Branching),
+        Subject("branching_accumulated", zoo.Branching, trainer={"accumulate_grad_batches": 2}),
+        Subject("unused", zoo.Unused),
+        Subject("nested", zoo.Nested),
+        Subject("configured", zoo.Configured),
+        Subject("grouped", zoo.Grouped),
+        Subject("plateau", zoo.Plateau),
+        Subject("clipped_by_norm", zoo.Residual, trainer={"gradient_clip_val": 0.05}),
+        Subject(
+            "clipped_by_value",
+            zoo.Momentum,
+            trainer={"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
+        ),
+        Subject("accumulated", zoo.Ragged, trainer={"accumulate_grad_batches": 2}),
+        Subject("classifier", zoo.Classifier),
+        Subject("outputs", zoo.Outputs),
+        Subject("dataclass_batch", zoo.DataclassBatch),
+        Subject("namedtuple_batch", zoo.NamedTupleBatch),
+    ]
+)
+
+LAYOUTS: dict[str, Layout] = _named(
+    [
+        Layout("m3", microbatches=3),
+        Layout("chunks3", chunks=3, microbatches=4),
+        Layout("dp2", data=2),
+        Layout("pp2", pipeline=2, microbatches=4),
+        Layout("pp2_chunks3", pipeline=2, chunks=3, microbatches=4),
+        Layout("pp3", pipeline=3, microbatches=5),
+        Layout("pp3_chunks2", pipeline=3, chunks=2, microbatches=6),
+        Layout("pp4", pipeline=4),
+        Layout("pp2_dp2", pipeline=2, data=2, microbatches=4, rank_order="dp-pp-tp"),
+        Layout("pp2_dp2_chunks2", pipeline=2, data=2, chunks=2, microbatches=3, partition="parameters"),
+    ]
+)
+
+
+def allowed(subject: str, layout: str, schedule: str) -> bool:
+    """Whether a combination means anything: 1f1b has one chunk a rank."""
+    return schedule != "1f1b" or LAYOUTS[layout].chunks == 1
+
+
+def pairs(triple: tuple[str, str, str]) -> set[tuple[int, int, str, str]]:
+    """The pairs of a (subject, layout, schedule)."""
+    return {(i, j, triple[i], triple[j]) for i, j in ((0, 1), (0, 2), (1, 2))}
+
+
+def cover(
+    subjects: Iterable[str],
+    layouts: Iterable[str],
+    schedules: Iterable[str],
+    possible: Callable[[str, str, str], bool] = allowed,
+) -> list[tuple[str, str, str]]:
+    """A short list of combinations in which every possible pair occurs (a covering array of strength two, greedily).
+
+    The next combination is the one with the most pairs that have not occurred; of equals the one whose layout has met
+    its schedule least often, so that what a pair cannot say (all three together) is spread too.
+    """
+    left = [triple for triple in itertools.product(subjects, layouts, schedules) if possible(*triple)]
+    missing = set().union(*map(pairs, left))
+    met: dict[tuple[str, str], int] = {}
+    chosen = []
+    while missing:
+        best = max(left, key=lambda triple: (len(pairs(triple) & missing), -met.get(triple[1:], 0)))
+        left.remove(best)
+        missing -= pairs(best)
+        met[best[1:]] = met.get(best[1:], 0) + 1
+        chosen.append(best)
+    return chosen
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Record:
+    """What one rank saw of a training.
+
+    Attributes:
+        data_rank: Its replica.
+        outputs: What `training_step` returned, by batch, as callbacks get it.
+        shares: What each batch weighs against those of the other replicas.
+        validation: What `validation_step` returned, by batch.
+        steps: `callback_metrics` after each batch.
+        metrics: `callback_metrics` at the end.
+        norms: The norm of the gradients before each optimizer step (and before clipping).
+        rates: The learning rates of all groups at each optimizer step.
+        parameters: Those that this rank holds, by name.
+        buffers: Likewise.
+        names: Of all parameters and buffers, wherever they are.
+    """
+
+    data_rank: int
+    outputs: list[Any] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    validation: list[Any] = field(default_factory=list)
+    steps: list[dict[str, Tensor]] = field(default_factory=list)
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    norms: list[Tensor] = field(default_factory=list)
+    rates: list[list[float]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+
+
+class Recorder(Callback):
+    def __init__(self) -> None:
+        self.record = Record(data_rank=0)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.record.outputs.append(_copy(outputs))
+        weigh = getattr(pl_module, "microbatch_weight", None)
+        self.record.shares.append(float(weigh(batch)) if weigh else 1.0)
+        self.record.steps.append(_copy(dict(trainer.callback_metrics)))
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.record.validation.append(_copy(outputs))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if isinstance(trainer.strategy, HybridStrategy):
+            norm = trainer.strategy.grad_norm()
+        else:
+            gradients = [p.grad.flatten().double() for p in pl_module.parameters() if p.grad is not None]
+            norm = torch.linalg.vector_norm(torch.cat(gradients))
+        self.record.norms.append(_copy(norm))
+        self.record.rates.append([group["lr"] for group in optimizer.param_groups])
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        record = self.record
+        record.data_rank = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})["rank"]
+        record.metrics = _copy(dict(trainer.callback_metrics))
+        parameters = dict(pl_module.named_parameters(remove_duplicate=False))
+        buffers = dict(pl_module.named_buffers(remove_duplicate=False))
+        record.names = [*parameters, *buffers]
+        record.parameters = {name: _copy(tensor) for name, tensor in parameters.items() if not tensor.is_meta}
+        record.buffers = {name: _copy(tensor) for name, tensor in buffers.items() if not tensor.is_meta}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(entry) for key, entry in value.items()}
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def train(jobs: Sequence[Case | OracleKey]) -> list[Record]:
+    """Train one after another; to be run on all ranks."""
+    return [_hybrid(job) if isinstance(job, Case) else _oracle(job) for job in jobs]
+
+
+def _hybrid(case: Case) -> Record:
+    subject, layout = SUBJECTS[case.subject], LAYOUTS[case.layout]
+    arguments = {
+        "pipeline_parallel_size": layout.pipeline,
+        "data_parallel_size": layout.data,
+        "num_chunks": layout.chunks,
+        "num_microbatches": layout.microbatches,
+        "rank_order": layout.rank_order,
+        "partition": layout.partition,
+        "schedule": case.schedule,
+        **subject.strategy,
+    }
+    return _fit(subject, subject.module, HybridStrategy(**arguments), layout.size, layout.data, case.double)
+
+
+def _oracle(key: OracleKey) -> Record:
+    subject = SUBJECTS[key.subject]
+    cls = subject.module
+    if key.microbatches is not None:
+        cls = accumulating(cls, key.microbatches, key.stages)
+    if key.size > 1:
+        cls = dealing(cls)
+        return _fit(subject, cls, DDPStrategy(find_unused_parameters=True), key.size, key.data, key.double)
+    return _fit(subject, cls, "auto", 1, key.data, key.double)
+
+
+def _fit(subject: Subject, cls: type[zoo.Example], strategy: Any, devices: int, replicas: int, double: bool) -> Record:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.manual_seed(SEED)
+    module = cls(batch_size=cls.batch_per_step * (replicas if strategy == "auto" else 1))
+    if double:
+        module.double()
+    batches = math.ceil(cls.samples / replicas / cls.batch_per_step)
+    steps = math.ceil(batches / subject.trainer.get("accumulate_grad_batches", 1))
+    recorder = Recorder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=devices,
+            strategy=strategy,
+            max_epochs=math.ceil(MIN_STEPS / steps),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            callbacks=[recorder],
+            **subject.trainer,
+        )
+        trainer.fit(module)
+    return recorder.record
+
+
+# -- oracles ---------------------------------------------------------------------------------------------------------
+
+
+def dealing(cls: type[zoo.Example]) -> type[zoo.Example]:
+    """A module that divides its data over replicas in the order of one process: left to itself, Lightning shuffles."""
+
+    class Dealing(cls):
+        def _loader(self, count: int, seed: int) -> DataLoader:
+            loader = super()._loader(count, seed)
+            sampler = DistributedSampler(loader.dataset, shuffle=False)
+            return DataLoader(loader.dataset, loader.batch_size, sampler=sampler, collate_fn=loader.collate_fn)
+
+    return Dealing
+
+
+def accumulating(cls: type[zoo.Example], microbatches: int, stages: tuple[range, ...] | None) -> type[zoo.Example]:
+    """A module whose step adds up the losses of micro-batches; it draws the random numbers that the strategy draws.
+
+    Args:
+        cls: The module's class; its batches are tuples of tensors, it returns a loss, and logs means.
+        microbatches: How many; their sizes differ by at most one.
+        stages: The layers of each stage, where layers draw random numbers.
+    """
+
+    class Accumulating(cls):
+        _step = -1
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self._step += 1
+            parts = list(zip(*(entry.tensor_split(microbatches) for entry in batch), strict=True))
+            total, logs = 0.0, {}
+            with isolated():
+                for number, part in enumerate(parts):
+                    share = len(part[0]) / len(batch[0])
+                    coordinates = (SEED, self.global_rank, 0, self._step, number)
+                    seed_generators(derive_seed(*coordinates))
+
+                    def log(name: str, value: Any, share: float = share, **kwargs: Any) -> None:
+                        before = logs.get(name, (0.0, None))[0]
+                        logs[name] = before + share * value.detach(), kwargs
+
+                    vars(self)["log"] = log
+                    with layer_streams(self.body, stages or (), coordinates):
+                        total = total + share * super().training_step(part, batch_idx)
+                    del vars(self)["log"]
+            for name, (value, kwargs) in logs.items():
+                self.log(name, value, **kwargs)
+            return total
+
+    return Accumulating
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """The random numbers outside are not changed by what is drawn inside."""
+    saved = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    yield
+    torch.set_rng_state(saved[0])
+    np.random.set_state(saved[1])
+    random.setstate(saved[2])
+
+
+@contextmanager
+def layer_streams(body: nn.Sequential, stages: Sequence[range], coordinates: tuple[int, ...]) -> Iterator[None]:
+    """The layers of each stage draw from a stream of their own."""
+    outside: list[Tensor] = []
+
+    def enter(stage: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            outside.append(torch.get_rng_state())
+            seed_generators(derive_seed(*coordinates, -1, stage))
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        torch.set_rng_state(outside.pop())
+
+    handles = []
+    if len(stages) > 1:
+        for stage, layers in enumerate(stages):
+            handles.append(body[layers[0]].register_forward_pre_hook(enter(stage)))
+            handles.append(body[layers[-1]].register_forward_hook(leave))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def oracle_of(case: Case) -> OracleKey:
+    """The oracle of a case."""
+    subject, layout = SUBJECTS[case.subject], LAYOUTS[case.layout]
+    if not subject.microbatched:
+        return OracleKey(case.subject, layout.data, case.double)
+    stages = None
+    if subject.layers_draw and layout.pipeline > 1:  # a single rank has one stage, whatever its chunks
+        module = subject.module()
+        weights = [sum(p.numel() for p in layer.parameters()) for layer in module.body]
+        stages = tuple(partition(layout.partition, weights, layout.pipeline * layout.chunks))
+    return OracleKey(case.subject, layout.data, case.double, subject.strategy["num_microbatches"], stages)
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+
+
+class Comparison:
+    """Collects differences between two sets of numbers.
+
+    Args:
+        tolerance: The largest relative difference; of a tensor, relative to its largest entry.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance
+        self.differences: list[str] = []
+        self.compared = 0
+
+    def __call__(self, what: str, got: Any, expected: Any) -> None:
+        self.compared += 1
+        if isinstance(expected, dict) and isinstance(got, dict):
+            if got.keys() != expected.keys():
+                self.differences.append(f"{what}: keys {sorted(got)}, expected {sorted(expected)}")
+            for key in got.keys() & expected.keys():
+                self(f"{what}[{key!r}]", got[key], expected[key])
+        elif isinstance(expected, (list, tuple)) and isinstance(got, (list, tuple)):
+            if len(got) != len(expected):
+                self.differences.append(f"{what}: {len(got)} entries, expected {len(expected)}")
+            for index, (a, b) in enumerate(zip(got, expected, strict=False)):
+                self(f"{what}[{index}]", a, b)
+        elif isinstance(expected, Tensor) and isinstance(got, Tensor):
+            self._tensors(what, got, expected)
+        elif type(got) is not type(expected) or got != expected:
+            self.differences.append(f"{what}: {got!r}, expected {expected!r}")
+
+    def _tensors(self, what: str, got: Tensor, expected: Tensor) -> None:
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            kinds = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (got, expected)]
+            self.differences.append(f"{what}: {kinds[0]}, expected {kinds[1]}")
+            return
+        if expected.numel() == 0:
+            return
+        got, expected = got.double(), expected.double()
+        error = (got - expected).abs().max().item()
+        scale = max(expected.abs().max().item(), 1e-3)
+        if not error <= self.tolerance * scale:
+            text = f"{got.item()!r}, expected {expected.item()!r}, " if expected.numel() == 1 else ""
+            self.differences.append(f"{what}: {text}relative difference {error / scale:.1e}")
+
+
+def compare(case: Case, records: Sequence[Record], oracle: Sequence[Record]) -> list[str]:
+    """The differences between what the ranks of a case saw and what the oracle's processes saw."""
+    comparison = Comparison(1e-10 if case.double else 1e-5)
+    exact = Comparison(0.0)
+    layout = LAYOUTS[case.layout]
+    replicas = [[r for r in records if r.data_rank == data_rank] for data_rank in range(layout.data)]
+    assert [len(group) for group in replicas] == [layout.pipeline] * layout.data
+    joined = len(oracle) < layout.data
+    for data_rank, group in enumerate(replicas):
+        expected = oracle[0 if joined else data_rank]
+        assert len(expected.norms) >= MIN_STEPS
+        for rank, record in enumerate(group):
+            where = f"data rank {data_rank}, pipeline rank {rank}"
+            for name in ("outputs", "validation", "steps", "metrics", "norms", "rates"):
+                exact(f"{where}, {name} against pipeline rank 0", getattr(record, name), getattr(group[0], name))
+            for name in ("steps", "metrics", "norms", "rates"):
+                comparison(f"{where}, {name}", getattr(record, name), getattr(expected, name))
+            if not joined:
+                comparison(f"{where}, outputs", record.outputs, expected.outputs)
+                comparison(f"{where}, validation", record.validation, expected.validation)
+        # What follows the body runs on the last stage only, so the last one of several holders has a buffer right.
+        buffers = {name: value for record in group for name, value in record.buffers.items()}
+        comparison(f"data rank {data_rank}, buffers", buffers, expected.buffers)
+    if joined:
+        firsts = [group[0] for group in replicas]
+        together = [_join(values, shares) for values, shares in _batches(firsts, "outputs")]
+        comparison("outputs of all replicas", together, oracle[0].outputs)
+        together = [_join(values, shares) for values, shares in _batches(firsts, "validation")]
+        comparison("validation of all replicas", together, oracle[0].validation)
+    _compare_holders(exact, comparison, records, replicas, oracle[0])
+    if layout.pipeline > 1:
+        whole = len(oracle[0].parameters)
+        exact("ranks with the whole model", sum(len(record.parameters) == whole for record in records), 0)
+    return exact.differences + comparison.differences
+
+
+def _compare_holders(
+    exact: Comparison,
+    comparison: Comparison,
+    records: Sequence[Record],
+    replicas: Sequence[Sequence[Record]],
+    oracle: Record,
+) -> None:
+    """Every holder of a parameter has the same bits, and all of the model is somewhere in each replica."""
+    first: dict[str, Tensor] = {}
+    for rank, record in enumerate(records):
+        exact(f"names on rank {rank}", record.names, oracle.names)
+        for name, value in record.parameters.items():
+            exact(f"{name} on rank {rank}, against its first holder", value, first.setdefault(name, value))
+    comparison("weights", first, oracle.parameters)
+    for group in replicas:
+        exact("union of parameters", set().union(*(r.parameters for r in group)), set(oracle.parameters))
+        exact("union of buffers", set().union(*(r.buffers for r in group)), set(oracle.buffers))
+
+
+def _batches(records: Sequence[Record], name: str) -> Iterator[tuple[list[Any], list[float]]]:
+    for index in range(max(len(getattr(record, name)) for record in records)):
+        shares = [record.shares[index] if name == "outputs" else 1.0 for record in records]
+        yield [getattr(record, name)[index] for record in records], shares
+
+
+def _join(values: list[Any], shares: list[float]) -> Any:
+    """What replicas returned, as one process returns it that gets the samples of all of them in turns."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _join([value[key] for value in values], shares) for key in first}
+    if not isinstance(first, Tensor):
+        return first
+    if first.ndim > 0:
+        return torch.stack(values, 1).flatten(0, 1)
+    return sum(value * share for value, share in zip(values, shares, strict=True)) / sum(shares)
