@@ -60,14 +60,14 @@ def monitored(layout: Layout, batch_size: int, directory: str) -> dict[str, Any]
     )
     module = Monitored()
     trainer.fit(module, loader(batch_size), loader(batch_size, seed=2))
+    scheduler = trainer.lr_scheduler_configs[0].scheduler.state_dict()
     return {
         "best": Path(best.best_model_path).name,
         "kept": {Path(path).name: float(score) for path, score in best.best_k_models.items()},
         "last": Path(best.last_model_path).name,
         "stopped": (stopping.stopped_epoch, trainer.global_step, trainer.current_epoch),
         "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
-        "scheduler": plain({k: v for k, v in trainer.lr_scheduler_configs[0].scheduler.state_dict().items()
-                            if isinstance(v, (int, float))}),
+        "scheduler": {key: value for key, value in scheduler.items() if isinstance(value, (int, float))},
         "callback_metrics": plain(trainer.callback_metrics),
         "logged_metrics": plain(trainer.logged_metrics),
         "losses": losses.values,
@@ -104,20 +104,20 @@ class Outputs(Callback):
     def __init__(self) -> None:
         self.seen: list[tuple[str, int, Any, Any]] = []
 
-    def _keep(self, phase: str, batch_idx: int, outputs: Any, batch: Any) -> None:
+    def _keep(self, phase: str, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen.append((phase, batch_idx, map_leaves(_detached, outputs), batch[0].sum()))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._keep("train", batch_idx, outputs, batch)
+        self._keep("train", outputs, batch, batch_idx)
 
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self._keep("validate", batch_idx, outputs, batch)
+    def on_validation_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
+        self._keep("validate", *arguments[:3])
 
-    def on_test_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self._keep("test", batch_idx, outputs, batch)
+    def on_test_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
+        self._keep("test", *arguments[:3])
 
-    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self._keep("predict", batch_idx, outputs, batch)
+    def on_predict_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
+        self._keep("predict", *arguments[:3])
 
 
 class Returns(Regression):
@@ -129,8 +129,9 @@ class Returns(Regression):
         errors = (prediction - y).square()
         if batch_idx % 2 == 0:
             return errors.mean()
-        extras = {"prediction": prediction, "features": (x[:, :2], {"long": x.long()}), "mean": errors.mean(), "scale": 0.25}
-        return {"loss": errors.mean(), **extras, "name": "odd", "number": batch_idx, "flag": True, "nothing": None}
+        tensors = {"prediction": prediction, "features": (x[:, :2], {"long": x.long()}), "mean": errors.mean()}
+        values = {"scale": 0.25, "name": "odd", "number": batch_idx, "flag": True, "nothing": None}
+        return {"loss": errors.mean(), **tensors, **values}
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch

@@ -216,12 +216,9 @@ class BadReturn(Regression):
 
 def refused(make: Callable[..., Regression], arguments: tuple[Any, ...], layout: Mapping[str, Any], how: str) -> Any:
     """Type, text and time of what a Trainer raises; whether the process is free for the next one."""
+    trainer = make_trainer(layout, num_sanity_val_steps=0)
     with pytest.raises(Exception) as error:  # noqa: PT011 - the type is looked at in the tests
-        trainer = make_trainer(layout, num_sanity_val_steps=0)
-        if how == "fit":
-            trainer.fit(make(*arguments), loader())
-        else:
-            trainer.validate(make(*arguments), loader())
+        getattr(trainer, how)(make(*arguments), loader())
     return type(error.value).__name__, str(error.value), time.time(), dist.is_initialized()
 
 

@@ -129,10 +129,11 @@ def assert_same(actual: Any, expected: Any, rtol: float = 1e-10, where: str = "v
             assert_same(mine, other, rtol, f"{where}[{index}]")
     elif isinstance(expected, Tensor):
         assert actual.dtype == expected.dtype, f"{where}: {actual.dtype}, expected {expected.dtype}"
-        torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda m: f"{where}: {m}")
+        options: dict[str, Any] = {"rtol": rtol, "atol": rtol, "equal_nan": True}
+        torch.testing.assert_close(actual, expected, **options, msg=lambda text: f"{where}: {text}")
     elif isinstance(expected, float):
         assert isinstance(actual, float), f"{where}: {actual!r}, expected {expected!r}"
-        both_nan = math.isnan(actual) and math.isnan(expected)
-        assert both_nan or math.isclose(actual, expected, rel_tol=rtol, abs_tol=rtol), f"{where}: {actual} != {expected}"
+        close = math.isclose(actual, expected, rel_tol=rtol, abs_tol=rtol)
+        assert close or (math.isnan(actual) and math.isnan(expected)), f"{where}: {actual} != {expected}"
     else:
         assert actual == expected, f"{where}: {actual!r}, expected {expected!r}"

@@ -184,12 +184,11 @@ def main() -> None:
         if not lines:
             raise SystemExit(done.stdout + done.stderr)
         results.append(json.loads(lines[0].removeprefix("RESULT ")))
-        print(
-            "{question:<28} throughput ours / theirs {throughput_ratio:.3f}"
-            "  [{interval_95[0]:.3f}, {interval_95[1]:.3f}]  ({ms_ours:.1f} and {ms_theirs:.1f} ms a batch, {rounds} rounds, {device})".format(
-                **results[-1]
-            )
-        )
+        result = results[-1]
+        low, high = result["interval_95"]
+        times = f"{result['ms_ours']:.1f} and {result['ms_theirs']:.1f} ms a batch"
+        ratio = f"{result['throughput_ratio']:.3f}  [{low:.3f}, {high:.3f}]"
+        print(f"{result['question']:<28} throughput ours / theirs {ratio}  ({times}, {arguments.rounds} rounds)")
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / f"strategy_{'gpu' if gpu else 'cpu'}.json").write_text(json.dumps(results, indent=2) + "\n")
 

@@ -1,0 +1,143 @@
+"""Lightning's own callbacks and loops around training do on every rank what they do in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelSummary,
+    StochasticWeightAveraging,
+    Timer,
+    TQDMProgressBar,
+)
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+from tests.pool import Pools
+from tests.test_logging_features import Memory
+from tests.training_jobs import LAYOUTS, PP2, Losses, Regression, assert_same, loader, make_trainer, together, weights
+
+Layout = Mapping[str, Any] | None
+
+
+class Cycled(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.embed
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": [p for p in self.body.parameters() if p.requires_grad]},
+            {"params": [p for p in self.head.parameters() if p.requires_grad], "lr": 0.02},
+        ]
+        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
+        if self.embed.weight.requires_grad:
+            optimizer.add_param_group({"params": list(self.embed.parameters())})
+        rates = [0.02] * len(optimizer.param_groups)
+        scheduler = OneCycleLR(optimizer, max_lr=rates, total_steps=40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Finetuned(Cycled):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+#: Name: the callbacks, and further arguments of the Trainer.
+STORIES: dict[str, tuple[Callable[[], list[Callback]], dict[str, Any]]] = {
+    "accumulation": (lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})], {}),
+    "accumulation with an incomplete window": (list, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}),
+    "learning rates": (lambda: [LearningRateMonitor(log_momentum=True, log_weight_decay=True)], {}),
+    "average": (lambda: [EMAWeightAveraging(decay=0.7)], {}),
+    "stochastic average": (lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], {"max_epochs": 4}),
+    "finetuning": (lambda: [BackboneFinetuning(1, lambda _: 1.5, backbone_initial_lr=0.01)], {}),
+    "display": (lambda: [ModelSummary(2), TQDMProgressBar(), Timer(timedelta(hours=1))], {"enable_progress_bar": True}),
+    "anomaly": (list, {"detect_anomaly": True}),
+    "deterministic": (list, {"deterministic": True}),
+    "profiler": (list, {"profiler": "simple"}),
+}
+
+
+def told(layout: Layout, name: str, batch_size: int) -> dict[str, Any]:
+    callbacks, arguments = STORIES[name]
+    losses, memory = Losses(), Memory()
+    calls: list[str] = []
+    spy = LambdaCallback(
+        on_before_zero_grad=lambda *_: calls.append("zero_grad"),
+        on_before_backward=lambda *_: calls.append("backward"),
+        on_after_backward=lambda *_: calls.append("after"),
+        on_before_optimizer_step=lambda *_: calls.append("step"),
+        on_train_batch_start=lambda *_: calls.append("batch"),
+    )
+    defaults: dict[str, Any] = {"max_epochs": 3, "logger": memory, "log_every_n_steps": 1}
+    trainer = make_trainer(layout, callbacks=[*callbacks(), losses, spy], **{**defaults, **arguments})
+    module = Finetuned() if name in ("finetuning", "stochastic average") else Cycled()
+    trainer.fit(module, loader(batch_size), loader(batch_size, 20, seed=2))
+    return {
+        "losses": losses.values,
+        "weights": weights(module),
+        "history": memory.history if trainer.is_global_zero else None,
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        "steps": trainer.global_step,
+        "calls": calls,
+    }
+
+
+def check(ranks: Pools, layout_name: str, name: str) -> None:
+    size, replicas, layout = LAYOUTS[layout_name]
+    expected = told(None, name, 8 * replicas)
+    results = ranks(size, lightning=True).run(told, layout, name, 8)
+    assert_same(together([result.pop("weights") for result in results]), expected.pop("weights"))
+    for rank, result in enumerate(results):
+        if rank > 0:
+            result["history"] = expected["history"]
+        if replicas > 1:
+            result["losses"] = expected["losses"]
+        # Backward comes before the step's own hooks are called, and gradients are zeroed before.
+        for story in (result, expected):
+            story["counts"] = {call: story["calls"].count(call) for call in ("batch", "zero_grad", "backward", "step")}
+        assert_same({**result, "calls": None}, {**expected, "calls": None})
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_a_callback_in_a_pipeline_does_what_it_does_in_one_process(ranks: Pools, name: str) -> None:
+    check(ranks, "pp2", name)
+
+
+@pytest.mark.parametrize("name", ["accumulation", "learning rates", "average", "stochastic average", "finetuning"])
+def test_a_callback_with_two_replicas_does_what_it_does_in_one_process(ranks: Pools, name: str) -> None:
+    check(ranks, "pp2 x dp2", name)
+
+
+def order_of_hooks(layout: Layout) -> list[str]:
+    return told(layout, "accumulation with an incomplete window", 8)["calls"]
+
+
+def test_hooks_are_called_in_an_order_in_which_gradients_survive(ranks: Pools) -> None:
+    for calls in ranks(2, lightning=True).run(order_of_hooks, PP2):
+        windows = " ".join(calls).split("step")
+        assert len(windows) > 3
+        for window in windows[:-1]:
+            words = window.split()
+            assert words.count("zero_grad") == 1
+            assert words.index("zero_grad") < words.index("backward")
+            assert words.count("backward") == words.count("after") == words.count("batch")
