@@ -20,6 +20,8 @@ from tests.training_jobs import LAYOUTS, PP2, Losses, Regression, assert_same, d
 
 Layout = Mapping[str, Any] | None
 PP2_DP2 = LAYOUTS["pp2 x dp2"][2]
+# Ranks come from a fork server, and workers of theirs would be started by another one, which takes seconds.
+WORKER = {"num_workers": 1, "multiprocessing_context": "fork"}
 NOISE: dict[str, Callable[[], float]] = {
     "": float,
     "torch": lambda: torch.randn(()).item(),
@@ -99,11 +101,11 @@ class OwnLoader:
 def numbered_loader(kind: str, batch_size: int) -> Any:
     """The loaders that users write."""
     samples = Numbered(36, kind.split()[0] if kind.split()[0] in ("torch", "numpy", "random") else "")
-    workers = int("worker" in kind)
+    workers = WORKER if "worker" in kind else {}
     if kind.endswith("own generator"):
         return DataLoader(samples, batch_size, shuffle=True, generator=torch.Generator().manual_seed(11))
     if "shuffled" in kind:
-        return DataLoader(samples, batch_size, shuffle=True, num_workers=workers)
+        return DataLoader(samples, batch_size, shuffle=True, **workers)
     if kind == "stream":
         return DataLoader(Stream(36), batch_size)
     if kind == "stream with length":
@@ -118,7 +120,7 @@ def numbered_loader(kind: str, batch_size: int) -> Any:
         return DataLoader(samples, batch_size, drop_last=True)
     if kind == "no DataLoader":
         return OwnLoader(samples)
-    return DataLoader(samples, batch_size, num_workers=workers)
+    return DataLoader(samples, batch_size, **workers)
 
 
 class Observed(Regression):
@@ -382,7 +384,7 @@ def test_random_numbers_in_transfer_hooks_are_the_same_in_a_model_group(ranks: P
 
 
 def load_broken(layout: Layout, workers: int, phase: str) -> str:
-    broken = DataLoader(Numbered(36, broken=20), 8, num_workers=workers)
+    broken = DataLoader(Numbered(36, broken=20), 8, **(WORKER if workers else {}))
     good = DataLoader(Numbered(36), 8)
     train, val = (broken, good) if phase == "train" else (good, broken)
     with pytest.raises(Exception) as error:  # noqa: PT011 - the text is looked at below

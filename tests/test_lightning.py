@@ -195,8 +195,9 @@ def test_what_steps_return_at_two_replicas_is_each_replicas_share(ranks: Pools) 
         for replica in (0, 1):
             mine = results[replica]["predicted"][index]
             if isinstance(whole, dict):
-                mine, whole = mine["prediction"], whole["prediction"]
-            assert_same(mine, whole[replica::2])
+                assert_same(mine["prediction"], whole["prediction"][replica::2])
+            else:
+                assert_same(mine, whole[replica::2])
 
 
 class KeepPredictions(BasePredictionWriter):
