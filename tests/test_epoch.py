@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from lightning_hybrid.epoch import EpochBoundary
@@ -176,7 +176,7 @@ def test_stand_ins_among_attributes_are_no_error(ranks: Pools) -> None:
 def log_in_hooks() -> Any:
     module = Module()
     boundary, trainer = make(module), mock.Mock()
-    other = object()
+    other = Callback()
     trainer.callbacks = [other]
     boundary.install(trainer)
     assert trainer.callbacks == [boundary, other]
