@@ -115,33 +115,13 @@ class EpochBoundary(Callback):
         """Remember the attributes."""
         self._begin()
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember the attributes."""
-        self._begin()
-
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember the attributes."""
-        self._begin()
-
-    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember the attributes."""
-        self._begin()
+    on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = on_train_epoch_start
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Share the attributes."""
         self._share()
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Share the attributes."""
-        self._share()
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Share the attributes."""
-        self._share()
-
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Share the attributes."""
-        self._share()
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = on_train_epoch_end
 
 
 def _to_host(leaf: Any) -> Any:
