@@ -155,7 +155,7 @@ class Engine:
         run.last_backward_ends(step.stage.index)
 
     def _send(self, step: _Step, run: _Run) -> None:
-        leaves, spec = self._take(step)
+        leaves, spec = step.takes_from.pop(step.microbatch)
         self._trace(step.name)
         self._sent[step.name] = step.channel.send((step.boundary, run.keys[step.microbatch]), leaves, spec)
 
@@ -251,8 +251,8 @@ class _Step(NamedTuple):
     name: str
     stage: Stage
     microbatch: int
-    takes_from: Tray | None
-    puts_into: Any  # Tray, or None where nothing comes out: the handlers know
+    takes_from: Any  # Tray, or None where nothing goes in or comes out: the handlers know
+    puts_into: Any
     channel: Any  # Channel, or None for F and B
     boundary: int  # The stage before it: with several chunks, several boundaries share a channel.
     retired: tuple[str, ...]

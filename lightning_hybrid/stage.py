@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import graph
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_hybrid.pytree import TreeSpec, flatten, unflatten
@@ -27,6 +28,8 @@ Root = Any
 
 # Up to this many elements an input is copied, and an output kept: that takes less time than not to.
 _SMALL = 4096
+# (roots, gradients, keep_graph, create_graph, inputs, *, allow_unreachable, accumulate_grad) -> None
+_RUN_BACKWARD: Callable[..., Any] | None = getattr(graph, "_engine_run_backward", None)
 # The tree of a single tensor, which is what most stages hand on.
 _TENSOR = flatten(None)[1]
 
@@ -93,15 +96,31 @@ class Stage:
 
         Returns:
             Gradients of the inputs, leaf by leaf.
+
+        Raises:
+            ValueError: If the loss is not a scalar.
         """
         sources, roots, loss = self._kept.pop(microbatch)
         if loss is not None:
-            torch.autograd.backward(loss)
+            if loss.numel() != 1:
+                raise ValueError(f"the loss must be a scalar, got a tensor of shape {list(loss.shape)}")
+            _propagate((loss,), (torch.ones_like(loss),))
         elif gradients is not None:
             pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None]
             if pairs:
-                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+                _propagate(tuple([root for root, _ in pairs]), tuple([gradient for _, gradient in pairs]))
         return [None if source is None else source.grad for source in sources]
+
+
+def _propagate(roots: tuple[Root, ...], gradients: tuple[Tensor, ...]) -> None:
+    """``torch.autograd.backward``, without its checks of shapes and types: the messages have been checked before.
+
+    They take as long as the backward of a small layer. What they precede is private, so it may be missing.
+    """
+    if _RUN_BACKWARD is None:
+        torch.autograd.backward(roots, gradients)
+    else:
+        _RUN_BACKWARD(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _Source:

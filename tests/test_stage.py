@@ -19,8 +19,11 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
+@pytest.mark.parametrize("entry", ["private", "public"])
 @pytest.mark.parametrize("size", [4, LARGE])
-def test_gradients_of_inputs_and_parameters(size: int) -> None:
+def test_gradients_of_inputs_and_parameters(size: int, entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if entry == "public":
+        monkeypatch.setattr("lightning_hybrid.stage._RUN_BACKWARD", None)
     layer, stage = nn.Linear(3, 2).double(), Stage(1)
     x, gradient = leaf(size, 3), torch.randn(size, 2, dtype=torch.float64)
     (output,), _ = stage.forward(lambda s, i, inputs: layer(inputs), 0, flatten(x))
@@ -193,3 +196,10 @@ def test_evaluation_keeps_nothing(size: int) -> None:
         assert not stage.evaluate(lambda s, i, inputs: inputs * 2, 0, flatten(leaf(size))).requires_grad
     stage.evaluate(lambda s, i, inputs: inputs.mul_(2), 1, flatten(leaf(size)))
     assert len(stage) == 0
+
+
+def test_loss_is_a_scalar() -> None:
+    stage = Stage(0)
+    stage.forward_loss(lambda s, i, inputs: leaf(3) * 2, 0, None)
+    with pytest.raises(ValueError, match=r"must be a scalar, got a tensor of shape \[3\]"):
+        stage.backward(0, None)

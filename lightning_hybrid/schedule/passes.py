@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 from lightning_hybrid.schedule.action import Action, ChannelKey, Schedule
@@ -56,16 +55,17 @@ def add_communication(schedule: Schedule) -> Schedule:
 
 
 def post_receives_early(schedule: Schedule) -> Schedule:
-    """Post each receive one computation earlier, so that its message travels while the rank computes.
+    """Post each receive one microbatch earlier, so that its message travels while the rank computes.
 
     ::
 
-        before    F2 SEND_F2            | B0 SEND_B0 | RECV_F3 F3
-        after     F2 RECV_F3 SEND_F2    | B0 SEND_B0 |         F3
+        before    B0 SEND_B0 RECV_F3         F3 SEND_F3  B1 SEND_B1 RECV_F4 F4
+        after     B0 SEND_B0         RECV_F4 F3 SEND_F3  B1 SEND_B1         F4
 
-    The receive moves in front of the computation before the one that needs it, and there in front of the sends; never
-    back, and never past another receive of its channel. Posting a receive earlier can only let its send pass earlier,
-    so a schedule that did not deadlock still does not.
+    The receive moves in front of the computation that works on the message before it on its channel, and stays behind
+    the sends there, for which others wait. So next to the message that is being worked on there is memory for one more,
+    and its sender finds the receive posted. It never moves back, and never past another receive of its channel. Posting
+    a receive earlier can only let its send pass earlier, so a schedule that did not deadlock still does not.
     """
     return replace(schedule, actions=tuple(tuple(_post_early(schedule, actions)) for actions in schedule.actions))
 
@@ -73,24 +73,25 @@ def post_receives_early(schedule: Schedule) -> Schedule:
 def _post_early(schedule: Schedule, actions: tuple[Action, ...]) -> list[Action]:
     computations = [action for action in actions if action.kind.is_compute]
     users = {schedule.receive_for(action): number for number, action in enumerate(computations)}
-    # gaps[i]: the receives and the sends between computation i - 1 and computation i
-    receives: list[list[Action]] = [[] for _ in range(len(computations) + 1)]
-    sends: list[list[Action]] = [[] for _ in range(len(computations) + 1)]
-    latest: dict[ChannelKey, int] = defaultdict(int)
+    # gaps[i]: what is between computation i - 1 and computation i
+    gaps: list[list[Action]] = [[] for _ in range(len(computations) + 1)]
+    early: list[list[Action]] = [[] for _ in range(len(computations) + 1)]
+    user_before: dict[ChannelKey, int] = {}  # of the message before, by channel
     gap = 0
     for action in actions:
         if action.kind.is_compute:
             gap += 1
         elif action.kind.is_send:
-            sends[gap].append(action)
+            gaps[gap].append(action)
         else:
             channel = schedule.channel(action)
-            latest[channel] = max(latest[channel], min(gap, users[action] - 1))
-            receives[latest[channel]].append(action)
+            earlier = user_before.get(channel, 0)
+            (early[earlier] if earlier < gap else gaps[gap]).append(action)
+            user_before[channel] = users[action]
     moved: list[Action] = []
     for number, action in enumerate(computations):
-        moved += [*receives[number], *sends[number], action]
-    return [*moved, *receives[-1], *sends[-1]]
+        moved += [*gaps[number], *early[number], action]
+    return [*moved, *gaps[-1]]
 
 
 def retirements(schedule: Schedule) -> Schedule:
