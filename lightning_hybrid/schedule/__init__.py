@@ -40,7 +40,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1)
 
     Example:
         >>> print(*build("1f1b", num_ranks=2, num_microbatches=2).actions[1])
-        1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
+        1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
     order = compute_order(name, num_ranks, num_microbatches, num_chunks)
     return _complete(Schedule(name, num_ranks, num_chunks, num_microbatches, order))
