@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_hybrid.adjustments import Adjustments
 from lightning_hybrid.checkpoint import WholeCheckpoint
 from lightning_hybrid.data import prepare_loader
 from lightning_hybrid.engine import Engine
@@ -28,10 +29,10 @@ from lightning_hybrid.partition import partition
 from lightning_hybrid.pipeline import Pipeline, make_channels
 from lightning_hybrid.placement import Placement
 from lightning_hybrid.random import RandomStreams
-from lightning_hybrid.refusals import agree
+from lightning_hybrid.refusals import agree, check_trainer
 from lightning_hybrid.schedule import build
 from lightning_hybrid.settings import Settings
-from lightning_hybrid.step import BodyCallError, body_call_text, find_body
+from lightning_hybrid.step import BodyCallError, find_body, layer_call_text
 from lightning_hybrid.summary import batch_text, layout_text, stage_rows, stage_table
 from lightning_hybrid.timeline import simulate
 from lightning_hybrid.training import TrainingStep
@@ -79,6 +80,7 @@ class Assembly:
         self._body: tuple[str, nn.Sequential] | None = None
         self._pipeline: Pipeline | None = None
         self._boundary: EpochBoundary | None = None
+        self._adjustments: Adjustments | None = None
         self._placement = Placement(None, (), (range(0),), 1)
         self._evaluations, self._transfers = count(), count()
         self._moves_microbatches: bool | None = None
@@ -102,6 +104,7 @@ class Assembly:
         connector = module.trainer._accelerator_connector
         self._divides_data = connector.use_distributed_sampler
         connector.use_distributed_sampler = False
+        check_trainer(module.trainer, module, num_stages=self.num_stages)
 
     def divide(self) -> None:
         """Put stand-ins for what other stages hold; once for each module.
@@ -128,7 +131,7 @@ class Assembly:
         paths = module.named_modules(remove_duplicate=False)
         own = {id(part) for path, part in paths if self.mesh.pipeline_rank in self._placement.ranks_of(path)}
         for layer in {id(layer): layer for layer in body if id(layer) not in own}.values():
-            refuse_call(layer, BodyCallError, body_call_text(name, "The step", 1))
+            refuse_call(layer, BodyCallError, layer_call_text(name))
 
     def _plan(self) -> None:
         """Find the body and say which stage gets which layers."""
@@ -161,12 +164,12 @@ class Assembly:
 
     # -- putting the parts together ------------------------------------------------------------------------------------
 
-    def assemble(self) -> None:
+    def assemble(self, *, sync_batch_norm: bool) -> None:
         """Make the parts that need the module on its device; all ranks start with equal values."""
         module = self._module
         assert module is not None
         settings = self._settings
-        self.replication = Replication(module, self._placement, self.mesh)
+        self.replication = Replication(module, self._placement, self.mesh, sync_batch_norm=sync_batch_norm)
         self.replication.equalize_start()
         if not self.is_cut:
             self._pipeline = self.training = self.evaluation = None
@@ -196,6 +199,8 @@ class Assembly:
             return
         mesh = self.mesh
         self._moves_microbatches = None
+        self._adjustments = Adjustments(self._module, mesh)
+        self._adjustments.install(trainer)
         self._pipeline.metrics.install()
         self._boundary = EpochBoundary(
             self._module,
@@ -217,8 +222,9 @@ class Assembly:
         trainer._accelerator_connector.use_distributed_sampler = self._divides_data
         if hasattr(self, "replication"):
             self.replication.remove()
-        if self._pipeline is None or self._boundary is None or self._module is None:
+        if self._pipeline is None or self._boundary is None or self._module is None or self._adjustments is None:
             return
+        self._adjustments.remove()
         self._pipeline.metrics.remove()
         self._boundary.remove(trainer)
         self._boundary = None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from lightning_hybrid.p2p import Channel, Receipt, Sent
-from lightning_hybrid.pytree import TreeSpec, flatten
+from lightning_hybrid.pytree import flatten
 from lightning_hybrid.schedule import Action, ChannelKey, Kind, Schedule
 from lightning_hybrid.stage import Compute, Stage
+from lightning_hybrid.trays import lay_out
 
 __all__ = ["Engine"]
 
@@ -18,8 +20,11 @@ _WINDOW = 4
 # Schedules remembered: few are in use at a time (training, evaluation, ragged last batches).
 _MAX_PROGRAMS = 64
 
-Tray = dict[int, "Receipt | tuple[list[Any], TreeSpec | None]"]
-"""Messages that wait to be taken, by microbatch."""
+_RANGES = {kind: "send" if kind.is_send else "receive" if kind.is_receive else "" for kind in Kind}
+_RANGES |= {Kind.F: "forward", Kind.B: "backward"}
+
+Profile = Callable[[str], AbstractContextManager[Any]]
+"""Makes the context of a named range."""
 
 
 def _nothing(_: Any) -> None:
@@ -69,6 +74,7 @@ class Engine:
         *,
         last_backward_begins: Callable[[int], None] = _nothing,
         last_backward_ends: Callable[[int], None] = _nothing,
+        profile: Profile | None = None,
     ) -> list[Any]:
         """Run this rank's part of a schedule.
 
@@ -81,6 +87,8 @@ class Engine:
                 dtypes and plain values at every stage boundary.
             last_backward_begins: Called with a stage just before its last backward of this run.
             last_backward_ends: Called with a stage just after its last backward of this run.
+            profile: Gives a context for ``"forward"``, ``"backward"``, ``"send"``, ``"receive"`` (posting) and
+                ``"wait"`` (for a message).
 
         Returns:
             The outputs of the last stage by microbatch, if the schedule is forward only and this rank owns that stage;
@@ -96,11 +104,24 @@ class Engine:
         self._connect()
         self.retire()
         run = _Run(compute, keys, last_backward_begins, last_backward_ends, {})
-        for step in steps:
-            self.position = step.action
-            step.handler(self, step, run)
+        self._play(steps, run) if profile is None else self._play_profiled(steps, run, profile)
         self.position = None
         return [run.results[microbatch] for microbatch in sorted(run.results)]
+
+    def _play(self, steps: list[_Step], run: _Run) -> None:
+        for step in steps:
+            self.position = step.action
+            step.handler(self, step, run, self._take(step) if step.is_compute else None)
+
+    def _play_profiled(self, steps: list[_Step], run: _Run, profile: Profile) -> None:
+        for step in steps:
+            self.position = step.action
+            message = None
+            if step.is_compute:
+                with profile("wait"):
+                    message = self._take(step)
+            with profile(_RANGES[step.action.kind]):
+                step.handler(self, step, run, message)
 
     def retire(self) -> None:
         """Wait for every send that is under way."""
@@ -122,49 +143,44 @@ class Engine:
 
     # One handler per action.
 
-    def _forward(self, step: _Step, run: _Run) -> None:
-        message = self._take(step)
+    def _forward(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
         step.puts_into[step.microbatch] = step.stage.forward(run.compute, step.microbatch, message)
 
-    def _forward_loss(self, step: _Step, run: _Run) -> None:
-        message = self._take(step)
+    def _forward_loss(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
         step.stage.forward_loss(run.compute, step.microbatch, message)
 
-    def _evaluate(self, step: _Step, run: _Run) -> None:
-        message = self._take(step)
+    def _evaluate(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
         step.puts_into[step.microbatch] = flatten(step.stage.evaluate(run.compute, step.microbatch, message))
 
-    def _evaluate_last(self, step: _Step, run: _Run) -> None:
-        message = self._take(step)
+    def _evaluate_last(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
         run.results[step.microbatch] = step.stage.evaluate(run.compute, step.microbatch, message)
 
-    def _backward(self, step: _Step, run: _Run) -> None:
-        message = self._take(step)
+    def _backward(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
         gradients = step.stage.backward(step.microbatch, None if message is None else message[0])
         if step.stage.index > 0:
             step.puts_into[step.microbatch] = gradients, None
 
-    def _last_backward(self, step: _Step, run: _Run) -> None:
+    def _last_backward(self, step: _Step, run: _Run, message: Any) -> None:
         run.last_backward_begins(step.stage.index)
-        self._backward(step, run)
+        self._backward(step, run, message)
         run.last_backward_ends(step.stage.index)
 
-    def _send(self, step: _Step, run: _Run) -> None:
+    def _send(self, step: _Step, run: _Run, message: Any) -> None:
         leaves, spec = step.takes_from.pop(step.microbatch)
         self._trace(step.name)
         self._sent[step.name] = step.channel.send((step.boundary, run.keys[step.microbatch]), leaves, spec)
 
-    def _send_in_window(self, step: _Step, run: _Run) -> None:
-        self._send(step, run)
+    def _send_in_window(self, step: _Step, run: _Run, message: Any) -> None:
+        self._send(step, run, message)
         if len(self._sent) > _WINDOW:
             self._sent.pop(next(iter(self._sent))).wait()
 
-    def _receive(self, step: _Step, run: _Run) -> None:
+    def _receive(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
         step.puts_into[step.microbatch] = step.channel.post((step.boundary, run.keys[step.microbatch]))
 
@@ -201,7 +217,7 @@ class Engine:
         actions = schedule.actions[self._rank]
         retired = schedule.retired[self._rank] if schedule.retired else [()] * len(actions)
         last_backwards = {action.stage: action for action in actions if action.kind is Kind.B}
-        trays = _trays(schedule, self._rank)
+        trays = lay_out(schedule, self._rank)
         stages = {stage: Stage(stage) for stage in range(self._rank, schedule.num_stages, schedule.num_ranks)}
         steps = []
         for action, proven in zip(actions, retired, strict=True):
@@ -211,6 +227,7 @@ class Engine:
                 _Step(
                     _handler(schedule, action, is_last_backward=last_backwards.get(action.stage) is action),
                     action,
+                    action.kind.is_compute,
                     str(action),
                     stages[action.stage],
                     action.microbatch,
@@ -243,11 +260,15 @@ class _Run(NamedTuple):
     results: dict[int, Any]
 
 
+_Handler = Callable[["Engine", "_Step", _Run, Any], None]
+
+
 class _Step(NamedTuple):
     """One action, with everything that it needs already looked up."""
 
-    handler: Callable[[Engine, _Step, _Run], None]
+    handler: _Handler
     action: Action
+    is_compute: bool
     name: str
     stage: Stage
     microbatch: int
@@ -258,30 +279,7 @@ class _Step(NamedTuple):
     retired: tuple[str, ...]
 
 
-def _trays(schedule: Schedule, rank: int) -> dict[tuple[int, Kind], tuple[Tray | None, Tray | None]]:
-    """Where each kind of action of each stage takes from and puts into (the drawing at :class:`Engine`)."""
-    trays: dict[tuple[int, Kind], tuple[Tray | None, Tray | None]] = {}
-    outputs: Tray | None = None
-    output_gradients: Tray | None = None
-    for stage in range(rank, schedule.num_stages, schedule.num_ranks):
-        is_first, is_last = stage == 0, stage == schedule.num_stages - 1
-        is_joined = schedule.num_ranks == 1 and not is_first  # to the stage before, on the same rank
-        inputs: Tray | None = None if is_first else outputs if is_joined else {}
-        input_gradients: Tray | None = None if is_first else output_gradients if is_joined else {}
-        outputs = None if is_last else {}
-        output_gradients = None if is_last else {}
-        trays |= {
-            (stage, Kind.RECV_F): (None, inputs),
-            (stage, Kind.F): (inputs, outputs),
-            (stage, Kind.SEND_F): (outputs, None),
-            (stage, Kind.RECV_B): (None, output_gradients),
-            (stage, Kind.B): (output_gradients, input_gradients),
-            (stage, Kind.SEND_B): (input_gradients, None),
-        }
-    return trays
-
-
-def _handler(schedule: Schedule, action: Action, *, is_last_backward: bool) -> Callable[[Engine, _Step, _Run], None]:
+def _handler(schedule: Schedule, action: Action, *, is_last_backward: bool) -> _Handler:
     is_last_stage = action.stage == schedule.num_stages - 1
     if action.kind is Kind.F and schedule.has_backward:
         return Engine._forward_loss if is_last_stage else Engine._forward

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
-
-import torch
 
 from lightning_hybrid.exchange import broadcast_object
 from lightning_hybrid.logging import merge_logs
@@ -69,16 +67,16 @@ class EvaluationStep:
                 return user_step(*arguments)
         coordinates = (_STEPS[name], step)
         value: Any = None
-        with pipeline.step(num_microbatches=1) as records, _no_inference_mode(), context():
+        with pipeline.step(num_microbatches=1) as records, context():
             x: Any = None
             if pipeline.is_first:
-                pipeline.recorder.next_microbatch(keep=False)
-                pipeline.streams.seed_user(*coordinates)
+                pipeline.enter_user_code(*coordinates, keep=False)
                 x = pipeline.cut.until_body(user_step, arguments, lambda x: x)
-            y = self._body((name, pipeline.version(), signature(arguments[0])), x, arguments[0], coordinates)
+            y = self._body(
+                (name, pipeline.version(gradients=False), signature(arguments[0])), x, arguments[0], coordinates
+            )
             if pipeline.is_last:
-                pipeline.recorder.next_microbatch(keep=True)
-                pipeline.streams.seed_user(*coordinates)
+                pipeline.enter_user_code(*coordinates, keep=True)
                 value = pipeline.cut.around_body(user_step, arguments, lambda _: y)
         return pipeline.share(lambda: (value, merge_logs(records, [1])))
 
@@ -133,15 +131,10 @@ class EvaluationStep:
             return layers(parts[microbatch] if stage == 0 else inputs)
 
         schedule = build_forward(pipeline.num_ranks, len(counts), pipeline.num_chunks)
-        outputs = pipeline.engine.run(schedule, compute, [(key, counts, count) for count in counts])
+        # Parts that the user made may differ in shape where they do not differ in what they count.
+        marks = range(len(counts)) if hasattr(pipeline.module, "split_body_input") else counts
+        outputs = pipeline.run(schedule, compute, [(key, counts, mark) for mark in marks])
         if not pipeline.is_last:
             return None
         user_join = getattr(pipeline.module, "join_body_output", None)
         return join(outputs, counts, wary=wary) if user_join is None or len(outputs) == 1 else user_join(outputs)
-
-
-@contextmanager
-def _no_inference_mode() -> Iterator[None]:
-    """Tensors made in inference mode may not be changed in a later step; without gradients is enough."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield

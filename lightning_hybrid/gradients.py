@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from lightning_hybrid.data_parallel import GradientBuckets, equalize
+from lightning_hybrid.data_parallel import GradientBuckets, equalize, synchronize_batch_norm
 from lightning_hybrid.materialize import is_stand_in
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.placement import Location, Placement, locate
@@ -29,10 +31,14 @@ class Replication:
         module: The user's module, with stand-ins for what lives elsewhere.
         placement: Which stage holds what.
         mesh: The ranks.
+        sync_batch_norm: Whether batch norm takes its statistics over all replicas, until :meth:`remove`.
     """
 
-    def __init__(self, module: nn.Module, placement: Placement, mesh: Mesh) -> None:
+    def __init__(self, module: nn.Module, placement: Placement, mesh: Mesh, *, sync_batch_norm: bool = False) -> None:
         self._mesh = mesh
+        self._undo: list[Callable[[], None]] = []
+        if sync_batch_norm and mesh.data_parallel_size > 1:
+            self._undo.append(synchronize_batch_norm(module, mesh.data_group))
         self._parameters = locate(module.named_parameters(remove_duplicate=False), placement)
         # Buffers by name: moving a module to a device unties them, and would do so only where they are no stand-ins.
         buffers = module.named_buffers(remove_duplicate=False)
@@ -115,6 +121,8 @@ class Replication:
             buckets.abandon()
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off the parameters, and put the user's layers back."""
+        for undo in self._undo:
+            undo()
         for buckets in (*self._by_stage.values(), *self._late):
             buckets.remove()

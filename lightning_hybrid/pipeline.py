@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import nn
 
 from lightning_hybrid.engine import Engine
 from lightning_hybrid.exchange import TreeBroadcast
 from lightning_hybrid.failure import FailureBoard, close_groups, is_transport
+from lightning_hybrid.logger_calls import LoggerCall, LoggerCalls, make_calls, pack_calls
 from lightning_hybrid.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.metrics import MetricsAcrossStages
 from lightning_hybrid.p2p import Channel
 from lightning_hybrid.placement import Placement
 from lightning_hybrid.random import RandomStreams
-from lightning_hybrid.schedule import ChannelKey
+from lightning_hybrid.schedule import ChannelKey, Schedule
+from lightning_hybrid.stage import Compute
 from lightning_hybrid.step import BodyCallError, BodyCut, Layers
 
 __all__ = ["Pipeline", "make_channels"]
@@ -101,7 +104,9 @@ class Pipeline:
         self.cut = BodyCut(*body) if body else None
         source = (self.num_ranks - 1) * mesh.tensor_parallel_size
         self.exchange = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
-        self.recorder = LogRecorder(module)
+        self._recorder = LogRecorder(module)
+        self._logger_calls = LoggerCalls(module, keeps=self.is_last and mesh.data_rank == 0)
+        self._calls: list[LoggerCall] = []
         self.metrics = MetricsAcrossStages(module, mesh.data_group, self.exchange, is_last=self.is_last)
         self.engine = engine
         self._board = board
@@ -129,9 +134,27 @@ class Pipeline:
 
         return run
 
-    def version(self) -> Hashable:
-        """What decides which tensors need gradients, beside the batch: equal on all ranks, stand-ins included."""
-        return self._serial, self.module.training, hash(tuple([p.requires_grad for p in self._parameters]))
+    def run(self, schedule: Schedule, compute: Compute, keys: Sequence[Hashable], **callbacks: Any) -> list[Any]:
+        """Run a schedule on the engine, under the Trainer's profiler; arguments and result are the engine's."""
+        silent = isinstance(self._profiler, PassThroughProfiler)
+        return self.engine.run(schedule, compute, keys, profile=None if silent else self.profile, **callbacks)
+
+    def profile(self, name: str) -> AbstractContextManager[None]:
+        """A range of the Trainer's profiler."""
+        return self._profiler.profile(f"[pipeline]{name}")
+
+    @property
+    def _profiler(self) -> Profiler:
+        profiler: Profiler = self.module.trainer.profiler  # type: ignore[attr-defined]
+        return profiler
+
+    def version(self, *, gradients: bool) -> Hashable:
+        """What decides which tensors need gradients, beside the batch: equal on all ranks, stand-ins included.
+
+        Args:
+            gradients: Whether the schedule has a backward.
+        """
+        return self._serial, gradients, self.module.training, hash(tuple([p.requires_grad for p in self._parameters]))
 
     @contextmanager
     def step(self, *, num_microbatches: int) -> Iterator[list[list[Log]]]:
@@ -142,8 +165,26 @@ class Pipeline:
         """
         cut = nullcontext() if self.cut is None else self.cut()
         local = self.metrics.step(num_microbatches=num_microbatches)
-        with self.guard(), self.streams.isolated(), local, cut, self.recorder() as records:
+        with (
+            self.guard(),
+            self.streams.isolated(),
+            local,
+            cut,
+            self._logger_calls() as self._calls,
+            self._recorder() as records,
+        ):
             yield records
+
+    def enter_user_code(self, *coordinates: int, keep: bool) -> None:
+        """The user's step is about to run, for one micro-batch.
+
+        Args:
+            coordinates: Of the random numbers that it draws.
+            keep: Whether its logs count. Code before the body also runs on the first stage, where they do not.
+        """
+        self._recorder.next_microbatch(keep=keep)
+        self._logger_calls.next_microbatch(keep=keep)
+        self.streams.seed_user(*coordinates)
 
     def share(self, outputs: Callable[[], tuple[Any, list[Log]]]) -> Any:
         """Give what the last stage returned and logged to every rank, and log it there.
@@ -160,9 +201,14 @@ class Pipeline:
                 for log in logs:
                     if log.metric is not None:
                         log.value = self.metrics.batch_value(log.metric, on_step=self._on_step(log))
-                tree = self.exchange({"value": value, "logs": pack_logs(logs)})
+                tree = {"value": value, "logs": pack_logs(logs)}
+                if self._calls:
+                    tree["calls"] = pack_calls(self._calls)
+                self.exchange(tree)
             else:
                 tree = self.exchange.receive()
+            if "calls" in tree and self.module.trainer.is_global_zero:
+                make_calls(tree["calls"], self.module)
         replay(self.module, unpack_logs(tree["logs"]), alone=self.mesh.data_parallel_size == 1)
         return tree["value"]
 

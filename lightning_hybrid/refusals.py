@@ -8,14 +8,16 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.mesh import AXES
 from lightning_hybrid.schedule import SCHEDULES
 
-__all__ = ["agree", "check_arguments", "check_module", "check_optimizers"]
+__all__ = ["agree", "check_arguments", "check_module", "check_optimizers", "check_trainer"]
 
 _AT_LEAST_ONE = ("tensor_parallel_size", "pipeline_parallel_size", "num_chunks")
 _AUTO = ("data_parallel_size", "num_microbatches")
@@ -128,6 +130,34 @@ def check_module(module: LightningModule, *, cut: bool) -> None:
         raise ValueError(
             f"{name} defines `{given[0]}` alone; `split_body_input` and `join_body_output` belong together: define"
             " both, or neither."
+        )
+
+
+def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int) -> None:
+    """Check what else the Trainer was given.
+
+    Args:
+        trainer: The Trainer.
+        module: The user's module.
+        num_stages: The number of stages.
+
+    Raises:
+        ValueError: If something of it cannot work.
+    """
+    if num_stages == 1:
+        return
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} compares and masks the parameters of the whole model, of which each stage"
+                " holds a part. Prune with pipeline_parallel_size=1, before or after this training."
+            )
+    if is_overridden("configure_gradient_clipping", module):
+        rank_zero_warn(
+            f"{type(module).__name__} overrides `configure_gradient_clipping`. With a pipeline, `self.clip_gradients`"
+            " and `self.trainer.strategy.grad_norm()` know the gradients of the whole model; functions of torch see"
+            " those of one stage."
         )
 
 

@@ -221,7 +221,7 @@ class HybridStrategy(ParallelStrategy):
         assert self.model is not None
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self._parts.assemble()
+        self._parts.assemble(sync_batch_norm=self._layer_sync is not None)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._reset_optimizers_and_schedulers()

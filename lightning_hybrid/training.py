@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_hybrid.gradients import Replication
 from lightning_hybrid.logging import merge_logs, merge_outputs
-from lightning_hybrid.microbatch import signature, sizes, split_batch
+from lightning_hybrid.microbatch import find_batch_size, signature, sizes, split_batch
 from lightning_hybrid.pipeline import Pipeline
 from lightning_hybrid.schedule import build, build_forward
 from lightning_hybrid.transfer import to_device
@@ -89,10 +89,10 @@ class TrainingStep:
                 outputs.append(value)
                 return scale(_weighted(_loss_of(value), factors[microbatch]))
 
-        version = pipeline.version()
+        version = pipeline.version(gradients=backward)
         keys = [(version, signature(microbatch)) for microbatch in microbatches]
         with pipeline.step(num_microbatches=len(counts)) as records, torch.set_grad_enabled(backward):
-            pipeline.engine.run(
+            pipeline.run(
                 schedule,
                 compute,
                 keys,
@@ -100,7 +100,8 @@ class TrainingStep:
                 last_backward_ends=self._replication.last_backward_ends if reduce else _ignore,
             )
             if reduce:
-                self._replication.finish()
+                with pipeline.profile("reduce"):
+                    self._replication.finish()
         return pipeline.share(
             lambda: (merge_outputs(outputs, counts, _total(outputs, weights)), merge_logs(records, counts))
         )
@@ -111,8 +112,7 @@ class TrainingStep:
         is_last = stage == pipeline.num_stages - 1
         if stage == 0 or is_last:
             arguments = (to_device(arguments[0], pipeline.device), *arguments[1:])
-            pipeline.recorder.next_microbatch(keep=is_last)
-            pipeline.streams.seed_user(_TRAINING, step, microbatch)
+            pipeline.enter_user_code(_TRAINING, step, microbatch, keep=is_last)
         training_step = pipeline.module.training_step
         if pipeline.cut is None:
             return training_step(*arguments)
@@ -130,6 +130,10 @@ class TrainingStep:
         microbatches = list(user_split(batch, self._num_microbatches))
         if not microbatches:
             raise ValueError("`split_batch` returned no micro-batches; it must return a list with at least one.")
+        found = [find_batch_size(microbatch) for microbatch in microbatches]
+        counts = [count for count in found if count is not None]
+        if len(counts) == len(found):
+            return microbatches, counts
         _, total = split_batch(batch, 1)
         return microbatches, sizes(max(total[0], len(microbatches)), len(microbatches))
 
@@ -154,7 +158,7 @@ class TrainingStep:
         own = each.sum()
         total = own.clone()
         dist.all_reduce(total, group=mesh.data_group)
-        return list((each / own).nan_to_num()), list(each * (mesh.data_parallel_size / total))
+        return list((each / own).nan_to_num()), list((each * (mesh.data_parallel_size / total)).nan_to_num())
 
 
 def _ignore(_: int) -> None:
@@ -192,5 +196,12 @@ def _weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
 
 def _total(outputs: Sequence[Any], weights: Sequence[float | Tensor]) -> Tensor:
     """The loss of the batch, without a graph."""
-    losses = [_weighted(_loss_of(output).detach(), weight) for output, weight in zip(outputs, weights, strict=True)]
+    losses = [_share(_loss_of(output).detach(), weight) for output, weight in zip(outputs, weights, strict=True)]
     return sum(losses[1:], losses[0])
+
+
+def _share(loss: Tensor, weight: float | Tensor) -> Tensor:
+    """What a micro-batch adds to the loss: nothing if it counts nothing, also where its own mean is 0 / 0."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, _weighted(loss, weight), torch.zeros_like(loss))
+    return _weighted(loss, weight)

@@ -14,14 +14,14 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 # A room is a module or a sub-package. It imports rooms of lower floors only.
 FLOORS = (
     {"schedule", "partition", "pytree"},  # 0: plain data
-    {"timeline", "microbatch", "header", "placement"},  # 1
+    {"timeline", "microbatch", "header", "placement", "trays"},  # 1
     {"mesh", "random"},  # 2: where torch.distributed begins
     # 3: parts
     {"p2p", "exchange", "stage", "data_parallel", "clipping", "materialize", "failure"},
     {"engine", "gradients"},  # 4
     # 5: where Lightning begins
-    {"step", "optimization", "logging", "metrics", "data", "transfer", "precision", "checkpoint"}
-    | {"refusals", "settings", "summary"},
+    {"step", "optimization", "logging", "logger_calls", "metrics", "data", "transfer", "precision", "checkpoint"}
+    | {"refusals", "settings", "summary", "adjustments"},
     # 6 to 8: a step through the pipeline, put together
     {"pipeline", "epoch"},
     {"training", "evaluation"},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_hybrid.data_parallel.batch_norm import synchronize_batch_norm
 from lightning_hybrid.data_parallel.buckets import GradientBuckets
 from lightning_hybrid.data_parallel.replicas import equalize
 
-__all__ = ["GradientBuckets", "equalize"]
+__all__ = ["GradientBuckets", "equalize", "synchronize_batch_norm"]

@@ -1,0 +1,57 @@
+"""Parts of Lightning that take this process for the whole model are told better, while a pipeline runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
+
+from lightning_hybrid.mesh import Mesh
+
+__all__ = ["Adjustments"]
+
+
+class Adjustments:
+    """What is changed at the start of a run and changed back at its end.
+
+    - `ThroughputMonitor` multiplies what it counts on rank 0 by the number of processes. Ranks of one model group work
+      on the same samples: the number of replicas is right, and a "device" of its peak is a model group.
+    - Evaluation makes batches, and the state of metrics, in inference mode. Tensors made there may not be changed in
+      place outside of it; autograd functions inside of it. Without gradients is enough.
+    - `ModelSummary` runs the module on `example_input_array`. No rank has all layers; without the example it shows
+      everything but the sizes of inputs and outputs.
+
+    Args:
+        module: The user's module.
+        mesh: The ranks.
+    """
+
+    def __init__(self, module: LightningModule, mesh: Mesh) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._example: Any = None
+        self._inference_modes: list[tuple[Any, bool]] = []
+
+    def install(self, trainer: Trainer) -> None:
+        """Change what has to be changed."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ThroughputMonitor):
+                for throughput in callback._throughputs.values():
+                    throughput.world_size = self._mesh.data_parallel_size
+                    if throughput.available_flops is not None:
+                        throughput.available_flops *= self._mesh.model_group.size()
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            self._inference_modes.append((loop, loop.inference_mode))
+            loop.inference_mode = False
+        if self._mesh.pipeline_parallel_size > 1:
+            self._example = self._module._example_input_array
+            self._module._example_input_array = None
+
+    def remove(self) -> None:
+        """Change it back."""
+        for loop, mode in self._inference_modes:
+            loop.inference_mode = mode
+        self._inference_modes.clear()
+        if self._example is not None:
+            self._module._example_input_array, self._example = self._example, None

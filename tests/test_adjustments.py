@@ -1,0 +1,159 @@
+"""Parts of Lightning that take one process for the whole model are told better."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
+    ModelPruning,
+    ModelSummary,
+    RichModelSummary,
+    ThroughputMonitor,
+)
+from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
+from torch import Tensor, nn
+
+from tests.pool import Pools
+from tests.test_logging_features import Memory
+from tests.training_jobs import LAYOUTS, PP2, Regression, loader, make_trainer
+
+Layout = Mapping[str, Any] | None
+
+
+class WithExample(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, 6, dtype=torch.float64)
+
+
+def summarized(layout: Layout, rich: bool) -> dict[str, Any]:
+    summaries: list[Summary] = []
+
+    class Kept(RichModelSummary if rich else ModelSummary):  # type: ignore[misc]
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            super().on_fit_start(trainer, pl_module)
+            summaries.append(self._summary(trainer, pl_module))
+
+    trainer = make_trainer(layout, callbacks=[Kept(max_depth=2)], enable_model_summary=True, max_steps=1)
+    module = WithExample()
+    trainer.fit(module, loader())
+    (summary,) = summaries
+    return {
+        "names": summary.layer_names,
+        "parameters": summary.param_nums,
+        "total": (summary.total_parameters, summary.trainable_parameters),
+        "size": summary.model_size,
+        "example": module.example_input_array is not None,
+    }
+
+
+@pytest.mark.parametrize("rich", [False, True])
+def test_the_summary_is_that_of_the_whole_model(ranks: Pools, rich: bool) -> None:
+    expected = summarized(None, rich)
+    assert expected["total"][0] == sum(parameter.numel() for parameter in Regression().parameters())
+    assert ranks(2, lightning=True).run(summarized, PP2, rich) == [expected, expected]
+
+
+class Counted(Regression):
+    flops_per_batch = 1000
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+def throughput(layout: Layout, batch_size: int) -> dict[str, float]:
+    memory = Memory()
+    monitor = ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)
+    trainer = make_trainer(layout, callbacks=[monitor], logger=memory, log_every_n_steps=1, max_steps=6)
+    trainer.fit(Counted(), loader(batch_size, 96))
+    last: dict[str, float] = {}
+    for _, metrics in memory.history:
+        last.update(metrics)
+    return {key: value for key, value in last.items() if key.startswith("train")}
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2 x dp2"])
+def test_throughput_counts_replicas_and_not_stages(ranks: Pools, name: str) -> None:
+    size, replicas, layout = LAYOUTS[name]
+    counted = ranks(size, lightning=True).run(throughput, layout, 8)[0]
+    if replicas == 1:
+        assert "train/samples_per_sec" not in counted, "one replica is one device"
+        return
+    ratio = counted["train/samples_per_sec"] / counted["train/device/samples_per_sec"]
+    assert ratio == pytest.approx(replicas)
+    assert counted["train/samples"] == 6 * 8
+
+
+def pruned(layout: Layout) -> str:
+    module = Regression()
+    pruning = ModelPruning("l1_unstructured", parameters_to_prune=[(module.head, "weight")], amount=0.5)
+    with pytest.raises(ValueError, match="ModelPruning") as caught:
+        make_trainer(layout, callbacks=[pruning]).fit(module, loader())
+    return str(caught.value)
+
+
+def test_pruning_is_refused_on_every_rank(ranks: Pools) -> None:
+    texts = ranks(2, lightning=True).run(pruned, PP2)
+    assert texts[0] == texts[1]
+    assert "ModelPruning" in texts[0]
+    assert "pipeline_parallel_size=1" in texts[0]
+
+
+class ClipsByHand(Regression):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.norm = float(self.trainer.strategy.grad_norm())  # type: ignore[attr-defined]
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+def clipped(layout: Layout) -> tuple[float, float, list[str]]:
+    module = ClipsByHand()
+    trainer = make_trainer(layout, max_steps=3)
+    if layout is None:
+        gradients = lambda: nn.utils.get_total_norm([p.grad for p in module.parameters()])  # noqa: E731
+        trainer.strategy.grad_norm = gradients  # type: ignore[attr-defined]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader())
+    texts = [str(warning.message) for warning in caught if "configure_gradient_clipping" in str(warning.message)]
+    return module.norm, float(next(p.detach().sum() for p in module.parameters() if not p.is_meta)), texts
+
+
+def test_clipping_by_hand_knows_the_whole_model_and_says_how(ranks: Pools) -> None:
+    norm, weight, _ = clipped(None)
+    first, other = ranks(2, lightning=True).run(clipped, PP2)
+    assert [first[0], other[0]] == pytest.approx([norm, norm], rel=1e-10)
+    assert first[1] == pytest.approx(weight, rel=1e-10)
+    assert len(first[2]) == 1
+    assert "`self.trainer.strategy.grad_norm()` know the gradients of the whole model" in first[2][0]
+
+
+def profiled(layout: Layout) -> dict[str, int]:
+    trainer = make_trainer(layout, profiler="simple", max_steps=2, num_sanity_val_steps=0)
+    trainer.fit(Regression(), loader())
+    durations = trainer.profiler.recorded_durations  # type: ignore[attr-defined]
+    return {name: len(seconds) for name, seconds in durations.items() if name.startswith("[pipeline]")}
+
+
+def test_profilers_see_what_the_pipeline_does(ranks: Pools) -> None:
+    first, last = ranks(2, lightning=True).run(profiled, PP2)
+    work = {f"[pipeline]{name}": 2 * 4 for name in ("forward", "backward", "send", "receive")}
+    assert first == last == {**work, "[pipeline]wait": 2 * 8, "[pipeline]reduce": 2}
+
+
+def monitored(layout: Layout) -> bool:
+    memory = Memory()
+    trainer = make_trainer(
+        layout, callbacks=[DeviceStatsMonitor(cpu_stats=True)], logger=memory, log_every_n_steps=1, max_steps=1
+    )
+    trainer.fit(Regression(), loader())
+    return any("DeviceStatsMonitor" in key for _, metrics in memory.history for key in metrics)
+
+
+def test_device_statistics_are_logged_by_each_rank_for_itself(ranks: Pools) -> None:
+    pytest.importorskip("psutil")
+    assert ranks(2, lightning=True).run(monitored, PP2) == [True, True]
