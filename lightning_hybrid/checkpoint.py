@@ -57,7 +57,11 @@ class WholeCheckpoint:
         Raises:
             RuntimeError: If names or shapes do not fit; as torch says it, about the whole module, on every rank.
         """
-        stand_ins = {name: value for name, value in self._module.state_dict().items() if value.is_meta}
+        stand_ins = {
+            name: value
+            for name, value in self._module.state_dict().items()
+            if isinstance(value, Tensor) and value.is_meta
+        }  # what `get_extra_state` gives need not be a tensor
         # A stand-in is loaded from itself, so that names and shapes are checked for all of the module.
         part = {
             name: stand_ins[name] if name in stand_ins and value.shape == stand_ins[name].shape else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sized
@@ -83,7 +84,8 @@ class ReplicaSampler(Sampler[Any]):
         return iter(order[self._rank :: self._num_replicas])
 
     def __len__(self) -> int:
-        assert isinstance(self._sampler, Sized)
+        if not isinstance(self._sampler, Sized):
+            raise TypeError(f"{type(self._sampler).__name__} has no length")  # as `len(loader)` says without us
         total = len(self._sampler)
         return -(-total // self._num_replicas) if self._repeat else len(range(self._rank, total, self._num_replicas))
 
@@ -148,11 +150,17 @@ def _seed_workers(loader: object, data_rank: int) -> None:
         loader.worker_init_fn = partial(pl_worker_init_function, rank=data_rank)
 
 
+_END = object()
+
+
 class _Wrapper:
     """Shows what Lightning reads of a loader."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
+        for name in ("state_dict", "load_state_dict"):  # where they are looked for without `__getattr__`
+            if callable(method := getattr(loader, name, None)):
+                setattr(self, name, method)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -236,9 +244,9 @@ class ComparedLoader(_Wrapper):
     def _compared(self, iterator: Iterator[Any]) -> Iterator[Any]:
         number = 0
         while True:
-            batch = next(iterator, None)
-            self._compare(0 if batch is None else checksum(batch), number)
-            if batch is None:
+            batch = next(iterator, _END)
+            self._compare(0 if batch is _END else checksum(batch), number)
+            if batch is _END:
                 return
             yield batch
             number += 1
@@ -266,5 +274,5 @@ def checksum(batch: Any) -> int:
             flat = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
             value = zlib.crc32(flat.view(torch.uint8).numpy().data, value)
         else:
-            value = zlib.crc32(repr(leaf).encode(), value)
+            value = zlib.crc32(pickle.dumps(leaf), value)  # not its `repr`, which may be an address
     return value + 1

@@ -27,6 +27,8 @@ class _StandIn(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Results of operations are plain meta tensors."""
+        if func is torch.equal:  # by which callbacks look for parameters
+            return args[0] is args[1]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -28,8 +28,6 @@ Root = Any
 
 # Up to this many elements an input is copied, and an output kept: that takes less time than not to.
 _SMALL = 4096
-# (roots, gradients, keep_graph, create_graph, inputs, *, allow_unreachable, accumulate_grad) -> None
-_RUN_BACKWARD: Callable[..., Any] | None = getattr(graph, "_engine_run_backward", None)
 # The tree of a single tensor, which is what most stages hand on.
 _TENSOR = flatten(None)[1]
 
@@ -98,12 +96,12 @@ class Stage:
             Gradients of the inputs, leaf by leaf.
 
         Raises:
-            ValueError: If the loss is not a scalar.
+            ValueError: If the loss is not a real scalar.
         """
         sources, roots, loss = self._kept.pop(microbatch)
         if loss is not None:
-            if loss.numel() != 1:
-                raise ValueError(f"the loss must be a scalar, got a tensor of shape {list(loss.shape)}")
+            if loss.numel() != 1 or not loss.is_floating_point():
+                raise ValueError(f"the loss must be a real scalar, got {loss.dtype} of shape {list(loss.shape)}")
             _propagate((loss,), (torch.ones_like(loss),))
         elif gradients is not None:
             pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None]
@@ -113,14 +111,28 @@ class Stage:
 
 
 def _propagate(roots: tuple[Root, ...], gradients: tuple[Tensor, ...]) -> None:
-    """``torch.autograd.backward``, without its checks of shapes and types: the messages have been checked before.
+    """``torch.autograd.backward``, without its checks of shapes and types, which have been made before.
 
-    They take as long as the backward of a small layer. What they precede is private, so it may be missing.
+    They take as long as the backward of a small layer.
     """
     if _RUN_BACKWARD is None:
         torch.autograd.backward(roots, gradients)
     else:
         _RUN_BACKWARD(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _find_run_backward() -> Callable[..., Any] | None:
+    """What ``torch.autograd.backward`` calls after its checks: private, so it is tried before it is relied upon."""
+    run: Callable[..., Any] | None = getattr(graph, "_engine_run_backward", None)
+    try:
+        assert run is not None
+        leaf = torch.ones((), device="cpu", requires_grad=True)
+        run(
+            (leaf * 2,), (torch.ones((), device="cpu"),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+        return run if leaf.grad is not None and leaf.grad.item() == 2 else None
+    except Exception:  # it is gone, or takes other arguments
+        return None
 
 
 class _Source:
@@ -189,4 +201,5 @@ class _Identity(torch.autograd.Function):
         return None, None, None
 
 
+_RUN_BACKWARD = _find_run_backward()
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["BodyCallError", "BodyCut", "Layers", "body_call_text", "find_body"]
+__all__ = ["BodyCallError", "BodyCut", "Layers", "body_call_text", "find_body", "layer_call_text"]
 
 #: Runs the layers of one stage: input of its first layer -> output of its last one.
 Layers = Callable[[Any], Any]
@@ -84,10 +84,23 @@ def body_call_text(name: str, step: str, calls: int) -> str:
         step: The user's step, such as ``"training_step"``.
         calls: How often it was called.
     """
-    times = {0: "did not call", 1: "called a layer of"}.get(calls, f"called {calls} times")
+    times = "did not call" if calls == 0 else f"called {calls} times"
     return (
         f"`{step}` {times} the body {name!r}. With a pipeline the body must be called exactly once in a step, as a"
         f" whole: `x = self.{name}(x)`, not layer by layer or in a loop over its layers."
+    )
+
+
+def layer_call_text(name: str) -> str:
+    """The text for a call of a layer that lives on another stage.
+
+    Args:
+        name: The dotted name of the body.
+    """
+    return (
+        f"A layer of the body {name!r} was called that lives on another stage. In a step the body must be called"
+        f" exactly once, as a whole: `x = self.{name}(x)`, not layer by layer or in a loop over its layers. Outside of"
+        " steps no rank can run the model: use `trainer.predict`, or load a checkpoint into a new module."
     )
 
 

@@ -122,7 +122,7 @@ def test_forwards_only() -> None:
 def test_lists_of_two_ranks() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=3)
     assert [" ".join(map(str, actions)) for actions in schedule.actions] == [
-        "0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B0 0F2 0SEND_F2 0RECV_B2 0B1 0B2",
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0F2 0SEND_F2 0RECV_B2 0B1 0B2",
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1RECV_F2 1F1 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
     ]
 
@@ -276,7 +276,8 @@ def test_receives_are_posted_when_the_message_before_is_worked_on(layout: tuple[
             on_channel = [a for a in before if a.kind.is_receive and schedule.channel(a) == channel]
             assert [a for a in after if a.kind.is_receive and schedule.channel(a) == channel] == on_channel
             users = {schedule.receive_for(action): action for action in after if action.kind.is_compute}
-            before_that = 0  # computations before the one that works on the previous message
+            # computations before the one that works on the previous message; at first, before the one before its own
+            before_that = max(0, num_computations_before(after, users[on_channel[0]]) - 1)
             for receive in on_channel:
                 originally = num_computations_before(before, receive)
                 assert num_computations_before(after, receive) == min(originally, before_that)

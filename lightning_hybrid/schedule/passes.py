@@ -62,10 +62,11 @@ def post_receives_early(schedule: Schedule) -> Schedule:
         before    B0 SEND_B0 RECV_F3         F3 SEND_F3  B1 SEND_B1 RECV_F4 F4
         after     B0 SEND_B0         RECV_F4 F3 SEND_F3  B1 SEND_B1         F4
 
-    The receive moves in front of the computation that works on the message before it on its channel, and stays behind
-    the sends there, for which others wait. So next to the message that is being worked on there is memory for one more,
-    and its sender finds the receive posted. It never moves back, and never past another receive of its channel. Posting
-    a receive earlier can only let its send pass earlier, so a schedule that did not deadlock still does not.
+    The receive moves in front of the computation that works on the message before it on its channel (the first one of a
+    channel: in front of the computation before its own), and stays behind the sends there, for which others wait. So
+    its sender finds the receive posted. With one chunk per rank, a channel needs memory for one message more than the
+    one that is being worked on. A receive never moves back, and never past another one of its channel. Posting it
+    earlier can only let its send pass earlier, so a schedule that did not deadlock still does not.
     """
     return replace(schedule, actions=tuple(tuple(_post_early(schedule, actions)) for actions in schedule.actions))
 
@@ -85,7 +86,7 @@ def _post_early(schedule: Schedule, actions: tuple[Action, ...]) -> list[Action]
             gaps[gap].append(action)
         else:
             channel = schedule.channel(action)
-            earlier = user_before.get(channel, 0)
+            earlier = user_before.get(channel, max(0, users[action] - 1))
             (early[earlier] if earlier < gap else gaps[gap]).append(action)
             user_before[channel] = users[action]
     moved: list[Action] = []

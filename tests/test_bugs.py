@@ -1,0 +1,214 @@
+"""One story for each bug that there has been."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
+
+from tests.pool import Pools
+from tests.training_jobs import PP2, Losses, Regression, assert_same, dataset, loader, make_trainer, together, weights
+
+Layout = Mapping[str, Any] | None
+
+
+def fitted(layout: Layout, module: Regression, *callbacks: Callback, **arguments: Any) -> tuple[list[float], Any]:
+    losses = Losses()
+    trainer = make_trainer(layout, callbacks=[*callbacks, losses], **arguments)
+    trainer.fit(module, loader())
+    return losses.values, weights(module)
+
+
+def check_fit(ranks: Pools, job: Any, layout: Layout = PP2) -> None:
+    """`job(layout)` has the losses and weights of one process on two ranks."""
+    losses, expected = job(None)
+    results = ranks(2, lightning=True).run(job, layout)
+    assert_same([result[0] for result in results], [losses, losses])
+    assert_same(together([result[1] for result in results]), expected)
+
+
+class Uneven(Regression):
+    """Micro-batches of 1 and 7 samples, and a body whose input is divided in another way again."""
+
+    def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
+        return [tuple(part[:1] for part in batch), tuple(part[1:] for part in batch)]
+
+    def split_body_input(self, x: Tensor, num_microbatches: int) -> list[Tensor]:
+        return [x[:3], x[3:4], x[4:]]
+
+    def join_body_output(self, outputs: list[Tensor]) -> Tensor:
+        return torch.cat(outputs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("logged", loss, sync_dist=True)
+        return loss
+
+
+def with_uneven_parts(layout: Layout) -> tuple[list[float], Any]:
+    return fitted(layout, Uneven(), max_steps=4)
+
+
+def test_microbatches_of_the_users_own_count_by_their_samples(ranks: Pools) -> None:
+    check_fit(ranks, with_uneven_parts)
+
+
+def validated_with_uneven_parts(layout: Layout) -> Any:
+    return make_trainer(layout).validate(Uneven(), loader(), verbose=False)
+
+
+def test_body_inputs_may_be_divided_into_parts_of_any_shape(ranks: Pools) -> None:
+    expected = validated_with_uneven_parts(None)
+    assert_same(ranks(2, lightning=True).run(validated_with_uneven_parts, PP2), [expected, expected])
+
+
+class Masked(Regression):
+    """The mean over samples whose feature is positive: in some micro-batches there are none."""
+
+    def microbatch_weight(self, batch: Any) -> Tensor:
+        return (batch[0][:, 0] > 0.4).sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        mask = x[:, 0] > 0.4
+        return nn.functional.mse_loss(self(x)[mask], y[mask])
+
+
+def with_empty_microbatches(layout: Layout) -> tuple[list[float], Any]:
+    return fitted(layout, Masked(), max_steps=4)
+
+
+def test_a_microbatch_that_counts_nothing_does_not_spoil_the_loss(ranks: Pools) -> None:
+    counts = [[int((part > 0.4).sum()) for part in batch[0][:, 0].chunk(4)] for batch in list(loader())[:4]]
+    assert any(0 in count for count in counts), "this test is about empty ones"
+    assert all(sum(count) > 0 for count in counts)
+    check_fit(ranks, with_empty_microbatches)
+
+
+class Normalized(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[4] = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)).double()
+
+
+def averaged_with_batch_norm(layout: Layout) -> tuple[list[float], Any]:
+    averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    return fitted(layout, Normalized(), averaging, max_epochs=3)
+
+
+def test_weight_averaging_runs_its_extra_epoch_without_gradients(ranks: Pools) -> None:
+    layout = {**PP2, "num_microbatches": 1}  # statistics of whole batches, as in one process
+    check_fit(ranks, averaged_with_batch_norm, layout)
+
+
+class Backbone(Regression):
+    @property
+    def backbone(self) -> nn.Module:
+        return self.body
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+def finetuned(layout: Layout) -> tuple[list[float], Any]:
+    return fitted(layout, Backbone(), BackboneFinetuning(1, lambda _: 1.5, backbone_initial_lr=0.01), max_epochs=3)
+
+
+def test_the_body_can_be_unfrozen_by_a_callback(ranks: Pools) -> None:
+    check_fit(ranks, finetuned)
+
+
+class Extra(Regression):
+    """A part of it keeps something that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.counter.count += 1
+        return self.loss(batch)
+
+
+class Counter(nn.Module):
+    count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def resumed(layout: Layout, path: str) -> int:
+    trainer = make_trainer(layout, max_steps=2)
+    trainer.fit(Extra(), loader())
+    trainer.save_checkpoint(path)
+    module = Extra()
+    make_trainer(layout, max_steps=3, max_epochs=2).fit(module, loader(), ckpt_path=path)
+    return module.counter.count
+
+
+@pytest.mark.parametrize("layout", [{}, {**PP2, "num_microbatches": 1}])
+def test_extra_state_that_is_no_tensor_is_saved_and_loaded(ranks: Pools, layout: Layout, tmp_path: Any) -> None:
+    size = 2 if layout else 1
+    assert ranks(size, lightning=True).run(resumed, layout, str(tmp_path / "a.ckpt"))[-1] == 3
+
+
+class Endless(Sampler[int]):
+    """Has no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(36))
+
+
+def fitted_without_length(layout: Layout) -> int:
+    trainer = make_trainer(layout, max_steps=3)
+    trainer.fit(Regression(), DataLoader(dataset(), 4, sampler=Endless()))
+    return trainer.global_step
+
+
+def test_a_sampler_without_a_length_is_divided(ranks: Pools) -> None:
+    assert ranks(2, lightning=True).run(fitted_without_length, {"data_parallel_size": 2}) == [3, 3]
+
+
+class Peeking(Callback):
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module(torch.zeros(1, 6, dtype=torch.float64))
+
+
+def peeked(layout: Layout) -> str:
+    with pytest.raises(ValueError, match="layer") as caught:
+        fitted(layout, Regression(), Peeking())
+    return str(caught.value)
+
+
+def test_running_the_model_outside_of_steps_is_refused_with_what_to_do(ranks: Pools) -> None:
+    for text in ranks(2, lightning=True).run(peeked, PP2):
+        assert "Outside of steps no rank can run the model: use `trainer.predict`" in text
+
+
+class Skipping(DataLoader[Any]):
+    """A loader that gives ``None`` in the middle."""
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            yield batch
+            if number == 1:
+                yield None
+
+
+def batches_seen(layout: Layout) -> int:
+    from lightning_hybrid.data import ComparedLoader
+
+    return len(list(ComparedLoader(Skipping(dataset(), 12), torch.distributed.group.WORLD)))
+
+
+def test_a_batch_that_is_none_is_not_the_end(ranks: Pools) -> None:
+    assert ranks(2).run(batches_seen, None) == [4, 4]
