@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Optimizer
@@ -17,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hybrid.mesh import AXES
 from lightning_hybrid.schedule import SCHEDULES
 
-__all__ = ["agree", "check_arguments", "check_module", "check_optimizers", "check_trainer"]
+__all__ = ["agree", "check_arguments", "check_module", "check_optimizers", "check_storage_options", "check_trainer"]
 
 _AT_LEAST_ONE = ("tensor_parallel_size", "pipeline_parallel_size", "num_chunks")
 _AUTO = ("data_parallel_size", "num_microbatches")
@@ -180,6 +181,23 @@ def check_optimizers(optimizers: list[Optimizer], *, cut: bool) -> None:
         raise ValueError(
             "LBFGS searches along the gradient of the whole model, of which each stage knows a part. Use an optimizer"
             " that treats parameters one by one, such as AdamW or SGD, or pipeline_parallel_size=1."
+        )
+
+
+def check_storage_options(plugin: CheckpointIO, options: Any) -> None:
+    """Check how a checkpoint is to be written: the plugin does, but on rank 0 only.
+
+    Args:
+        plugin: Writes checkpoints.
+        options: What `Trainer.save_checkpoint` was given.
+
+    Raises:
+        TypeError: If the plugin has no use for options; as Lightning says it.
+    """
+    if options is not None and type(plugin).save_checkpoint is TorchCheckpointIO.save_checkpoint:
+        raise TypeError(
+            "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for"
+            f" `{type(plugin).__name__}`. Pass a plugin of your own: Trainer(plugins=[MyCheckpointIO()])."
         )
 
 

@@ -19,9 +19,8 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -34,9 +33,9 @@ from torch.optim import Optimizer
 from lightning_hybrid import optimization, refusals
 from lightning_hybrid.assembly import Assembly
 from lightning_hybrid.clipping import clip_by_total_norm, total_norm
-from lightning_hybrid.exchange import reduce_over
+from lightning_hybrid.collectives import ReplicaCollectives
 from lightning_hybrid.failure import close_groups, is_transport
-from lightning_hybrid.mesh import resolve_sizes
+from lightning_hybrid.mesh import Mesh, resolve_sizes
 from lightning_hybrid.precision import adapt, check_optimizer
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.transfer import pinned
@@ -44,7 +43,7 @@ from lightning_hybrid.transfer import pinned
 __all__ = ["HybridStrategy"]
 
 
-class HybridStrategy(ParallelStrategy):
+class HybridStrategy(ReplicaCollectives):
     """Trains an unmodified LightningModule over data x pipeline parallel ranks, with the numbers of one process.
 
     The body of the module, an `nn.Sequential`, is divided into stages, one or more on each pipeline rank. Each batch is
@@ -145,6 +144,11 @@ class HybridStrategy(ParallelStrategy):
         """The world that a sampler divides the data over: the replicas."""
         mesh = self._parts.mesh
         return {"num_replicas": mesh.data_parallel_size, "rank": mesh.data_rank}
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks."""
+        return self._parts.mesh
 
     @property
     def _parts(self) -> Assembly:
@@ -360,45 +364,10 @@ class HybridStrategy(ParallelStrategy):
         parts = self._parts
         return {"group": parts.mesh.model_group, "counts": parts.replication.counts, "device": self.root_device}
 
-    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas, or over the group that is given."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if group is None or group is dist.group.WORLD:
-            group = self._parts.mesh.data_group
-        return reduce_over(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the replicas, or over a given group: shape ``(replicas, ...)``, with one replica ``(...)``."""
-        mesh = self._parts.mesh
-        if group is None or group is dist.group.WORLD:
-            if mesh.data_parallel_size == 1:
-                return tensor
-            group = mesh.data_group
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (any) of the processes say yes."""
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return int(votes) == self.world_size if all else int(votes) > 0
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for every process."""
-        if not _distributed_is_initialized():
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Give every process the object of one."""
-        if not _distributed_is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint on rank 0."""
+        refusals.check_storage_options(self.checkpoint_io, storage_options)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The undivided module's state on rank 0; empty on other ranks of a pipeline."""
