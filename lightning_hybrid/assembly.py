@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_hybrid.adjustments import Adjustments
+from lightning_hybrid.batch_start import BatchStart
 from lightning_hybrid.checkpoint import WholeCheckpoint
 from lightning_hybrid.data import prepare_loader
 from lightning_hybrid.engine import Engine
@@ -81,6 +82,7 @@ class Assembly:
         self._pipeline: Pipeline | None = None
         self._boundary: EpochBoundary | None = None
         self._adjustments: Adjustments | None = None
+        self.batch_start = BatchStart(self._streams)
         self._placement = Placement(None, (), (range(0),), 1)
         self._evaluations, self._transfers = count(), count()
         self._moves_microbatches: bool | None = None
@@ -208,6 +210,8 @@ class Assembly:
             source=(mesh.pipeline_parallel_size - 1) * mesh.tensor_parallel_size,
         )
         self._boundary.install(trainer)
+        if mesh.model_group.size() > 1:
+            trainer.callbacks.insert(0, self.batch_start)  # type: ignore[attr-defined]
         transfer = self._module._on_before_batch_transfer
 
         @functools.wraps(transfer)
@@ -227,6 +231,8 @@ class Assembly:
         self._adjustments.remove()
         self._pipeline.metrics.remove()
         self._boundary.remove(trainer)
+        self.batch_start.close()
+        trainer.callbacks = [each for each in trainer.callbacks if each is not self.batch_start]  # type: ignore[attr-defined]
         self._boundary = None
         vars(self._module).pop("_on_before_batch_transfer", None)
         if not self.board.failed:

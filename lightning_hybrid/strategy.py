@@ -269,6 +269,7 @@ class HybridStrategy(ReplicaCollectives):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch forward, and with a pipeline backward too."""
         parts = self._parts
+        parts.batch_start.close()
         parts.replication.equalize_buffers()
         if parts.training is None:
             return super().training_step(*args, **kwargs)
@@ -328,6 +329,7 @@ class HybridStrategy(ReplicaCollectives):
 
     def _evaluate(self, name: str, args: tuple[Any, ...], context: Callable[[], Any]) -> Any:
         evaluation = self._parts.evaluation
+        self._parts.batch_start.close()
         if evaluation is None:
             with context():
                 return getattr(self._module, name)(*args)

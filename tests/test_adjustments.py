@@ -52,6 +52,7 @@ def summarized(layout: Layout, rich: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.rows(33)
 @pytest.mark.parametrize("rich", [False, True])
 def test_the_summary_is_that_of_the_whole_model(ranks: Pools, rich: bool) -> None:
     expected = summarized(None, rich)
@@ -77,6 +78,7 @@ def throughput(layout: Layout, batch_size: int) -> dict[str, float]:
     return {key: value for key, value in last.items() if key.startswith("train")}
 
 
+@pytest.mark.rows(38)
 @pytest.mark.parametrize("name", ["pp2", "pp2 x dp2"])
 def test_throughput_counts_replicas_and_not_stages(ranks: Pools, name: str) -> None:
     size, replicas, layout = LAYOUTS[name]
@@ -97,6 +99,7 @@ def pruned(layout: Layout) -> str:
     return str(caught.value)
 
 
+@pytest.mark.rows(36)
 def test_pruning_is_refused_on_every_rank(ranks: Pools) -> None:
     texts = ranks(2, lightning=True).run(pruned, PP2)
     assert texts[0] == texts[1]
@@ -123,6 +126,7 @@ def clipped(layout: Layout) -> tuple[float, float, list[str]]:
     return module.norm, float(next(p.detach().sum() for p in module.parameters() if not p.is_meta)), texts
 
 
+@pytest.mark.rows(10)
 def test_clipping_by_hand_knows_the_whole_model_and_says_how(ranks: Pools) -> None:
     norm, weight, _ = clipped(None)
     first, other = ranks(2, lightning=True).run(clipped, PP2)
@@ -139,6 +143,7 @@ def profiled(layout: Layout) -> dict[str, int]:
     return {name: len(seconds) for name, seconds in durations.items() if name.startswith("[pipeline]")}
 
 
+@pytest.mark.rows(65)
 def test_profilers_see_what_the_pipeline_does(ranks: Pools) -> None:
     first, last = ranks(2, lightning=True).run(profiled, PP2)
     work = {f"[pipeline]{name}": 2 * 4 for name in ("forward", "backward", "send", "receive")}
@@ -154,6 +159,7 @@ def monitored(layout: Layout) -> bool:
     return any("DeviceStatsMonitor" in key for _, metrics in memory.history for key in metrics)
 
 
+@pytest.mark.rows(37)
 def test_device_statistics_are_logged_by_each_rank_for_itself(ranks: Pools) -> None:
     pytest.importorskip("psutil")
     assert ranks(2, lightning=True).run(monitored, PP2) == [True, True]

@@ -39,6 +39,7 @@ def replaced_and_put_back() -> None:
     assert module[1].running_mean.dtype is torch.float64
 
 
+@pytest.mark.rows(63)
 def test_layers_are_replaced_and_put_back(ranks: Pools) -> None:
     ranks(2).run(replaced_and_put_back)
 
@@ -65,6 +66,7 @@ def validated(layout: dict[str, Any], sync_batchnorm: bool) -> Any:
     return metrics, kind, None if group is None else group.size(), type(module.body[1][1]).__name__
 
 
+@pytest.mark.rows(63)
 @pytest.mark.parametrize("layout", [{"pipeline_parallel_size": 2, "num_microbatches": 2}, {}])
 def test_sync_batchnorm_is_over_the_replicas(ranks: Pools, layout: dict[str, Any]) -> None:
     size = 2 * layout.get("pipeline_parallel_size", 1)

@@ -102,6 +102,7 @@ def averaged_with_batch_norm(layout: Layout) -> tuple[list[float], Any]:
     return fitted(layout, Normalized(), averaging, max_epochs=3)
 
 
+@pytest.mark.rows(35)
 def test_weight_averaging_runs_its_extra_epoch_without_gradients(ranks: Pools) -> None:
     layout = {**PP2, "num_microbatches": 1}  # statistics of whole batches, as in one process
     check_fit(ranks, averaged_with_batch_norm, layout)
@@ -120,6 +121,7 @@ def finetuned(layout: Layout) -> tuple[list[float], Any]:
     return fitted(layout, Backbone(), BackboneFinetuning(1, lambda _: 1.5, backbone_initial_lr=0.01), max_epochs=3)
 
 
+@pytest.mark.rows(36)
 def test_the_body_can_be_unfrozen_by_a_callback(ranks: Pools) -> None:
     check_fit(ranks, finetuned)
 
@@ -212,3 +214,26 @@ def batches_seen(layout: Layout) -> int:
 
 def test_a_batch_that_is_none_is_not_the_end(ranks: Pools) -> None:
     assert ranks(2).run(batches_seen, None) == [4, 4]
+
+
+class MixUp(Callback):
+    """Mixes the samples of a batch in place: inputs on the first stage, targets on the last one."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        share, order = torch.rand(1, dtype=torch.float64), torch.randperm(len(batch[0]))
+        batch[0].copy_(share * batch[0] + (1 - share) * batch[0][order])
+        batch[1].copy_(share * batch[1] + (1 - share) * batch[1][order])
+        self.drawn = [float(share), *map(float, order)]
+
+
+def mixed(layout: Layout) -> Any:
+    mix, state = MixUp(), torch.random.get_rng_state()
+    losses, _ = fitted(layout, Regression(), mix, max_steps=3)
+    return losses, mix.drawn, torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_callback_that_mixes_samples_draws_the_same_on_every_stage(ranks: Pools) -> None:
+    first, last = ranks(2, lightning=True).run(mixed, PP2)
+    assert first[:2] == last[:2]
+    assert first[1] == ranks(2, lightning=True).run(mixed, PP2)[0][1], "reproducible"
+    assert last[2], "the ranks that do not load draw nothing outside"

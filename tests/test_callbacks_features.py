@@ -118,11 +118,13 @@ def check(ranks: Pools, layout_name: str, name: str) -> None:
         assert_same({**result, "calls": None}, {**expected, "calls": None})
 
 
+@pytest.mark.rows(7, 31, 32, 34, 35, 36, 39, 65, 72)
 @pytest.mark.parametrize("name", STORIES)
 def test_a_callback_in_a_pipeline_does_what_it_does_in_one_process(ranks: Pools, name: str) -> None:
     check(ranks, "pp2", name)
 
 
+@pytest.mark.rows(7, 32, 34, 35, 36)
 @pytest.mark.parametrize("name", ["accumulation", "learning rates", "average", "stochastic average", "finetuning"])
 def test_a_callback_with_two_replicas_does_what_it_does_in_one_process(ranks: Pools, name: str) -> None:
     check(ranks, "pp2 x dp2", name)
@@ -132,6 +134,7 @@ def order_of_hooks(layout: Layout) -> list[str]:
     return told(layout, "accumulation with an incomplete window", 8)["calls"]
 
 
+@pytest.mark.rows(6, 7)
 def test_hooks_are_called_in_an_order_in_which_gradients_survive(ranks: Pools) -> None:
     for calls in ranks(2, lightning=True).run(order_of_hooks, PP2):
         windows = " ".join(calls).split("step")

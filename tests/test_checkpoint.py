@@ -94,6 +94,7 @@ def assert_continues(resumed: dict[str, Any], straight: dict[str, Any]) -> None:
     assert_same(resumed, {**straight, "losses": losses[len(losses) // 2 :]})
 
 
+@pytest.mark.rows(51, 53)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_checkpoint_is_that_of_the_undivided_model_and_resumes_anywhere(
     ranks: Pools, tmp_path: Path, name: str
@@ -153,6 +154,7 @@ class Tested(Regression):
         self.log("loss", self.loss(batch))
 
 
+@pytest.mark.rows(51, 52)
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_the_best_checkpoint_is_loaded_for_a_test(ranks: Pools, tmp_path: Path, weights_only: bool) -> None:
     expected = evaluate_best(None, str(tmp_path / "one"), weights_only)

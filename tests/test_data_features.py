@@ -189,6 +189,7 @@ def observed_all(layout: Layout, kinds: list[str], batch_size: int) -> dict[str,
     return {kind: observed(layout, kind, batch_size) for kind in kinds}
 
 
+@pytest.mark.rows(41, 43)
 def test_every_rank_sees_the_batches_of_one_process(ranks: Pools) -> None:
     expected = observed_all(None, KINDS, 8)
     assert expected["shuffled"]["numbers"][3] != expected["in order"]["numbers"][3]
@@ -196,12 +197,14 @@ def test_every_rank_sees_the_batches_of_one_process(ranks: Pools) -> None:
         assert_same(result, expected)
 
 
+@pytest.mark.rows(44)
 def test_batches_smaller_than_the_number_of_stages_train_as_in_one_process(ranks: Pools) -> None:
     expected = observed(None, "tiny batches", 8)
     for result in ranks(3, lightning=True).run(observed, LAYOUTS["pp3"][2], "tiny batches", 8):
         assert_same(result, expected)
 
 
+@pytest.mark.rows(41)
 def test_two_replicas_together_see_the_batches_of_one_process(ranks: Pools) -> None:
     kinds = ["in order", "shuffled", "shuffled, own generator", "torch's batch sampler", "drop last"]
     expected = observed_all(None, kinds, 16)
@@ -222,6 +225,7 @@ def _interleaved(first: list[int], second: list[int]) -> list[int]:
     return [number for pair in zip(first, second, strict=True) for number in pair]
 
 
+@pytest.mark.rows(42)
 def test_random_augmentation_is_the_same_in_a_model_group_and_differs_between_replicas(ranks: Pools) -> None:
     kinds = ["torch noise", "torch noise worker", "numpy noise shuffled", "random noise"]
     results = ranks(4, lightning=True).run(observed_all, PP2_DP2, kinds, 8)
@@ -255,6 +259,7 @@ def limited(layout: Layout) -> list[Any]:
     return [observed(layout, "shuffled", 8, limits) for limits in LIMITS]
 
 
+@pytest.mark.rows(66)
 def test_limits_of_the_trainer_hold_as_in_one_process(ranks: Pools) -> None:
     expected = limited(None)
     for result in ranks(2, lightning=True).run(limited, PP2):

@@ -74,6 +74,7 @@ def monitored(layout: Layout, batch_size: int, directory: str) -> dict[str, Any]
     }
 
 
+@pytest.mark.rows(28, 29, 30)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_monitors_agree_on_all_ranks_and_with_one_process(ranks: Pools, tmp_path: Path, name: str) -> None:
     size, replicas, layout = LAYOUTS[name]
@@ -172,6 +173,7 @@ def life(layout: Layout, batch_size: int) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.rows(20, 45, 71)
 @pytest.mark.parametrize("name", ["pp2", "pp3", "chunks 2"])
 def test_what_steps_return_reaches_every_rank_in_a_whole_life_of_fits_and_tests(ranks: Pools, name: str) -> None:
     size, _, layout = LAYOUTS[name]
@@ -182,6 +184,7 @@ def test_what_steps_return_reaches_every_rank_in_a_whole_life_of_fits_and_tests(
         assert_same(result, expected)
 
 
+@pytest.mark.rows(20)
 def test_what_steps_return_at_two_replicas_is_each_replicas_share(ranks: Pools) -> None:
     expected = life(None, 16)
     results = ranks(4, lightning=True).run(life, LAYOUTS["pp2 x dp2"][2], 8)
@@ -224,6 +227,7 @@ def predictions(layout: Layout, batch_size: int, num_samples: int) -> tuple[Any,
     return predicted, writer.batches, writer.epoch
 
 
+@pytest.mark.rows(47)
 def test_predictions_come_in_order_and_once_for_each_sample_with_their_indices(ranks: Pools) -> None:
     expected = predictions(None, 8, 33)
     for result in ranks(2, lightning=True).run(predictions, PP2, 8, 33):
@@ -285,6 +289,7 @@ def clipped(layout: Layout, batch_size: int, algorithm: str, value: float) -> di
     return {"norms": norms.values, "weights": weights(module)}
 
 
+@pytest.mark.rows(8, 9, 60)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.3), ("value", 0.05)])
 def test_gradient_norm_and_clipping_with_tied_parameters_are_those_of_one_process(

@@ -88,6 +88,7 @@ def written(layout: Layout, batch_size: int, function: str, **arguments: Any) ->
     return [(logger.pages, logger.history) for logger in loggers], text, trainer.loggers == loggers
 
 
+@pytest.mark.rows(76)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_calls_in_evaluation_are_those_of_one_process(ranks: Pools, name: str) -> None:
     size, replicas, layout = LAYOUTS[name]
@@ -101,6 +102,7 @@ def test_calls_in_evaluation_are_those_of_one_process(ranks: Pools, name: str) -
         assert restored
 
 
+@pytest.mark.rows(76)
 def test_calls_in_training_are_made_for_each_microbatch_in_order(ranks: Pools) -> None:
     layout = {**PP2, "num_microbatches": 2}
     (pages, text, restored), other = ranks(2, lightning=True).run(
@@ -135,6 +137,7 @@ def images_and_text(layout: Layout, directory: str) -> list[str]:
     return [logger.log_dir for logger in loggers]
 
 
+@pytest.mark.rows(76)
 def test_images_text_and_metrics_reach_the_files_of_real_loggers(ranks: Pools, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

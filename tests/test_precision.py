@@ -220,6 +220,7 @@ def test_plugins_of_other_strategies_are_refused() -> None:
     assert all(repr(precision) in str(caught.value) for precision in SUPPORTED)
 
 
+@pytest.mark.rows(14)
 @pytest.mark.parametrize("name", ["TransformerEnginePrecision", "BitsandbytesPrecision"])
 def test_plugins_that_replace_layers_are_refused(name: str) -> None:
     kind = getattr(pl.plugins.precision, name)
@@ -227,6 +228,7 @@ def test_plugins_that_replace_layers_are_refused(name: str) -> None:
         check(kind.__new__(kind))  # its libraries are not installed
 
 
+@pytest.mark.rows(13)
 def test_fused_optimizers_cannot_unscale() -> None:
     parameters = [nn.Parameter(torch.zeros(2))]
     fused, plain = torch.optim.AdamW(parameters, fused=True), torch.optim.AdamW(parameters)

@@ -83,6 +83,7 @@ def precise(layout: Layout, batch_size: int, precision: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.rows(11, 12)
 @pytest.mark.parametrize("name", ["pp2", "pp2 x dp2", "chunks 2"])
 @pytest.mark.parametrize(
     ("precision", "dtype", "rtol"),
@@ -138,6 +139,7 @@ def overflow(layout: Layout, layer: int) -> dict[str, Any]:
     return {"history": module.history, "weights": weights(module)}
 
 
+@pytest.mark.rows(11)
 @pytest.mark.parametrize("layer", [1, 4])
 def test_an_overflow_of_one_stage_skips_the_step_of_all(ranks: Pools, layer: int) -> None:
     for size, layout in ((2, PP2), (4, LAYOUTS["pp2 x dp2"][2])):

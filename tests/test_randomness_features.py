@@ -128,6 +128,7 @@ def dropped(layout: Layout, seed: int) -> dict[str, Any]:
     return {"masks": masks, "losses": losses.values}
 
 
+@pytest.mark.rows(64, 72)
 def test_dropout_differs_between_layers_stages_and_replicas_and_is_reproducible(ranks: Pools) -> None:
     results = ranks(4, lightning=True).run(dropped, PP2_DP2, 1)
     again = ranks(4, lightning=True).run(dropped, PP2_DP2, 1)
@@ -191,6 +192,7 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(ranks: Pools, tmp_
         assert_same(resumed, straight)
 
 
+@pytest.mark.rows(72)
 @pytest.mark.parametrize("layout", [PP2])
 def test_the_first_losses_of_two_runs_with_one_seed_are_equal(ranks: Pools, layout: dict[str, Any]) -> None:
     first, second = (ranks(2, lightning=True).run(dropped, layout, 5) for _ in range(2))

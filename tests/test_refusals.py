@@ -61,6 +61,7 @@ def test_impossible_arguments_are_refused_with_their_values(
         assert word in str(error.value)
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -239,6 +240,7 @@ def check_refused(
     return names[0], texts[0]
 
 
+@pytest.mark.rows(15, 16, 17, 18, 21)
 @pytest.mark.parametrize(
     ("make", "layout", "kind", "words"),
     [
@@ -276,6 +278,7 @@ def test_a_body_whose_refusal_differs_by_rank_is_still_one_text(ranks: Pools) ->
     assert "SmallBody" in text
 
 
+@pytest.mark.rows(75)
 @pytest.mark.parametrize("how", ["none", "loop", "index", "slice", "twice", "nested", "caught"])
 @pytest.mark.parametrize("at_batch", [0, 1])
 def test_a_body_that_is_not_called_once_as_a_whole_is_refused_on_every_rank(
@@ -289,6 +292,7 @@ def test_a_body_that_is_not_called_once_as_a_whole_is_refused_on_every_rank(
         assert "2 times" in text
 
 
+@pytest.mark.rows(75)
 @pytest.mark.parametrize("how", ["none", "loop", "twice"])
 def test_a_body_that_is_not_called_once_in_validation_is_refused_on_every_rank(ranks: Pools, how: str) -> None:
     name, text = check_refused(ranks, BadCall, how, how="validate", size=3, layout={"pipeline_parallel_size": 3})
@@ -302,6 +306,7 @@ def test_a_body_call_is_refused_in_every_model_group(ranks: Pools) -> None:
     assert "2 times" in text
 
 
+@pytest.mark.rows(19)
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -333,6 +338,7 @@ def fused(layout: Mapping[str, Any]) -> str:
     return str(error.value)
 
 
+@pytest.mark.rows(13)
 def test_a_fused_optimizer_with_a_scaler_is_refused_on_every_rank(ranks: Pools) -> None:
     first, second = ranks(2, lightning=True).run(fused, PP2)
     assert first == second
@@ -349,5 +355,6 @@ def survivors() -> list[str]:
     return done
 
 
+@pytest.mark.rows(15, 16, 17, 18)
 def test_what_a_pipeline_refuses_works_without_one(ranks: Pools) -> None:
     assert len(ranks(1, lightning=True).run(survivors)[0]) == 4

@@ -79,6 +79,7 @@ def fitted_by_name(name: str) -> dict[str, Any]:
     return fitted({}, strategy=name)
 
 
+@pytest.mark.rows(1, 3)
 @pytest.mark.parametrize(("size", "name"), [(1, "hybrid"), (2, "hybrid_pp2"), (2, "HYBRID_PP2")])
 def test_the_strategy_has_names(ranks: Pools, size: int, name: str) -> None:
     expected = fitted(None)
@@ -86,6 +87,7 @@ def test_the_strategy_has_names(ranks: Pools, size: int, name: str) -> None:
         assert_same(result, expected)
 
 
+@pytest.mark.rows(1)
 def test_an_unknown_name_is_lightnings_error() -> None:
     with pytest.raises(ValueError, match="hybrid_pp3"):
         make_trainer(None, strategy="hybrid_pp3", devices=3)
@@ -107,6 +109,7 @@ def from_yaml(path: str, words: list[str]) -> dict[str, Any]:
     return {"metrics": plain(cli.trainer.callback_metrics), "strategy": type(cli.trainer.strategy).__name__}
 
 
+@pytest.mark.rows(2)
 def test_yaml_and_the_command_line_make_the_strategy(ranks: Pools, tmp_path: Path) -> None:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "enable_model_summary": False, **quiet}
@@ -121,6 +124,7 @@ def test_yaml_and_the_command_line_make_the_strategy(ranks: Pools, tmp_path: Pat
             assert_same(result, expected)
 
 
+@pytest.mark.rows(2)
 def test_every_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         "data_parallel_size": 1,
@@ -175,6 +179,7 @@ def asked(layout: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.rows(74)
 @pytest.mark.parametrize("order", ["pp-dp-tp", "dp-pp-tp"])
 def test_the_users_world_is_the_data_parallel_group(ranks: Pools, order: str) -> None:
     results = ranks(4, lightning=True).run(asked, {**PP2, "rank_order": order})

@@ -27,6 +27,7 @@ Layout = Mapping[str, Any] | None
 # -- other packages and launchers --------------------------------------------------------------------------------------
 
 
+@pytest.mark.rows(4)
 def test_the_other_package_of_lightning_says_that_it_is_another() -> None:
     other = pytest.importorskip("pytorch_lightning")
     with pytest.raises(ValueError, match=r"instance of `pytorch_lightning\.strategies\.Strategy`"):
@@ -35,6 +36,7 @@ def test_the_other_package_of_lightning_says_that_it_is_another() -> None:
         other.Trainer(accelerator="cpu", strategy="hybrid")
 
 
+@pytest.mark.rows(70)
 def test_notebooks_are_refused_by_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
     with pytest.raises(MisconfigurationException, match="not compatible with an interactive environment"):
@@ -56,6 +58,7 @@ def stopped_by_time(layout: Layout) -> tuple[int, int]:
     return trainer.global_step, trainer.current_epoch
 
 
+@pytest.mark.rows(39)
 def test_a_time_limit_stops_every_rank_at_the_same_step(ranks: Pools) -> None:
     first, other = ranks(2, lightning=True).run(stopped_by_time, PP2)
     assert first == other
@@ -68,6 +71,7 @@ def stopped_by_steps(layout: Layout, arguments: Mapping[str, Any]) -> tuple[int,
     return trainer.global_step, trainer.current_epoch
 
 
+@pytest.mark.rows(39)
 @pytest.mark.parametrize(
     "arguments",
     [{"max_steps": 7, "max_epochs": -1}, {"max_epochs": 1, "min_epochs": 2}, {"max_epochs": 3, "min_steps": 12}],
@@ -91,6 +95,7 @@ def barebones(layout: Layout) -> list[Any]:
     return [weights(module)]
 
 
+@pytest.mark.rows(66)
 def test_barebones_trains_the_same(ranks: Pools) -> None:
     results = ranks(2, lightning=True).run(barebones, PP2)
     assert_same(together([result[0] for result in results]), barebones(None)[0])
@@ -118,6 +123,7 @@ def evaluated(layout: Layout, inference_mode: bool) -> Any:
     return metrics, trainer.test_loop.inference_mode
 
 
+@pytest.mark.rows(48)
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_evaluation_may_work_in_place(ranks: Pools, inference_mode: bool) -> None:
     expected = evaluated(None, inference_mode)
@@ -143,6 +149,7 @@ def tuned(layout: Layout, directory: str, as_callback: bool) -> Any:
     return {"results": found.results, "suggestion": found.suggestion(), "rate": module.hparams["learning_rate"]}
 
 
+@pytest.mark.rows(49)
 @pytest.mark.parametrize("as_callback", [False, True])
 def test_the_learning_rate_finder_finds_what_it_finds_in_one_process(
     ranks: Pools, tmp_path: Path, as_callback: bool
@@ -158,6 +165,7 @@ def scaled(layout: Layout) -> str:
     return str(caught.value)
 
 
+@pytest.mark.rows(50)
 def test_the_batch_size_finder_is_refused_by_lightning(ranks: Pools) -> None:
     for text in ranks(2, lightning=True).run(scaled, PP2):
         assert "not supported with distributed strategies" in text
@@ -185,6 +193,7 @@ def saved(layout: Layout, path: str, asynchronous: bool) -> Any:
     return resumed.global_step, weights(module)
 
 
+@pytest.mark.rows(56, 57, 58)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_plugin_writes_and_reads_checkpoints(ranks: Pools, tmp_path: Path, asynchronous: bool) -> None:
     expected = saved(None, str(tmp_path / "one.ckpt"), asynchronous)
@@ -203,6 +212,7 @@ def saved_with_options(layout: Layout, path: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.rows(58)
 def test_storage_options_are_refused_on_every_rank_by_a_plugin_that_has_none(ranks: Pools, tmp_path: Path) -> None:
     texts = ranks(2, lightning=True).run(saved_with_options, PP2, str(tmp_path / "a.ckpt"))
     assert "storage_options" in texts[0]
@@ -219,6 +229,7 @@ def compiled(layout: Layout) -> str:
     return str(caught.value)
 
 
+@pytest.mark.rows(62)
 def test_a_compiled_module_is_refused_by_lightning(ranks: Pools) -> None:
     for text in ranks(2, lightning=True).run(compiled, PP2):
         assert "compiled" in text
@@ -237,6 +248,7 @@ def with_compiled_layers(layout: Layout) -> tuple[list[float], dict[str, Tensor]
     return losses.values, weights(module)
 
 
+@pytest.mark.rows(62)
 def test_layers_that_are_compiled_one_by_one_train(ranks: Pools) -> None:
     losses, expected = with_compiled_layers(None)
     results = ranks(2, lightning=True).run(with_compiled_layers, PP2)
@@ -266,6 +278,7 @@ def configured(layout: Layout) -> tuple[list[float], dict[str, Tensor]]:
     return losses.values, weights(module)
 
 
+@pytest.mark.rows(73)
 def test_a_body_made_in_configure_model_trains(ranks: Pools) -> None:
     losses, expected = configured(None)
     results = ranks(2, lightning=True).run(configured, PP2)
@@ -290,6 +303,7 @@ def gathered(layout: Layout, batch_size: int) -> float:
     return float(trainer.callback_metrics["mean_of_all"])
 
 
+@pytest.mark.rows(74)
 @pytest.mark.parametrize("name", ["pp2", "pp2 x dp2"])
 def test_all_gather_in_a_step_gathers_over_the_replicas(ranks: Pools, name: str) -> None:
     size, replicas, layout = LAYOUTS[name]
@@ -311,6 +325,7 @@ def on_zero(layout: Layout) -> float | None:
     return None if value is None else float(value)
 
 
+@pytest.mark.rows(27)
 def test_a_log_of_rank_zero_only_has_the_value_of_the_last_stage(ranks: Pools) -> None:
     assert_same(ranks(2, lightning=True).run(on_zero, PP2)[0], on_zero(None))
 
@@ -337,6 +352,7 @@ def named_groups(layout: Layout) -> Any:
     return {"losses": losses.values, "rates": rates, "steps": trainer.estimated_stepping_batches}, weights(module)
 
 
+@pytest.mark.rows(31)
 def test_optimizer_groups_by_name_and_attribute_and_estimated_steps(ranks: Pools) -> None:
     expected, whole = named_groups(None)
     results = ranks(3, lightning=True).run(named_groups, LAYOUTS["pp3"][2])

@@ -85,6 +85,7 @@ def results(pools: Pools, request: pytest.FixtureRequest) -> Iterator[Results]:
     return Results(pools, selected)
 
 
+@pytest.mark.rows(6, 59, 60, 61, 64)
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_double_precision(results: Results, case: Case) -> None:

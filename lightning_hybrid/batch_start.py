@@ -1,0 +1,56 @@
+"""Hooks at the start of a batch draw the same random numbers on every rank of a model group."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from itertools import count
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_hybrid.random import RandomStreams
+
+__all__ = ["BatchStart"]
+
+_HOOKS = 5  # tells these random numbers from those of steps and transfer hooks
+
+
+class BatchStart(Callback):
+    """Goes before all other callbacks of the Trainer.
+
+    A callback that mixes samples at the start of a batch (mix-up) does so on every rank: on the first stage it changes
+    the inputs, on the last one the labels. ::
+
+        on_*_batch_start of this   isolated, seeded --.
+        of others, of the module                      | draw
+        step                       <------------------' closed: as if nothing had been drawn
+
+    Args:
+        streams: The random streams.
+    """
+
+    def __init__(self, streams: RandomStreams) -> None:
+        self._streams = streams
+        self._open = ExitStack()
+        self._evaluations = count()
+
+    def close(self) -> None:
+        """The hooks are over."""
+        self._open.close()
+
+    def _begin(self, *coordinates: int) -> None:
+        self.close()  # a hook may have said that its batch is to be skipped
+        self._open.enter_context(self._streams.isolated())
+        self._streams.seed_user(_HOOKS, *coordinates)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Seed for this batch: a resumed run draws the same."""
+        self._begin(1, trainer.fit_loop.epoch_loop.total_batch_idx)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Seed for this batch."""
+        self._begin(0, next(self._evaluations))
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
