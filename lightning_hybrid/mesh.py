@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -65,11 +67,38 @@ def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     return group
 
 
+class _Made:
+    """What was made for the groups of the present world, to be taken over by the next mesh of the same shape."""
+
+    def __init__(self) -> None:
+        self._things: dict[Hashable, Any] = {}
+        self._world: Callable[[], dist.ProcessGroup | None] = lambda: None
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What has this key; made if it is not there. Every rank must ask for the same things in the same order."""
+        world = dist.group.WORLD
+        assert world is not None
+        if self._world() is not world:
+            self._things.clear()
+            self._world = weakref.ref(world)
+        if key not in self._things:
+            self._things[key] = make()
+        return self._things[key]
+
+    def forget(self) -> None:
+        """Let go of everything: torch's mesh holds the group of all ranks."""
+        self._things.clear()
+
+
+_MADE = _Made()
+
+
 class Mesh:
     """Data x tensor x pipeline parallel ranks.
 
     torch owns the process groups; here and elsewhere in the package they are held by weak references. So destroying
-    them closes their connections at once, and a rank that waits for this one notices.
+    them closes their connections at once, and a rank that waits for this one notices. Each group costs threads and
+    files until then, so the next mesh of the same shape takes over the groups of this one.
 
     The *model group* of a rank are the ranks that hold one replica together: all with its data rank. With
     ``rank_order="pp-dp-tp"`` and 2 x 2 x 2 ranks::
@@ -105,10 +134,12 @@ class Mesh:
         self.data_parallel_size = data_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
         self.pipeline_parallel_size = pipeline_parallel_size
-        device_mesh = init_device_mesh(
-            device_type, tuple(sizes[axis] for axis in order), mesh_dim_names=tuple(AXES[axis] for axis in order)
+        shape, names = tuple(sizes[axis] for axis in order), tuple(AXES[axis] for axis in order)
+        device_mesh: DeviceMesh = _MADE.get(
+            (device_type, shape, names), lambda: init_device_mesh(device_type, shape, mesh_dim_names=names)
         )
         self._device_mesh: DeviceMesh | None = device_mesh
+        self._requests: Counter[Hashable] = Counter()
         self._ranks = device_mesh.mesh.permute([order.index(axis) for axis in ("pp", "dp", "tp")])
         self._timeout = timeout
         self._holders: dict[tuple[int, ...], weakref.ref[dist.ProcessGroup] | None] = {}
@@ -130,6 +161,7 @@ class Mesh:
     def abandon(self) -> None:
         """Let go of torch's mesh, after a failure: it holds the group of all ranks, which is to close connections."""
         self._device_mesh = None
+        _MADE.forget()
 
     @property
     def data_group(self) -> dist.ProcessGroup:
@@ -198,9 +230,16 @@ class Mesh:
             partition: The global ranks of each group, in the order that they shall have inside it.
             backend: Of the groups; ``None`` for the one of the world.
         """
-        mine: dist.ProcessGroup | None = None
-        for ranks in partition:
-            group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
-            if dist.get_rank() in ranks:
-                mine = group
-        return mine
+
+        def make() -> weakref.ref[dist.ProcessGroup] | None:
+            mine: weakref.ref[dist.ProcessGroup] | None = None
+            for ranks in partition:
+                group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
+                if dist.get_rank() in ranks:
+                    mine = weakref.ref(group)
+            return mine
+
+        request = (tuple(map(tuple, partition)), backend, self._timeout)
+        self._requests[request] += 1
+        reference = _MADE.get((request, self._requests[request]), make)
+        return None if reference is None else _alive(reference)

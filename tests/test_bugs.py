@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.pool import Pools
 from tests.training_jobs import PP2, Losses, Regression, assert_same, dataset, loader, make_trainer, together, weights
 
 Layout = Mapping[str, Any] | None
+TASKS = Path("/proc/self/task")
 
 
 def fitted(layout: Layout, module: Regression, *callbacks: Callback, **arguments: Any) -> tuple[list[float], Any]:
@@ -237,3 +239,18 @@ def test_a_callback_that_mixes_samples_draws_the_same_on_every_stage(ranks: Pool
     assert first[:2] == last[:2]
     assert first[1] == ranks(2, lightning=True).run(mixed, PP2)[0][1], "reproducible"
     assert last[2], "the ranks that do not load draw nothing outside"
+
+
+def trained_again_and_again(layout: Layout) -> list[tuple[int, int]]:
+    used = []
+    for _ in range(3):
+        fitted(layout, Regression(), max_steps=1)
+        used.append((len(list(TASKS.iterdir())), len(list(Path("/proc/self/fd").iterdir()))))
+    return used
+
+
+@pytest.mark.rows(71)
+@pytest.mark.skipif(not TASKS.is_dir(), reason="counts threads and files as Linux tells them")
+def test_trainers_in_one_process_share_groups(ranks: Pools) -> None:
+    for used in ranks(2, lightning=True).run(trained_again_and_again, PP2):
+        assert used[1] == used[2] == used[0]
