@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 # A room is a module or a sub-package. It imports rooms of lower floors only.
 FLOORS = (
     {"schedule", "partition", "pytree"},  # 0: plain data
-    {"timeline", "microbatch", "header", "placement", "trays"},  # 1
+    {"timeline", "microbatch", "outputs", "header", "placement", "trays"},  # 1
     {"mesh", "random"},  # 2: where torch.distributed begins
     # 3: parts
     {"p2p", "exchange", "stage", "data_parallel", "clipping", "materialize", "failure"},
