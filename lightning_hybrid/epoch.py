@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import pickle
 import weakref
 from collections.abc import Callable
+from numbers import Number
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
+from torchmetrics import Metric
 
+from lightning_hybrid.attributes import assign, digest, mark_attributes, pack, unpack
 from lightning_hybrid.exchange import broadcast_object
 from lightning_hybrid.logging import log_arguments
-from lightning_hybrid.pytree import flatten, map_leaves
 
 __all__ = ["EpochBoundary"]
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, list, tuple, dict, set)
+_MESSAGE, _HEAD = 256, 4  # bytes: what a logged number needs, with its name, and how its length is written
 
 
 class EpochBoundary(Callback):
@@ -38,10 +38,16 @@ class EpochBoundary(Callback):
 
     def __init__(self, module: LightningModule, control_group: dist.ProcessGroup, *, source: int) -> None:
         self._module = module
-        self._group = weakref.ref(control_group)
+        self._reference = weakref.ref(control_group)
         self._source = source
         self._is_source = dist.get_rank(control_group) == source
-        self._before: dict[str, bytes] | None = None
+        self._before: dict[str, Any] | None = None
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._reference()
+        assert group is not None, "the process groups have been destroyed"
+        return group
 
     def install(self, trainer: Trainer) -> None:
         """Put this before the other callbacks, and in the place of `self.log` outside of steps."""
@@ -50,10 +56,14 @@ class EpochBoundary(Callback):
         module = self._module
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if vars(module).get("log") is not log:  # in a step, by something that has kept this function
+                return module.log(name, value, *args, **kwargs)
             arguments = log_arguments(args, kwargs)
-            if isinstance(value, (Tensor, float, int)) and not arguments.get("rank_zero_only"):
+            if isinstance(value, (Tensor, Number)) and not arguments.get("rank_zero_only"):
                 value = self._from_last_stage(name, value)
-            type(module).log(module, name, value, **arguments)
+            elif isinstance(value, Metric) and arguments.get("on_step") is not False:
+                self._share_value_of_batch(name, value)
+            return type(module).log(module, name, value, **arguments)
 
         vars(module)["log"] = log
         self._set_callback_logs(trainer, log)
@@ -72,44 +82,60 @@ class EpochBoundary(Callback):
             callback.log = log
 
     def _from_last_stage(self, name: str, value: Any) -> Any:
-        group = self._group()
-        assert group is not None
-        sent = (name, _to_host(value)) if self._is_source else None
-        received_name, received = broadcast_object(sent, self._source, group)
+        received_name, received = pickle.loads(self._broadcast(pickle.dumps((name, _described(value)))))
         if received_name != name:
             raise ValueError(
                 f"This rank logs {name!r} where the last stage logs {received_name!r}. Log the same keys on every rank,"
                 " or with `rank_zero_only=True`."
             )
-        return received.to(self._module.device) if isinstance(received, Tensor) else received
+        if not isinstance(received, tuple):
+            return received
+        number, dtype, shape = received
+        return torch.tensor(number, dtype=dtype, device=self._module.device).reshape(shape)
+
+    def _share_value_of_batch(self, name: str, metric: Metric) -> None:
+        """What the metric's `forward` said in a step is known on the last stage; Lightning reads it there."""
+        value: Any = metric._forward_cache
+        known = value if isinstance(value, Tensor) and value.numel() == 1 else None
+        received = self._from_last_stage(name, known)
+        if not self._is_source and received is not None:
+            metric._forward_cache = received
+
+    def _broadcast(self, payload: bytes) -> bytes:
+        """The last stage's bytes: in one message of fixed size if they are few, as the values of logs are."""
+        message = torch.zeros(_MESSAGE, dtype=torch.uint8)
+        if self._is_source:
+            head = len(payload).to_bytes(_HEAD, "big") + payload[: _MESSAGE - _HEAD]
+            message[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        dist.broadcast(message, group_src=self._source, group=self._group)
+        received = message.numpy().tobytes()
+        size = int.from_bytes(received[:_HEAD], "big")
+        if size <= _MESSAGE - _HEAD:
+            return received[_HEAD : _HEAD + size]
+        whole: bytes = broadcast_object(payload, self._source, self._group)
+        return whole
 
     def _begin(self) -> None:
         if self._before is not None:  # validation inside a training epoch: what training has kept is not forgotten
             self._share()
         else:
-            self._before = _digests(self._module)
+            self._before = mark_attributes(self._module)
 
     def _share(self) -> None:
         """Give every rank the last stage's value of what changed on any rank and is not equal everywhere."""
-        group, before = self._group(), self._before or {}
-        assert group is not None
-        now = _digests(self._module)
-        changed = {name for name, digest in now.items() if before.get(name) != digest}
-        everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, (changed, now), group=group)
-        wanted = sorted(set().union(*(names for names, _ in everyone)) & everyone[self._source][1].keys())
-        wanted = [name for name in wanted if len({digests.get(name) for _, digests in everyone}) > 1]
+        before, now = self._before or {}, mark_attributes(self._module)
+        packed = {name: pack(vars(self._module)[name]) for name, mark in now.items() if before.get(name) != mark}
+        everyone: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyone, {name: digest(data) for name, data in packed.items()}, group=self._group)
+        changed = sorted(set().union(*everyone))
+        wanted = [name for name in changed if len({digests.get(name) for digests in everyone}) > 1]
         if wanted:
-            mine = (
-                {name: map_leaves(_to_host, vars(self._module)[name]) for name in wanted} if self._is_source else None
-            )
-            values = broadcast_object(mine, self._source, group)
-            if not self._is_source:
-                device = self._module.device
-                for name, value in values.items():
-                    value = map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
-                    vars(self._module)[name] = value
-        self._before = _digests(self._module)
+            mine = {name: packed.get(name) or pack(vars(self._module)[name]) for name in wanted if name in now}
+            received = broadcast_object(mine if self._is_source else None, self._source, self._group)
+            for name, data in received.items():
+                if not self._is_source and data is not None:
+                    assign(self._module, name, unpack(data, self._module.device))
+        self._before = mark_attributes(self._module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember the attributes."""
@@ -124,28 +150,8 @@ class EpochBoundary(Callback):
     on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = on_train_epoch_end
 
 
-def _to_host(leaf: Any) -> Any:
-    # A copy: a view would take all of its storage along.
-    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
-
-
-def _digests(module: LightningModule) -> dict[str, bytes]:
-    """A fingerprint of each plain public attribute.
-
-    Attributes that refer to parts of the module (a list of layers, of parameters) are no data of their own.
-    """
-    parts = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    found = {}
-    for name, value in vars(module).items():
-        if name.startswith("_") or not isinstance(value, _PLAIN):
-            continue
-        leaves, _ = flatten(value)
-        if any(isinstance(leaf, (nn.Module, nn.Parameter)) or id(leaf) in parts for leaf in leaves):
-            continue
-        try:
-            buffer = io.BytesIO()
-            torch.save(map_leaves(_to_host, value), buffer)
-        except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError):
-            continue  # it cannot travel
-        found[name] = hashlib.blake2b(buffer.getvalue(), digest_size=16).digest()
-    return found
+def _described(value: Any) -> Any:
+    """A tensor with one element as (number, dtype, shape), which is short; anything else as it is, without a graph."""
+    if not isinstance(value, Tensor):
+        return value
+    return (value.item(), value.dtype, tuple(value.shape)) if value.numel() == 1 else value.detach().cpu()

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
+from torchmetrics import SumMetric
 
 from lightning_hybrid.epoch import EpochBoundary
 from tests.pool import Pools
@@ -127,19 +130,45 @@ def keep_others() -> Any:
     rank = dist.get_rank()
 
     def step(module: Module) -> None:
-        module._private = rank
         module.function = lambda: rank  # no plain value
         module.functions = [lambda: rank]  # cannot travel
         module.shared = [rank]
+        module._private = rank
+        module._hparams_name = str(rank)  # Lightning's own
 
     module = Module()
     module.unchanged = rank  # different from the start, as a path or a rank may be
     epoch("train", step, module)
-    return module._private, module.function(), module.functions[0](), module.shared, module.unchanged
+    functions = module.function(), module.functions[0]()
+    return *functions, module.shared, module._private, module._hparams_name, module.unchanged
 
 
-def test_other_attributes_are_left_alone(ranks: Pools) -> None:
-    assert ranks(2).run(keep_others) == [(0, 0, 0, [1], 0), (1, 1, 1, [1], 1)]
+def test_plain_attributes_are_shared_and_others_are_left_alone(ranks: Pools) -> None:
+    assert ranks(2).run(keep_others) == [(0, 0, [1], 1, "0", 0), (1, 1, [1], 1, "1", 1)]
+
+
+def keep_in_place() -> list[Any]:
+    module = Module()
+    module.by_name: dict[str, Any] = {}
+    module.window: deque[Any] = deque([0.0, 1.0], maxlen=2)
+    module.counts = np.zeros(2)
+    held = module.outputs, module.by_name, module.window
+
+    def step(module: Module) -> None:
+        if is_last():
+            module.outputs.append(torch.ones(2))
+            module.by_name["y"] = [torch.zeros(1)]
+            module.window.append(torch.full((), 2.0, requires_grad=True) * 1)
+            module.counts[1] += 3
+
+    epoch("train", step, module)
+    same = [a is b for a, b in zip(held, (module.outputs, module.by_name, module.window), strict=True)]
+    values = module.outputs[0].tolist(), module.by_name["y"][0].tolist(), module.window[0], float(module.window[1])
+    return [*same, *values, module.window.maxlen, module.counts.tolist()]
+
+
+def test_containers_that_others_may_hold_stay_the_same_objects(ranks: Pools) -> None:
+    assert ranks(2).run(keep_in_place) == [[True] * 3 + [[1.0, 1.0], [0.0], 1.0, 2.0, 2, [0.0, 3.0]]] * 2
 
 
 def keep_equal() -> bool:
@@ -185,6 +214,9 @@ def log_in_hooks() -> Any:
     module.log("number", rank)
     module.log("flag", rank == 1)
     module.log_dict({"half": rank / 2})
+    module.log("long" * 100, rank / 4)  # more than fits the usual message
+    module.log("of_numpy", np.float32(rank))
+    module.log("half_precision", torch.full((1,), 0.1 + rank, dtype=torch.bfloat16))
     if rank == 0:
         module.log("mine", rank, rank_zero_only=True)  # not a matter of the others
     boundary.remove(trainer)
@@ -196,13 +228,56 @@ def log_in_hooks() -> Any:
 
 def test_hooks_log_what_the_last_stage_logs(ranks: Pools) -> None:
     first, last = ranks(2).run(log_in_hooks)
-    assert [(name, value) for name, value, _ in last[:4]] == [
+    assert [(name, value) for name, value, _ in last[:7]] == [
         ("tensor", 1.0),
         ("number", 1.0),
         ("flag", 1.0),
         ("half", 0.5),
+        ("long" * 100, 0.25),
+        ("of_numpy", 1.0),
+        ("half_precision", torch.tensor(1.1, dtype=torch.bfloat16).item()),
     ]
-    assert first[:4] == last[:4]
+    assert first[:7] == last[:7]
     assert last[0][2] == {"prog_bar": True, "on_epoch": True}
-    assert first[4] == ("mine", 0.0, {"rank_zero_only": True})
+    assert first[7] == ("mine", 0.0, {"rank_zero_only": True})
     assert [found[-1][:2] for found in (first, last)] == [("after", 0.0), ("after", 1.0)]
+
+
+def log_elsewhere() -> Any:
+    module = Module()
+    boundary, trainer = make(module), mock.Mock()
+    trainer.callbacks = [Callback()]
+    boundary.install(trainer)
+    taken, recorded = module.log, []
+    vars(module)["log"] = lambda *args, **kwargs: recorded.append((args, kwargs))  # as in a step
+    if is_last():  # nobody else is there
+        taken("x", 1.0, True, on_step=True)
+    vars(module)["log"] = taken
+    boundary.remove(trainer)
+    taken("y", dist.get_rank())
+    return recorded, module.logged
+
+
+def test_a_log_that_was_taken_in_a_hook_is_recorded_in_a_step(ranks: Pools) -> None:
+    recorded = [(("x", 1.0, True), {"on_step": True})]
+    assert ranks(2).run(log_elsewhere) == [([], [("y", 0, (), {})]), (recorded, [("y", 1, (), {})])]
+
+
+def log_metric() -> Any:
+    module = Module()
+    module.metric = SumMetric()
+    boundary, trainer = make(module), mock.Mock()
+    trainer.callbacks = []
+    boundary.install(trainer)
+    module.log("unused", module.metric)
+    found = [module.metric._forward_cache]
+    if is_last():
+        module.metric(torch.tensor(3.0))
+    module.log("epoch", module.metric, on_step=False)
+    found.append(None if is_last() else module.metric._forward_cache)
+    module.log("step", module.metric)
+    return [*found, float(module.metric._forward_cache)]
+
+
+def test_a_metric_that_is_logged_after_the_step_has_the_last_stages_value(ranks: Pools) -> None:
+    assert ranks(2).run(log_metric) == [[None, None, 3.0]] * 2

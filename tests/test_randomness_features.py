@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import UserList
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,8 +30,8 @@ class Draws(Regression):
 
     def __init__(self) -> None:
         super().__init__()
-        self._before: list[Draw] = []
-        self._after: list[Draw] = []  # private attributes stay what they are on each rank
+        self._before: UserList[Draw] = UserList()  # no plain value, so it stays what it is on each rank
+        self._after: UserList[Draw] = UserList()
         for index, layer in enumerate(self.body):
             layer.append(Noisy(index))
 
@@ -67,8 +68,8 @@ def drawn(layout: Layout, seed: int, repeat: int = 1) -> dict[str, Any]:
         trainer = make_trainer(layout, callbacks=[losses], num_sanity_val_steps=0)
         trainer.fit(module, loader(8, 32), loader(8, 16))
         result = {
-            "before": module._before,
-            "after": module._after,
+            "before": list(module._before),
+            "after": list(module._after),
             "layers": {layer[-1].index: layer[-1].draws for layer in module.body if layer[-1].draws},
             "losses": losses.values,
             "weights": weights(module),

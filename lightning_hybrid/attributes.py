@@ -1,0 +1,123 @@
+"""Plain attributes in which a module keeps results: which of them have changed, and how they travel."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import pickle
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_hybrid.pytree import flatten, map_leaves
+
+__all__ = ["assign", "digest", "mark_attributes", "pack", "unpack"]
+
+_IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (*_IMMUTABLE, Tensor, list, tuple, dict, set, deque, np.ndarray)
+
+
+def mark_attributes(module: LightningModule) -> dict[str, Any]:
+    """A mark of each plain attribute, private ones too; equal marks mean that nothing has changed.
+
+    Attributes that refer to parts of the module (a list of layers, of parameters) are no data of their own.
+
+    Args:
+        module: The user's module.
+    """
+    parts = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    found = {}
+    for name, value in vars(module).items():
+        if not isinstance(value, _PLAIN) or name in _lightnings() or name.startswith("_hparams"):
+            continue
+        leaves, spec = flatten(value)
+        if any(isinstance(leaf, (nn.Module, nn.Parameter)) or id(leaf) in parts for leaf in leaves):
+            continue
+        marks = [_mark(leaf) for leaf in leaves]
+        if not any(mark is None for mark in marks):
+            found[name] = spec, marks
+    return found
+
+
+@functools.cache
+def _lightnings() -> frozenset[str]:
+    """What every module has."""
+    return frozenset([*vars(LightningModule()), "_log_hyperparams"])
+
+
+class _TensorMark:
+    """A tensor is the same if it is the same object and nobody has written to it: its numbers are not read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = weakref.ref(tensor)  # a mark keeps nothing alive
+        self._version = tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _TensorMark):
+            return False
+        tensor = self._reference()
+        return tensor is not None and tensor is other._reference() and self._version == other._version
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _mark(leaf: Any) -> Any:
+    """``None`` for what cannot travel."""
+    if isinstance(leaf, Tensor) and not leaf.is_inference():  # those have no version
+        return _TensorMark(leaf)
+    return (type(leaf), leaf) if isinstance(leaf, _IMMUTABLE) else digest(pack(leaf))
+
+
+def pack(value: Any) -> bytes | None:
+    """A value as bytes, without graphs; ``None`` if it cannot travel."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(map_leaves(_to_host, value), buffer)
+    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError):
+        return None
+    return buffer.getvalue()
+
+
+def unpack(packed: bytes, device: torch.device) -> Any:
+    """The inverse of :func:`pack`.
+
+    Args:
+        packed: Of another rank of this job.
+        device: Where tensors shall be.
+    """
+
+    def placed(leaf: Any) -> Any:
+        if isinstance(leaf, deque):
+            return deque([map_leaves(placed, entry) for entry in leaf], leaf.maxlen)
+        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(placed, torch.load(io.BytesIO(packed), weights_only=False))
+
+
+def _to_host(leaf: Any) -> Any:
+    if isinstance(leaf, deque):
+        return deque([map_leaves(_to_host, entry) for entry in leaf], leaf.maxlen)
+    # A copy: a view would take all of its storage along.
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+
+
+def digest(packed: bytes | None) -> bytes | None:
+    """A fingerprint of what :func:`pack` made."""
+    return None if packed is None else hashlib.blake2b(packed, digest_size=16).digest()
+
+
+def assign(module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute; lists, dictionaries and deques stay the objects that they are, as others may hold them too."""
+    present = vars(module).get(name)
+    if type(present) is not type(value) or not isinstance(value, (list, dict, deque)):
+        vars(module)[name] = value
+        return
+    assert isinstance(present, (list, dict, deque))
+    present.clear()
+    present.update(value) if isinstance(present, dict) else present.extend(value)
