@@ -33,12 +33,15 @@ class Log:
         value: A number, or a tensor with one element; for a metric the value of this batch, ``None`` if it has none.
         metric: The dotted name of the metric in the module, if a metric was logged.
         arguments: The other arguments of the call.
+        of_batch: For a tensor that a metric's ``forward`` returned: gives the one of the whole batch, once the batch
+            has run; ``None`` if there is no such value.
     """
 
     name: str
     value: Any
     metric: str | None
     arguments: dict[str, Any]
+    of_batch: Callable[[], Any] | None = None
 
 
 class LogRecorder:
@@ -52,17 +55,19 @@ class LogRecorder:
         self._module = module
         self._records: list[list[Log]] = []
         self._current: list[Log] | None = None
-        self._metric_names: dict[int, str] = {}
+        self._metric_names: dict[int, tuple[str, Metric]] = {}
+        self._values: dict[int, tuple[Tensor, Callable[[], Any]]] = {}
 
     @contextmanager
     def __call__(self) -> Iterator[list[list[Log]]]:
         """While this is entered, calls of `self.log` are recorded: a list for each micro-batch."""
-        self._records, self._current = [], None
+        self._records, self._current, self._values = [], None, {}
         outside = vars(self._module).get("log")
         vars(self._module)["log"] = self._record_of_step()
         try:
             yield self._records
         finally:
+            self._values = {}
             if outside is None:
                 del vars(self._module)["log"]
             else:
@@ -83,7 +88,7 @@ class LogRecorder:
         # A function, not a method: callbacks copy modules, and a method would take this object along.
         def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             arguments = log_arguments(args, kwargs)
-            metric = None
+            metric, of_batch = None, None
             if isinstance(value, Metric):
                 metric = arguments.get("metric_attribute") or self._name_of(value)
             if metric is None and not isinstance(value, (Tensor, Number)):
@@ -91,17 +96,24 @@ class LogRecorder:
             if metric is not None:
                 value = None
             elif isinstance(value, Tensor):
+                _, of_batch = self._values.get(id(value), (None, None))
                 value = value.detach().clone()  # it may be changed in place later in the step
             if self._current is not None:
-                self._current.append(Log(name, value, metric, arguments))
+                self._current.append(Log(name, value, metric, arguments, of_batch))
 
+        def remember_value(value: Any, of_batch: Callable[[], Any]) -> None:
+            if isinstance(value, Tensor):
+                self._values[id(value)] = value, of_batch  # the tensor too, so that no other one gets its id
+
+        record.remember_value = remember_value  # type: ignore[attr-defined]
         return record
 
     def _name_of(self, metric: Metric) -> str | None:
-        if id(metric) not in self._metric_names:
-            found = {id(m): name for name, m in self._module.named_modules() if isinstance(m, Metric)}
-            self._metric_names.update(found)
-        return self._metric_names.get(id(metric))
+        found = self._metric_names.get(id(metric))
+        if found is None or found[1] is not metric:
+            named = self._module.named_modules()
+            self._metric_names = {id(m): (name, m) for name, m in named if isinstance(m, Metric)}
+        return self._metric_names.get(id(metric), (None, None))[0]
 
 
 def log_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -140,6 +152,9 @@ def _merge(entries: list[tuple[Log, int]]) -> Log:
         arguments["batch_size"] = sum(size for _, size in entries)
     if first.metric is not None:
         return Log(first.name, first.value, first.metric, arguments)
+    of_batch = None if first.of_batch is None else first.of_batch()
+    if of_batch is not None:
+        return Log(first.name, of_batch, None, arguments)
     values = [log.value for log, _ in entries]
     return Log(first.name, _reduce(values, [size for _, size in entries], arguments), None, arguments)
 

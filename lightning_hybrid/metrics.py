@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_hybrid.exchange import TreeBroadcast
+from lightning_hybrid.pytree import flatten
 
 __all__ = ["MetricsAcrossStages"]
 
@@ -26,6 +29,8 @@ class MetricsAcrossStages:
       called on all ranks, as Lightning does and as hooks do.
     - A metric's value of a *batch* (``forward``, logged with ``on_step=True``) would be that of the last micro-batch. A
       twin, reset at each batch, gets all of them.
+    - Every metric synchronises over the data-parallel group, also one that belongs to a callback or that a hook has
+      made: the ranks of a pipeline see the same samples, and over WORLD each would count once for every stage.
 
     Args:
         module: The user's module.
@@ -37,38 +42,53 @@ class MetricsAcrossStages:
     def __init__(
         self, module: nn.Module, data_group: dist.ProcessGroup, exchange: TreeBroadcast, *, is_last: bool
     ) -> None:
-        self._metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
+        self._module = module
+        self._metrics: dict[str, Metric] = {}
+        self._divided: list[weakref.ref[Metric]] = []
         self._data_group = weakref.ref(data_group)
         self._exchange = exchange
         self._is_last = is_last
         self._is_local = False
         self._num_microbatches = 1
-        self._gathering: list[str] = []
+        self._epoch: Any = None
         self._twins: dict[str, Metric] = {}
-        self._needs_twin: dict[str, bool] = {}
+        self._forwards: Counter[str] = Counter()
+        self._logged: dict[str, bool] = {}
+        self._logged_on_step: dict[str, bool] = {}
 
     def install(self) -> None:
         """Make ``compute()`` of every metric one of all ranks."""
-
-        # Functions, not methods: callbacks copy modules, and a method would take this object along.
-        def gather(result: Tensor, group: Any = None) -> list[Tensor]:
-            return gather_all_tensors(result, group=self._data_group())
-
-        for name, metric in self._metrics.items():
-            if metric.process_group is None and metric.dist_sync_fn is None:
-                metric.dist_sync_fn = gather
-                self._gathering.append(name)
-            metric.compute = self._across_stages(metric.compute)  # type: ignore[method-assign]
+        _synchronise_over(self._data_group)
+        self._find()
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
-        for metric in self._metrics.values():
-            compute = getattr(metric.compute, "undivided", None)
-            if compute is not None:
-                metric.compute = compute  # type: ignore[method-assign]
-        for name in self._gathering:
-            self._metrics[name].dist_sync_fn = None
-        self._gathering.clear()
+        _synchronise_over(None)
+        for reference in self._divided:
+            metric = reference()
+            if metric is not None:
+                metric.compute = getattr(metric.compute, "undivided", metric.compute)  # type: ignore[method-assign]
+        self._divided.clear()
+
+    def _find(self) -> None:
+        """Find the metrics: hooks make new ones (a `MetricTracker` does, at each of its increments)."""
+        found = {name: metric for name, metric in self._module.named_modules() if isinstance(metric, Metric)}
+        self._twins = {name: twin for name, twin in self._twins.items() if found.get(name) is self._metrics[name]}
+        self._metrics = found
+        for metric in found.values():
+            if not hasattr(metric.compute, "undivided"):
+                metric.compute = self._across_stages(metric.compute)  # type: ignore[method-assign]
+                self._divided.append(weakref.ref(metric))
+
+    def _find_again(self) -> None:
+        """At the first step of each epoch, after the hooks of its start."""
+        trainer = getattr(self._module, "_trainer", None)
+        epoch = None if trainer is None else (trainer.state.stage, trainer.current_epoch)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._find()
+
+    # Functions, not methods: callbacks copy modules, and a method would take this object along.
 
     def _across_stages(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def computed(*args: Any, **kwargs: Any) -> Any:
@@ -89,23 +109,37 @@ class MetricsAcrossStages:
     @contextmanager
     def step(self, *, num_microbatches: int) -> Iterator[None]:
         """While a step runs: ``compute()`` is this rank's own, and twins take part."""
+        self._find_again()
+        self._give_up_twins()
         self._is_local = True
         self._num_microbatches = num_microbatches
-        handles = []
-        for twin in self._twins.values():
-            twin.reset()
+        self._forwards.clear()
+        handles: list[RemovableHandle] = []
         if self._is_last and num_microbatches > 1:
-            handles = [
-                metric.register_forward_pre_hook(self._to_twin(name), with_kwargs=True)
-                for name, metric in self._metrics.items()
-                if self._needs_twin.get(name, True)
-            ]
+            for name, metric in self._metrics.items():
+                if self._logged_on_step.get(name, True):
+                    handles.append(metric.register_forward_pre_hook(self._to_twin(name), with_kwargs=True))
+                    handles.append(metric.register_forward_hook(self._with_twin(name)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
             self._is_local = False
+        for name, twin in self._twins.items():
+            if twin.update_called:  # also for hooks after the step, and for `self.log` in them
+                with torch.no_grad():
+                    self._metrics[name]._forward_cache = twin.compute()
+
+    def _give_up_twins(self) -> None:
+        """Metrics that are logged by epoch need none; one that is logged by step as well, under any name, does."""
+        for name, on_step in self._logged.items():
+            self._logged_on_step[name] = on_step or self._logged_on_step.get(name, False)
+            if not self._logged_on_step[name]:
+                self._twins.pop(name, None)
+        self._logged.clear()
+        for twin in self._twins.values():
+            twin.reset()
 
     def _to_twin(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def update(metric: nn.Module, args: Any, kwargs: Any) -> None:
@@ -120,21 +154,54 @@ class MetricsAcrossStages:
 
         return update
 
+    def _with_twin(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def remember(metric: nn.Module, args: Any, value: Any) -> None:
+            self._forwards[name] += 1
+            remember_value: Any = getattr(vars(self._module).get("log"), "remember_value", None)
+            if remember_value is None:
+                return
+            for index, leaf in enumerate(flatten(value)[0]):
+                remember_value(leaf, functools.partial(self._leaf_of_batch, name, index))
+
+        return remember
+
+    def _leaf_of_batch(self, name: str, index: int) -> Any:
+        """For a tensor that ``forward`` returned, and the user logged: the same of the whole batch."""
+        self._logged[name] = True
+        if self._forwards[name] > self._num_microbatches:  # several in a step; the twin has seen all of them
+            return None
+        return flatten(self._metrics[name]._forward_cache)[0][index]
+
     def batch_value(self, name: str, *, on_step: bool) -> Any:
         """The value of the batch that has just run, for a metric that was logged.
 
         Args:
             name: The dotted name of the metric.
-            on_step: Whether it was logged with ``on_step=True``. Otherwise its twin is given up.
+            on_step: Whether it was logged with ``on_step=True``. Metrics that never are get no twin any more.
 
         Returns:
             The value over all micro-batches; ``None`` if the metric's ``forward`` was not called.
         """
-        if self._num_microbatches == 1:
-            return self._metrics[name]._forward_cache
-        self._needs_twin[name] = on_step
-        twin = self._twins.get(name) if on_step else self._twins.pop(name, None)
-        if twin is None or not on_step or not twin.update_called:
-            return self._metrics[name]._forward_cache
-        with torch.no_grad():
-            return twin.compute()
+        if self._num_microbatches > 1:
+            self._logged[name] = on_step or self._logged.get(name, False)
+        return self._metrics[name]._forward_cache
+
+
+def _synchronise_over(reference: Callable[[], dist.ProcessGroup | None] | None) -> None:
+    """Let every metric of this process that names no group of its own synchronise over a group.
+
+    Args:
+        reference: Gives the group; ``None`` for torchmetrics' own choice, which is WORLD.
+    """
+    original = getattr(Metric.sync, "undivided", Metric.sync)
+    if reference is None:
+        Metric.sync = original  # type: ignore[method-assign]
+        return
+
+    def sync(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None, *args: Any, **kwargs: Any) -> None:
+        if dist_sync_fn is None and process_group is None and metric.process_group is None:
+            process_group = reference()
+        original(metric, dist_sync_fn, process_group, *args, **kwargs)
+
+    sync.undivided = original  # type: ignore[attr-defined]
+    Metric.sync = sync  # type: ignore[method-assign, assignment]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import random
 from typing import Any
 
@@ -141,6 +142,36 @@ def test_another_log_is_put_back() -> None:
     with LogRecorder(module)():
         assert module.log is not mine
     assert module.log is mine
+
+
+def test_a_metric_in_the_place_of_another_is_not_mistaken_for_it() -> None:
+    module = Module()
+    recorder = LogRecorder(module)
+    with recorder() as records:
+        recorder.next_microbatch(keep=True)
+        for _ in range(3):
+            module.log("x", module.acc)
+            module.acc, module.other = None, None  # type: ignore[assignment]
+            gc.collect()  # a new object may get the address of an old one
+            module.other, module.acc = MeanMetric(), MeanMetric()
+            module.log("y", module.other)
+    assert [log.metric for log in records[0]] == ["acc", "other"] * 3
+
+
+def test_values_of_metrics_become_those_of_the_batch() -> None:
+    module = Module()
+    recorder = LogRecorder(module)
+    whole: list[Tensor | None] = [None]
+    with recorder() as records:
+        for i in range(2):
+            recorder.next_microbatch(keep=True)
+            value = torch.tensor(float(i))
+            vars(module)["log"].remember_value(value, lambda: whole[0])
+            module.log("x", value, on_step=True)
+            module.log("doubled", value * 2)
+    assert [log.value.item() for log in merge_logs(records, [1, 1])] == [0.5, 1.0]  # the metric knows no better
+    whole[0] = torch.tensor(7.0)
+    assert [log.value.item() for log in merge_logs(records, [1, 1])] == [7.0, 1.0]
 
 
 # -- merging -----------------------------------------------------------------------------------------------------------

@@ -109,21 +109,39 @@ def taken_back() -> list[Any]:
     module = nn.ModuleDict({"mean": MeanMetric(), "mine": MeanMetric(dist_sync_fn=own_gather)})
     across = make(module)
     copied = copy.deepcopy(module)  # by a callback
-    across.remove()
-    module["mean"].update(float(dist.get_rank()))
-    copied["mean"].update(1.0)
+    replaced, module["mean"] = module["mean"], MeanMetric()
     pickle.dumps(module)
+    across.remove()
+    for metric in (module["mean"], replaced):
+        metric.update(float(dist.get_rank()))
+    copied["mean"].update(1.0)
     return [
         module["mean"].compute().item() == 0.5,  # over WORLD, as torchmetrics does
-        module["mean"].dist_sync_fn is None,
+        replaced.compute().item() == 0.5,
         module["mine"].dist_sync_fn is own_gather,
-        not hasattr(module["mean"].compute, "undivided"),
+        not hasattr(replaced.compute, "undivided"),
         not hasattr(copied["mean"].compute, "undivided"),
+        not hasattr(Metric.sync, "undivided"),
     ]
 
 
 def test_metrics_are_given_back_as_they_were(ranks: Pools) -> None:
-    assert ranks(2).run(taken_back) == [[True] * 5] * 2
+    assert ranks(2).run(taken_back) == [[True] * 6] * 2
+
+
+def of_others() -> list[float]:
+    make(nn.ModuleDict())  # two stages, one replica
+    world = dist.group.WORLD
+    found = []
+    for arguments in ({}, {"process_group": world}, {"dist_sync_fn": own_gather}):
+        metric = SumMetric(**arguments)
+        metric.update(1.0)
+        found.append(metric.compute().item())
+    return found
+
+
+def test_metrics_that_belong_to_nobody_count_a_replica_once_unless_they_name_a_group(ranks: Pools) -> None:
+    assert ranks(2).run(of_others) == [[1.0, 2.0, 1.0]] * 2
 
 
 # -- the value of a batch ----------------------------------------------------------------------------------------------
@@ -202,6 +220,25 @@ def twins_are_given_up() -> list[bool]:
 
 def test_metrics_that_are_logged_by_epoch_have_no_twin(ranks: Pools) -> None:
     assert ranks(1).run(twins_are_given_up)[0][1] is False
+
+
+def logged_twice(*order: bool) -> list[Any]:
+    """One metric under two names in a step: by step and by epoch."""
+    module = nn.ModuleDict({"metric": MeanMetric()})
+    across = make(module)
+    found = []
+    for values in ((1.0, 3.0), (5.0, 9.0)):
+        with across.step(num_microbatches=2):
+            for value in values:
+                module["metric"](value)
+        values_of_logs = [across.batch_value("metric", on_step=on_step).item() for on_step in order]
+        found.append(values_of_logs[order.index(True)])
+    return found
+
+
+def test_a_metric_that_is_logged_by_step_and_by_epoch_has_the_value_of_the_batch(ranks: Pools) -> None:
+    assert ranks(1).run(logged_twice, True, False) == [[2.0, 7.0]]
+    assert ranks(1).run(logged_twice, False, True) == [[2.0, 7.0]]
 
 
 def updated_only() -> Any:

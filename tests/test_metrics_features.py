@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+from torchmetrics import ClasswiseWrapper, MaxMetric, MeanMetric, MetricCollection, MetricTracker, SumMetric
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+    MulticlassPrecision,
+)
+from torchmetrics.retrieval import RetrievalMAP
 
 from tests.pool import Pools
 from tests.test_logging_features import Snapshots
@@ -182,3 +191,249 @@ def test_a_metric_that_is_no_attribute_is_refused_in_lightnings_words_on_every_r
     expected = unregistered(None)
     for text in ranks(2, lightning=True).run(unregistered, LAYOUTS["pp2"][2]):
         assert expected in text
+
+
+# -- in hooks, by hand -------------------------------------------------------------------------------------------------
+
+
+class Trained(LightningModule):
+    """A classifier without metrics, and a list for what hooks see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.seen: UserList[Any] = UserList()  # no plain value: ranks do not get each other's
+        self.build()
+        self.double()
+
+    def build(self) -> None:
+        """Make metrics."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self.body(x)
+        self.measure(logits, y)
+        return nn.functional.cross_entropy(logits, y)
+
+    def measure(self, logits: Tensor, y: Tensor) -> None:
+        """Update metrics in training."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.body(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+def fit(module: Trained, layout: Layout, batch_size: int, *callbacks: Callback, **arguments: Any) -> dict[str, Any]:
+    snapshots = Snapshots()
+    trainer = make_trainer(layout, max_epochs=3, callbacks=[*callbacks, snapshots], log_every_n_steps=1, **arguments)
+    trainer.fit(module, classes(batch_size), classes(batch_size, 28, 4))
+    return {"fitted": plain(trainer.callback_metrics), "seen": list(module.seen), "batches": snapshots.batches}
+
+
+class ByHand(Trained):
+    """Computes and resets in hooks, as templates for projects have it; metrics of epoch 2 know nothing of epoch 1."""
+
+    def build(self) -> None:
+        self.train_acc = MulticlassAccuracy(CLASSES, average="micro")
+        self.val_acc = MulticlassAccuracy(CLASSES, average="micro")
+        self.val_loss, self.val_best = MeanMetric(), MaxMetric()
+        self.confusion, self.auroc = MulticlassConfusionMatrix(CLASSES), MulticlassAUROC(CLASSES)
+        self.precision_at_rank = RetrievalMAP()
+        self.scores = MetricCollection([MulticlassF1Score(CLASSES), MulticlassPrecision(CLASSES)], prefix="val/")
+        self.by_class = ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None))
+
+    def on_train_start(self) -> None:
+        for metric in (self.val_loss, self.val_acc, self.val_best):  # forget the sanity check
+            metric.reset()
+
+    def measure(self, logits: Tensor, y: Tensor) -> None:
+        self.train_acc(logits, y)
+        self.log("train/acc", self.train_acc, on_step=False, on_epoch=True, prog_bar=True)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self.body(x)
+        self.val_loss(nn.functional.cross_entropy(logits, y))
+        self.val_acc(logits, y)
+        self.log("val/loss", self.val_loss, on_epoch=True)
+        self.log("val/acc", self.val_acc, on_step=False, on_epoch=True)
+        self.log("val/acc_so_far", self.val_acc.compute())
+        for metric in (self.confusion, self.by_class, self.scores):
+            metric.update(logits, y)
+        self.auroc.update(logits.softmax(1), y)
+        self.precision_at_rank.update(logits.softmax(1)[:, 0], y == 0, indexes=(x[:, 5] > 0).long())
+        self.log_dict(self.scores)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(self.train_acc.compute())
+
+    def on_validation_epoch_end(self) -> None:
+        self.val_best(self.val_acc.compute())
+        self.log("val/best", self.val_best.compute(), sync_dist=True, prog_bar=True)
+        self.log("val/diagonal", self.confusion.compute().diag().sum())
+        self.log_dict(self.by_class.compute())
+        self.log_dict({f"again/{name}": value for name, value in self.scores.compute().items()})
+        self.log_dict({"val/auroc": self.auroc.compute(), "val/map": self.precision_at_rank.compute()})
+        self.seen.append(self.confusion.compute())
+        for metric in (self.confusion, self.by_class, self.auroc, self.precision_at_rank):
+            metric.reset()
+
+
+def by_hand(layout: Layout, batch_size: int) -> dict[str, Any]:
+    return fit(ByHand(), layout, batch_size)
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2 x dp2"])
+def test_metrics_computed_and_reset_in_hooks_are_those_of_one_process(ranks: Pools, name: str) -> None:
+    size, replicas, layout = LAYOUTS[name]
+    expected = by_hand(None, 8 * replicas)
+    confusions = [int(matrix.sum()) for matrix in expected["seen"] if matrix.ndim == 2]
+    assert confusions[1:] == [28] * 3, "the test must reset"
+    for result in ranks(size, lightning=True).run(by_hand, layout, 8):
+        assert_same(result, expected)
+
+
+class Tracks(Trained):
+    """Metrics that hooks make: one more at each epoch, and a new one in place of the old one."""
+
+    def build(self) -> None:
+        self.tracker = MetricTracker(MulticlassAccuracy(CLASSES, average="micro"))
+
+    def on_validation_epoch_start(self) -> None:
+        self.tracker.increment()
+        self.samples = SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.tracker.update(self.body(batch[0]), batch[1])
+        self.samples.update(len(batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen += [self.tracker.compute(), self.samples.compute(), self.tracker.best_metric()]
+
+
+def tracks(layout: Layout, batch_size: int) -> list[Any]:
+    return fit(Tracks(), layout, batch_size, num_sanity_val_steps=0)["seen"]
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2 x dp2"])
+def test_metrics_that_hooks_make_are_those_of_one_process(ranks: Pools, name: str) -> None:
+    size, replicas, layout = LAYOUTS[name]
+    expected = tracks(None, 8 * replicas)
+    for result in ranks(size, lightning=True).run(tracks, layout, 8):
+        assert_same(result, expected)
+
+
+# -- values of a step --------------------------------------------------------------------------------------------------
+
+
+class StepAndEpoch(Trained):
+    """One metric under two names, in both orders; the value of `forward` itself; a metric logged after the step."""
+
+    def build(self) -> None:
+        self.first, self.second, self.value, self.both, self.later = (MulticlassF1Score(CLASSES) for _ in range(5))
+        self.collection = MetricCollection(
+            {"f1": MulticlassF1Score(CLASSES), "precision": MulticlassPrecision(CLASSES)}
+        )
+
+    def measure(self, logits: Tensor, y: Tensor) -> None:
+        self.first(logits, y)
+        self.log("first_step", self.first, on_step=True, on_epoch=False)
+        self.log("first_epoch", self.first, on_step=False, on_epoch=True)
+        self.second(logits, y)
+        self.log("second_epoch", self.second, on_step=False, on_epoch=True)
+        self.log("second_step", self.second, on_step=True, on_epoch=False)
+        self.log("value", self.value(logits, y), on_step=True, on_epoch=True)
+        self.log("both_value", self.both(logits, y), on_step=True)
+        self.log("both", self.both, on_step=False, on_epoch=True)
+        self.log_dict(self.collection(logits, y), on_step=True, on_epoch=True)
+        self.later(logits, y)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("later", self.later, on_step=True, on_epoch=True)
+
+
+def step_and_epoch(layout: Layout, batch_size: int) -> dict[str, Any]:
+    return fit(StepAndEpoch(), layout, batch_size)
+
+
+def test_the_value_of_a_step_is_that_of_the_whole_batch_however_it_is_logged(ranks: Pools) -> None:
+    expected = step_and_epoch(None, 8)
+    results = ranks(2, lightning=True).run(step_and_epoch, LAYOUTS["pp2"][2], 8)
+    for result in results:
+        assert_same(result, expected)
+
+
+# -- in callbacks ------------------------------------------------------------------------------------------------------
+
+
+class OwnMetrics(Callback):
+    """Has metrics, makes one at each epoch, and one where it needs it."""
+
+    def __init__(self) -> None:
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.confusion, self.samples = MulticlassConfusionMatrix(CLASSES), SumMetric()
+        self.precision_at_rank = RetrievalMAP()
+
+    def on_validation_epoch_start(self, *args: Any) -> None:
+        self.late = SumMetric()
+        self.number = 0
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        x, y = batch
+        for metric in (self.accuracy, self.confusion):
+            metric.update(outputs, y)
+        for count in (self.samples, self.late):
+            count.update(len(y))
+        self.number += len(y)
+        self.precision_at_rank.update(outputs.softmax(1)[:, 0], y == 0, indexes=(x[:, 5] > 0).long())
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        local = SumMetric()
+        local.update(self.number)
+        for name, metric in (("samples", self.samples), ("late", self.late), ("local", local)):
+            pl_module.log(name, metric.compute())
+        self.log("accuracy", self.accuracy.compute())
+        self.log("map", self.precision_at_rank.compute())
+        pl_module.seen.append(self.confusion.compute())
+        for metric in (self.accuracy, self.confusion, self.samples, self.precision_at_rank):
+            metric.reset()
+
+
+def own_metrics(layout: Layout, batch_size: int) -> dict[str, Any]:
+    return fit(Trained(), layout, batch_size, OwnMetrics())
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2 x dp2"])
+def test_metrics_of_callbacks_count_each_sample_once(ranks: Pools, name: str) -> None:
+    size, replicas, layout = LAYOUTS[name]
+    expected = own_metrics(None, 8 * replicas)
+    assert expected["fitted"]["samples"] == expected["fitted"]["local"] == 28
+    for result in ranks(size, lightning=True).run(own_metrics, layout, 8):
+        assert_same(result, expected)
+
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def readme_example(layout: Layout, batch_size: int) -> dict[str, Any]:
+    """The code block of the README's section, as it stands there, in a fit."""
+    section = README.split("## Metrics in callbacks\n")[1].split("\n## ")[0]
+    namespace: dict[str, Any] = {"num_classes": CLASSES}
+    exec(section.split("```python\n")[1].split("```")[0], namespace)
+    callback = next(cls for cls in namespace.values() if isinstance(cls, type) and cls.__module__ == "builtins")
+    return fit(Trained(), layout, batch_size, callback(CLASSES))
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2 x dp2"])
+def test_the_readmes_callback_is_that_of_one_process(ranks: Pools, name: str) -> None:
+    size, replicas, layout = LAYOUTS[name]
+    expected = readme_example(None, 8 * replicas)
+    assert 0.2 < expected["fitted"]["val_accuracy"] < 1.0
+    for result in ranks(size, lightning=True).run(readme_example, layout, 8):
+        assert_same(result, expected)
