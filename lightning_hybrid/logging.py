@@ -62,16 +62,26 @@ class LogRecorder:
     def __call__(self) -> Iterator[list[list[Log]]]:
         """While this is entered, calls of `self.log` are recorded: a list for each micro-batch."""
         self._records, self._current, self._values = [], None, {}
-        outside = vars(self._module).get("log")
-        vars(self._module)["log"] = self._record_of_step()
+        places, record = [vars(self._module)], self._record_of_step()
+        outside = places[0].get("log")
+        places[0]["log"] = record
+
+        # What got hold of the method before (`Head(log=self.log)`) does not look there, and arrives here.
+        def log(fx: str, name: str, value: Any, *, sync_dist_fn: Any, **arguments: Any) -> None:
+            record(name, value, **arguments)
+
+        results = getattr(getattr(self._module, "_trainer", None), "_results", None)
+        if results is not None:
+            places.append(vars(results))
+            places[1]["log"] = log
         try:
             yield self._records
         finally:
             self._values = {}
-            if outside is None:
-                del vars(self._module)["log"]
-            else:
-                vars(self._module)["log"] = outside
+            for place in places:
+                del place["log"]
+            if outside is not None:
+                places[0]["log"] = outside
 
     def next_microbatch(self, *, keep: bool) -> None:
         """A micro-batch begins.

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import gc
 import random
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -142,6 +144,23 @@ def test_another_log_is_put_back() -> None:
     with LogRecorder(module)():
         assert module.log is not mine
     assert module.log is mine
+
+
+def test_a_method_that_was_taken_before_is_recorded_too() -> None:
+    class Plain(LightningModule):
+        """Logs as Lightning does."""
+
+    module = Plain()
+    taken, results = module.log, SimpleNamespace(reset=lambda **_: None)
+    module._trainer = mock.Mock(_results=results, barebones=False)
+    module._current_fx_name = "training_step"
+    recorder = LogRecorder(module)
+    with recorder() as records:
+        recorder.next_microbatch(keep=True)
+        taken("x", 2.0, on_step=True, batch_size=3)
+    (log,) = records[0]
+    assert (log.name, float(log.value), log.arguments["on_step"], log.arguments["batch_size"]) == ("x", 2.0, True, 3)
+    assert not hasattr(results, "log")
 
 
 def test_a_metric_in_the_place_of_another_is_not_mistaken_for_it() -> None:
