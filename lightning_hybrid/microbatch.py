@@ -59,7 +59,8 @@ def find_batch_size(batch: Any) -> int | None:
     """The number of samples.
 
     It is the length of the first dimension that most tensors have (the first tensor's, where several are equally
-    frequent); without tensors the length of the first list of strings or numbers.
+    frequent); without tensors the length of the first list of strings or numbers. A list of tensors beside a list of as
+    many records, as detection has it, has one entry for each sample.
 
     Args:
         batch: A batch as a loader gives it.
@@ -67,8 +68,21 @@ def find_batch_size(batch: Any) -> int | None:
     Returns:
         The number of samples, ``None`` if nothing in the batch has a first dimension.
     """
+    listed = _listed_samples(batch)
+    if listed is not None:
+        return listed
     samples = _sample_tensor(batch)
     return _first_list_length(batch) if samples is None else samples.shape[0]
+
+
+def _listed_samples(batch: Any) -> int | None:
+    """The number of samples of a batch like ``((image, image), ({"boxes": ...}, {"boxes": ...}))``."""
+    lists = [field for field in _children(batch)[1] if type(field) in (list, tuple) and field]
+    tensors = {len(field) for field in lists if all(isinstance(entry, Tensor) for entry in field)}
+    records = {len(field) for field in lists if all(isinstance(entry, Mapping) for entry in field)}
+    lengths = {leaf.shape[:1] for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)}
+    # Where all tensors have the same length it is that of samples, and the lists are a container of two batches.
+    return min(tensors & records, default=None) if len(lengths) > 1 else None
 
 
 def _sample_tensor(batch: Any) -> Tensor | None:
@@ -106,7 +120,26 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
     if total is None or num_microbatches == 1:
         return [batch], [1 if total is None else total]
     counts = sizes(total, num_microbatches)
-    return _split(batch, counts, _sample_tensor(batch)), counts
+    if _listed_samples(batch) is None:
+        return _split(batch, counts, _sample_tensor(batch)), counts
+    spec, fields = _children(batch)
+    assert spec is not None
+    columns = [
+        _slices(field, counts)
+        if isinstance(field, (list, tuple, Tensor)) and _length(field) == total
+        else [field] * len(counts)
+        for field in fields
+    ]
+    return [_with_children(spec, list(row)) for row in zip(*columns, strict=True)], counts
+
+
+def _length(field: Any) -> int:
+    return 0 if isinstance(field, Tensor) and field.ndim == 0 else len(field)
+
+
+def _slices(entries: Any, counts: list[int]) -> list[Any]:
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    return [entries[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
 def _split(tree: Any, counts: list[int], samples: Tensor | None) -> list[Any]:
@@ -115,8 +148,7 @@ def _split(tree: Any, counts: list[int], samples: Tensor | None) -> list[Any]:
             return list(torch.split(tree, counts))
         return [tree] * len(counts)
     if type(tree) in (list, tuple) and len(tree) == sum(counts) and _has_entry_for_each_sample(tree, samples):
-        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        return [tree[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        return _slices(tree, counts)
     spec, children = _children(tree)
     if spec is None:
         return [tree] * len(counts)

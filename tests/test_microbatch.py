@@ -170,6 +170,31 @@ def test_lists_of_one_record_a_sample_are_split_as_in_detection() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_images_of_different_sizes_stay_whole_beside_their_targets(kind: type) -> None:
+    images = kind(torch.full((3, 4 + i, 5), float(i)) for i in range(4))
+    targets = kind({"boxes": torch.full((i + 1, 4), float(i))} for i in range(4))
+    batch = {"images": images, "targets": targets, "ids": torch.arange(4), "mean": torch.zeros(3), "scale": 0.5}
+    for whole in (batch, (images, targets)):
+        assert find_batch_size(whole) == 4
+        parts, counts = split_batch(whole, 3)
+        assert counts == [2, 1, 1]
+        fields = [list(part.values()) if isinstance(part, dict) else list(part) for part in parts]
+        assert [image.shape for part in fields for image in part[0]] == [image.shape for image in images]
+        assert [target["boxes"].shape[0] for part in fields for target in part[1]] == [1, 2, 3, 4]
+        assert all(type(part[0]) is type(part[1]) is kind for part in fields)
+    parts, _ = split_batch(batch, 3)
+    assert [part["ids"].tolist() for part in parts] == [[0, 1], [2], [3]]
+    assert all(part["mean"] is batch["mean"] and part["scale"] == 0.5 for part in parts)
+
+
+def test_two_views_beside_two_records_are_containers() -> None:
+    batch = [torch.rand(8, 3), torch.rand(8, 3)], [{"y": torch.rand(8)}, {"y": torch.rand(8)}]
+    assert find_batch_size(batch) == 8
+    parts, _ = split_batch(batch, 2)
+    assert [view.shape for view in parts[0][0]] == [(4, 3), (4, 3)]
+
+
 @pytest.mark.parametrize("record", [Pair("a", 3), torch.Size((64, 32))])
 def test_a_record_is_not_split_even_if_it_has_as_many_fields_as_there_are_samples(record: Any) -> None:
     parts, _ = split_batch({"x": torch.zeros(2, 3), "record": record}, 2)
