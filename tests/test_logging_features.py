@@ -131,6 +131,7 @@ def logs_in_steps(layout: Layout, batch_size: int) -> dict[str, Any]:
     return run(LogsInSteps(), layout, batch_size)
 
 
+@pytest.mark.rows(22, 23, 24, 40)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_kind_of_log_in_steps_is_that_of_one_process_on_every_rank(ranks: Pools, name: str) -> None:
     check(ranks, name, logs_in_steps)
@@ -258,6 +259,7 @@ def logs_in_hooks(layout: Layout, batch_size: int) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.rows(26)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_logs_in_hooks_and_lists_kept_for_them_are_those_of_one_process_on_every_rank(ranks: Pools, name: str) -> None:
     size, replicas, layout = LAYOUTS[name]

@@ -110,6 +110,7 @@ def classified(layout: Layout, batch_size: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.rows(25, 46)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_metrics_are_those_of_one_process_on_every_rank(ranks: Pools, name: str) -> None:
     size, replicas, layout = LAYOUTS[name]
@@ -157,6 +158,7 @@ def ragged(layout: Layout, num_samples: int, batch_size: int) -> dict[str, float
     return plain({key: value for found in result for key, value in found.items()})
 
 
+@pytest.mark.rows(25)
 @pytest.mark.parametrize("num_samples", [18, 34])
 def test_metrics_with_a_ragged_end_at_two_replicas_are_those_of_one_process(ranks: Pools, num_samples: int) -> None:
     # The second loader has 5 samples; as in Lightning's DDP the first one is repeated, so that replicas get as many.
@@ -287,6 +289,7 @@ def by_hand(layout: Layout, batch_size: int) -> dict[str, Any]:
     return fit(ByHand(), layout, batch_size)
 
 
+@pytest.mark.rows(25, 26)
 @pytest.mark.parametrize("name", ["pp2", "pp2 x dp2"])
 def test_metrics_computed_and_reset_in_hooks_are_those_of_one_process(ranks: Pools, name: str) -> None:
     size, replicas, layout = LAYOUTS[name]
@@ -409,6 +412,7 @@ def own_metrics(layout: Layout, batch_size: int) -> dict[str, Any]:
     return fit(Trained(), layout, batch_size, OwnMetrics())
 
 
+@pytest.mark.rows(25)
 @pytest.mark.parametrize("name", ["pp2", "pp2 x dp2"])
 def test_metrics_of_callbacks_count_each_sample_once(ranks: Pools, name: str) -> None:
     size, replicas, layout = LAYOUTS[name]
@@ -430,6 +434,7 @@ def readme_example(layout: Layout, batch_size: int) -> dict[str, Any]:
     return fit(Trained(), layout, batch_size, callback(CLASSES))
 
 
+@pytest.mark.rows(25)
 @pytest.mark.parametrize("name", ["pp2", "pp2 x dp2"])
 def test_the_readmes_callback_is_that_of_one_process(ranks: Pools, name: str) -> None:
     size, replicas, layout = LAYOUTS[name]

@@ -300,6 +300,7 @@ def tell(story: str, layout: Layout, batch_size: int) -> dict[str, Any]:
     return fit(STORIES[story](), layout, batch_size, Observer())
 
 
+@pytest.mark.rows(20, 22, 46)
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("story", [story for story in STORIES if story != "returns extras"])
 def test_a_step_does_in_a_pipeline_what_it_does_in_one_process(ranks: Pools, story: str, name: str) -> None:
@@ -309,6 +310,7 @@ def test_a_step_does_in_a_pipeline_what_it_does_in_one_process(ranks: Pools, sto
         assert names < expected["fitted"].keys(), "the test must log"
 
 
+@pytest.mark.rows(20)
 def test_what_a_step_returns_is_put_together_as_if_it_had_run_once(ranks: Pools) -> None:
     check(ranks, "pp2", tell, "returns extras")
 
