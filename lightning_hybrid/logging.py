@@ -15,9 +15,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_hybrid.outputs import merge_outputs, weighted_mean
+from lightning_hybrid.outputs import weighted_mean
 
-__all__ = ["Log", "LogRecorder", "log_arguments", "merge_logs", "merge_outputs", "pack_logs", "replay", "unpack_logs"]
+__all__ = ["Log", "LogRecorder", "log_arguments", "merge_logs", "pack_logs", "replay", "unpack_logs"]
 
 
 # What can follow name and value in a call of `self.log`.

@@ -12,8 +12,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_hybrid.gradients import Replication
-from lightning_hybrid.logging import merge_logs, merge_outputs
+from lightning_hybrid.logging import merge_logs
 from lightning_hybrid.microbatch import find_batch_size, signature, sizes, split_batch
+from lightning_hybrid.outputs import merge_outputs
 from lightning_hybrid.pipeline import Pipeline
 from lightning_hybrid.schedule import build, build_forward
 from lightning_hybrid.transfer import to_device

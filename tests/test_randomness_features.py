@@ -145,21 +145,25 @@ class States(Callback):
 
     def __init__(self) -> None:
         self.values: list[Any] = []
+        self.before: Any = None
 
     def _state(self) -> Any:
         return hash(torch.get_rng_state().numpy().tobytes()), str(np.random.get_state()), str(random.getstate())
 
+    def on_train_epoch_start(self, *args: Any) -> None:
+        self.before = None  # a loader draws a seed when an epoch begins
+
     def on_train_batch_start(self, *args: Any) -> None:
-        self.before = self._state()
+        torch.rand(1), np.random.rand(1), random.random()  # hooks at the start of a batch have numbers of their own
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.values.append(self.before == self._state())
+        before, self.before = self.before, self._state()
+        if before is not None:
+            self.values.append(before == self.before)
 
-    def on_validation_batch_start(self, *args: Any) -> None:
-        self.before = self._state()
-
-    def on_validation_batch_end(self, *args: Any) -> None:
-        self.values.append(self.before == self._state())
+    on_validation_epoch_start = on_train_epoch_start
+    on_validation_batch_start = on_train_batch_start
+    on_validation_batch_end = on_train_batch_end
 
 
 def untouched(layout: Layout) -> list[bool]:
