@@ -34,9 +34,15 @@ class WholeCheckpoint:
         self._groups: dict[int, list[list[nn.Parameter]]] = {}
         self._names: dict[int, list[list[str] | None]] = {}
 
+    @property
+    def _is_undivided(self) -> bool:
+        return self._mesh.pipeline_parallel_size == 1
+
     def module_state(self) -> dict[str, Any]:
         """The state dict of the undivided module on global rank 0, an empty one elsewhere."""
         state = self._module.state_dict()
+        if self._is_undivided:
+            return state
         owners = self._owners(state)
         first: dict[int, str] = {}  # tied parameters travel, and are stored, once
         parameters = self._module.named_parameters(remove_duplicate=False)
@@ -67,7 +73,7 @@ class WholeCheckpoint:
             name: stand_ins[name] if name in stand_ins and value.shape == stand_ins[name].shape else value
             for name, value in state.items()
         }
-        self._module.load_state_dict(part, strict=strict)
+        self._module.load_state_dict(part if stand_ins else state, strict=strict)
 
     def strip(self, optimizer: Optimizer) -> None:
         """Take the stand-ins out of an optimizer; groups stay, even if nothing is left in them.
@@ -89,6 +95,8 @@ class WholeCheckpoint:
         """The state of the undivided optimizer on global rank 0, an empty one elsewhere."""
         optimizer = _unwrap(optimizer)
         local = optimizer.state_dict()
+        if self._is_undivided:
+            return local
         numbers = self._numbers(optimizer)
         local_parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         owners = self._parameter_owners()
@@ -113,6 +121,10 @@ class WholeCheckpoint:
         Raises:
             ValueError: If the optimizers, or their groups, are not those of the checkpoint.
         """
+        if self._is_undivided:  # as Lightning does it, whatever the optimizers' states look like
+            for optimizer, state in zip(optimizers, states, strict=False):
+                optimizer.load_state_dict(dict(state))
+            return
         if len(optimizers) != len(states):
             raise ValueError(
                 f"The checkpoint has the states of {len(states)} optimizers, but {len(optimizers)} are configured."

@@ -25,9 +25,14 @@ class ReplicaCollectives(ParallelStrategy):
         """The ranks."""
         raise NotImplementedError
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no process groups: before a run, or after they were destroyed."""
+        raise NotImplementedError
+
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, or over the group that is given."""
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or self.is_alone:
             return tensor
         if group is None or group is dist.group.WORLD:
             group = self.mesh.data_group
@@ -35,15 +40,16 @@ class ReplicaCollectives(ParallelStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather over the replicas, or over a given group: shape ``(replicas, ...)``, with one replica ``(...)``."""
-        mesh = self.mesh
         if group is None or group is dist.group.WORLD:
-            if mesh.data_parallel_size == 1:
+            if self.is_alone or self.mesh.data_parallel_size == 1:
                 return tensor
-            group = mesh.data_group
+            group = self.mesh.data_group
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (any) of the processes say yes."""
+        if self.is_alone:
+            return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
         return int(votes) == self.world_size if all else int(votes) > 0
@@ -52,10 +58,7 @@ class ReplicaCollectives(ParallelStrategy):
         """Wait for every process."""
         if not _distributed_is_initialized():
             return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
+        dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         """Give every process the object of one."""

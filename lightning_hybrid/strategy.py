@@ -9,20 +9,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import rank_zero as fabric_rank_zero
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-)
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -30,7 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_hybrid import optimization, refusals
+from lightning_hybrid import optimization, processes, refusals
 from lightning_hybrid.assembly import Assembly
 from lightning_hybrid.clipping import clip_by_total_norm, total_norm
 from lightning_hybrid.collectives import ReplicaCollectives
@@ -113,15 +105,14 @@ class HybridStrategy(ReplicaCollectives):
         self._wished_sizes = (data_parallel_size, tensor_parallel_size, pipeline_parallel_size)
         self._assembly: Assembly | None = None
         self._process_group_backend = process_group_backend
-        self._timeout = timeout
         self._sync_blocked = False
         self.num_nodes = 1
         super().__init__()
 
     @property
     def is_distributed(self) -> bool:
-        """Whether logged values have to be reduced."""
-        return True
+        """Whether there are several processes."""
+        return self.world_size > 1
 
     @property
     def root_device(self) -> torch.device:
@@ -142,6 +133,8 @@ class HybridStrategy(ReplicaCollectives):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The world that a sampler divides the data over: the replicas."""
+        if self._assembly is None and self._sizes[0] == 1:
+            return {"num_replicas": 1, "rank": 0}
         mesh = self._parts.mesh
         return {"num_replicas": mesh.data_parallel_size, "rank": mesh.data_rank}
 
@@ -155,6 +148,14 @@ class HybridStrategy(ReplicaCollectives):
         if self._assembly is None:
             raise RuntimeError("The device mesh exists only after the processes have been set up.")
         return self._assembly
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no process groups: before a run, or after they were destroyed."""
+        return self._assembly is None or not _distributed_is_initialized()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_assembly": None}  # process groups stay with their process
 
     @property
     def precision_plugin(self) -> Precision:
@@ -173,16 +174,14 @@ class HybridStrategy(ReplicaCollectives):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._sizes = resolve_sizes(self.num_nodes * self.num_processes, *self._wished_sizes)
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = processes.make_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the environment, and everything that logs on rank 0 only, which rank this is."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for package in (pytorch_rank_zero, fabric_rank_zero):
-            package.rank_zero_only.rank = self.global_rank
+        processes.announce(self.global_rank)
 
     def connect(self, model: LightningModule) -> None:
         """Attach the user's module."""
@@ -194,13 +193,10 @@ class HybridStrategy(ReplicaCollectives):
         super().setup_environment()
         self.set_world_ranks()
         if not _distributed_is_initialized():
-            reset_seed()
-            backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-            self._process_group_backend = backend
             assert self.cluster_environment is not None
-            # A group that is bound to a device would open connections at once; through gloo there are none to a device.
-            device = self.root_device if self.root_device.type == "cuda" and "nccl" in backend else None
-            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
+            self._process_group_backend = processes.start_groups(
+                self.cluster_environment, self._process_group_backend, self.root_device, self._settings.timeout
+            )
             self._assembly = None
         if self._assembly is None:
             self._assembly = Assembly(self._settings, self._sizes, self.root_device)
@@ -257,6 +253,8 @@ class HybridStrategy(ReplicaCollectives):
 
     def process_dataloader(self, dataloader: object) -> object:
         """One loader for each model group, over this replica's samples."""
+        if self._assembly is None and self._sizes[0] == 1:
+            return dataloader  # asked for before a run, such as for `Trainer.estimated_stepping_batches`
         return self._parts.process_loader(dataloader, self._module.trainer)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -373,6 +371,8 @@ class HybridStrategy(ReplicaCollectives):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The undivided module's state on rank 0; empty on other ranks of a pipeline."""
+        if self._assembly is None:  # no run has begun, and nothing is divided
+            return super().lightning_module_state_dict()
         return self._parts.checkpoint.module_state()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -390,6 +390,7 @@ class HybridStrategy(ReplicaCollectives):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, and leave every group without a collective."""
+        super().on_exception(exception)
         if self._assembly is None or self.world_size == 1 or not isinstance(exception, Exception):
             return
         board = self._assembly.board

@@ -21,7 +21,7 @@ FLOORS = (
     {"engine", "gradients"},  # 4
     # 5: where Lightning begins
     {"step", "optimization", "logging", "logger_calls", "metrics", "data", "transfer", "precision", "checkpoint"}
-    | {"refusals", "settings", "summary", "attributes", "adjustments", "collectives", "batch_start"},
+    | {"refusals", "settings", "summary", "processes", "attributes", "adjustments", "collectives", "batch_start"},
     # 6 to 8: a step through the pipeline, put together
     {"pipeline", "epoch"},
     {"training", "evaluation"},

@@ -227,3 +227,34 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_on_every_rank(ranks: Pools, 
         assert texts[0] == load_wrong(None, str(path))
     expected = {"groups": "11", "optimizers": "optimizer", "no file": str(path)}
     assert expected.get(fault, "") in texts[0][1]
+
+
+class WithoutOptimizer(Regression):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def saved_and_resumed(kind: type[Regression], path: str) -> dict[str, Any]:
+    for resume in (None, path):
+        module = kind()
+        trainer = make_trainer({}, max_epochs=1 if resume is None else 2)
+        trainer.fit(module, loader(), ckpt_path=resume)
+        if resume is None:
+            trainer.save_checkpoint(path)
+            if kind is not WithoutOptimizer:
+                forget_optimizers(path)
+    return {"epochs": trainer.current_epoch, "weights": weights(module)}
+
+
+def forget_optimizers(path: str) -> None:
+    checkpoint = torch.load(path, weights_only=False)
+    torch.save({**checkpoint, "optimizer_states": [], "lr_schedulers": []}, path)
+
+
+@pytest.mark.parametrize("kind", [WithoutOptimizer, Regression])
+def test_one_process_takes_optimizer_states_as_lightning_does(
+    ranks: Pools, tmp_path: Path, kind: type[Regression]
+) -> None:
+    """`configure_optimizers` may return nothing, and a checkpoint may have been stripped of optimizers' states."""
+    (result,) = ranks(1, lightning=True).run(saved_and_resumed, kind, str(tmp_path / "c.ckpt"))
+    assert result["epochs"] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
@@ -197,3 +198,72 @@ def test_the_users_world_is_the_data_parallel_group(ranks: Pools, order: str) ->
         assert told["gathered"] == [float(peer) for peer in group]
         assert (told["any"], told["all"]) == (True, False)
         assert told["broadcast"] == {"rank": 1}
+
+
+# -- on one process, everything that Lightning's own strategy can ------------------------------------------------------
+
+
+def one_process(**arguments: Any) -> Trainer:
+    return make_trainer(None, strategy="hybrid", **arguments)
+
+
+def test_one_process_is_not_distributed() -> None:
+    """Lightning refuses to tune the batch size otherwise, and notebooks refuse strategies that launch."""
+    trainer = one_process()
+    assert not trainer.strategy.is_distributed
+    assert trainer.strategy.launcher is None
+
+
+def test_a_strategy_without_groups_has_nobody_to_ask() -> None:
+    strategy = one_process().strategy
+    value = torch.tensor(2.0)
+    assert strategy.reduce(value, reduce_op="sum") is value
+    assert strategy.all_gather(value) is value
+    assert strategy.reduce_boolean_decision(True)
+    assert not strategy.reduce_boolean_decision(False, all=False)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("hybrid", 1), ("hybrid_pp2", 2)])
+def test_batches_are_counted_and_checkpoints_saved_before_a_run(tmp_path: Path, name: str, devices: int) -> None:
+    trainer, module = make_trainer(None, strategy=name, devices=devices, max_epochs=3), Trained()
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module)
+    assert trainer.estimated_stepping_batches == 3 * len(loader())
+    trainer.save_checkpoint(tmp_path / "before.ckpt")
+    saved = torch.load(tmp_path / "before.ckpt", weights_only=False)["state_dict"]
+    assert_same(saved, dict(module.state_dict()), 0.0)
+
+
+def seen_after(layout: dict[str, Any] | None, runs: int) -> list[Tensor]:
+    """The first batch of each of some runs; each is seeded, and draws before it begins."""
+    seen: list[Tensor] = []
+
+    class Seen(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    for _ in range(runs):
+        seed_everything(5, verbose=False)
+        torch.rand(3)
+        make_trainer(layout, max_steps=1).fit(Seen(), loader(shuffle=True))
+    return seen
+
+
+def test_random_state_is_that_of_lightnings_own_strategy_in_every_run(ranks: Pools) -> None:
+    """A seed that was set again only where the process group was made would shuffle the first run differently."""
+    (result,) = ranks(1, lightning=True).run(seen_after, {}, 2)
+    assert_same(result, seen_after(None, 2), 0.0)
+
+
+def pickled_after_a_run() -> tuple[int, bool]:
+    trainer, module = one_process(), Regression()
+    trainer.fit(module, loader())
+    strategy = pickle.loads(pickle.dumps(trainer.strategy))
+    return len(pickle.dumps(trainer)), strategy.is_alone
+
+
+def test_a_trainer_can_be_pickled_after_a_run(ranks: Pools) -> None:
+    ((size, alone),) = ranks(1, lightning=True).run(pickled_after_a_run)
+    assert size > 0
+    assert alone

@@ -1,0 +1,58 @@
+"""The processes of a job, as Lightning starts and names them, and the process group of them all."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities import rank_zero as fabric_rank_zero
+from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
+
+__all__ = ["announce", "make_launcher", "start_groups"]
+
+
+def make_launcher(
+    environment: ClusterEnvironment, num_processes: int, num_nodes: int
+) -> _SubprocessScriptLauncher | None:
+    """What starts the other processes; ``None`` if there are none, or if they have been started.
+
+    Args:
+        environment: The cluster.
+        num_processes: On this node.
+        num_nodes: The number of nodes.
+    """
+    if environment.creates_processes_externally or num_processes * num_nodes == 1:
+        return None
+    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def announce(rank: int) -> None:
+    """Tell everything that logs on rank 0 only, which rank this is."""
+    for package in (pytorch_rank_zero, fabric_rank_zero):
+        package.rank_zero_only.rank = rank
+
+
+def start_groups(
+    environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: timedelta | None
+) -> str:
+    """Make the process group of all processes.
+
+    The random state is left as it is: ranks that run the same program have the same one, which is that of one process.
+
+    Args:
+        environment: The cluster.
+        backend: nccl on CUDA and gloo elsewhere if ``None``.
+        device: The device of this process.
+        timeout: Of the group.
+
+    Returns:
+        The backend.
+    """
+    backend = backend or _get_default_process_group_backend_for_device(device)
+    # A group that is bound to a device would open connections at once; through gloo there are none to a device.
+    bound = device if device.type == "cuda" and "nccl" in backend else None
+    _init_dist_connection(environment, backend, timeout=timeout, device_id=bound)
+    return backend
