@@ -133,8 +133,14 @@ def refuse_call(layer: nn.Module, error: type[Exception], text: str) -> None:
         error: What is raised then.
         text: What it says.
     """
+    layer.register_forward_pre_hook(_Refusal(error, text))
 
-    def refuse(module: nn.Module, args: Any) -> None:
-        raise error(text)
 
-    layer.register_forward_pre_hook(refuse)
+class _Refusal:
+    """A hook that can be pickled, as the module that has it may be."""
+
+    def __init__(self, error: type[Exception], text: str) -> None:
+        self._error, self._text = error, text
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        raise self._error(self._text)

@@ -121,7 +121,8 @@ def check_module(module: LightningModule, *, cut: bool) -> None:
             " itself. Remove the method, or use pipeline_parallel_size=1 and num_microbatches=1."
         )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
-        if "dataloader_iter" in inspect.signature(getattr(module, step)).parameters:
+        method = getattr(module, step)  # `None` is how some switch a step off
+        if callable(method) and "dataloader_iter" in inspect.signature(method).parameters:
             raise ValueError(
                 f"`{name}.{step}(dataloader_iter)` fetches batches itself, so they cannot be split into micro-batches."
                 f" Write `{step}(batch, batch_idx)`."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -254,3 +255,19 @@ def trained_again_and_again(layout: Layout) -> list[tuple[int, int]]:
 def test_trainers_in_one_process_share_groups(ranks: Pools) -> None:
     for used in ranks(2, lightning=True).run(trained_again_and_again, PP2):
         assert used[1] == used[2] == used[0]
+
+
+class SwitchedOff(Regression):
+    validation_step = None  # type: ignore[assignment]
+
+
+def fitted_and_pickled(layout: Layout) -> Any:
+    module = SwitchedOff()
+    trainer = make_trainer(layout, max_steps=1)
+    trainer.fit(module, loader())
+    return weights(pickle.loads(pickle.dumps(module))), weights(module)
+
+
+def test_a_step_that_is_none_and_a_module_pickled_after_a_run(ranks: Pools) -> None:
+    for copied, mine in ranks(2, lightning=True).run(fitted_and_pickled, PP2):
+        assert_same(copied, mine)
