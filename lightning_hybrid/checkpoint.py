@@ -95,7 +95,7 @@ class WholeCheckpoint:
         """The state of the undivided optimizer on global rank 0, an empty one elsewhere."""
         optimizer = _unwrap(optimizer)
         local = optimizer.state_dict()
-        if self._is_undivided:
+        if self._is_undivided or "param_groups" not in local:  # Lightning's stand-in for no optimizer has no state
             return local
         numbers = self._numbers(optimizer)
         local_parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -139,6 +139,8 @@ class WholeCheckpoint:
         Raises:
             ValueError: If the groups are not those of this optimizer.
         """
+        if "param_groups" not in state:
+            return
         optimizer = _unwrap(optimizer)
         whole, _ = self._whole_groups(optimizer)
         saved = state["param_groups"]

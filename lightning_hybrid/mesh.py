@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -68,7 +69,12 @@ def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 
 class _Made:
-    """What was made for the groups of the present world, to be taken over by the next mesh of the same shape."""
+    """What was made for the groups of the present world, to be taken over by the next mesh of the same shape.
+
+    A Trainer is freed as cyclic garbage, at any time: also in a worker of a `DataLoader` that was forked before. There
+    the threads of process groups do not exist, and freeing one ends or stops the worker. What is held here is not freed
+    there; what is let go is collected at once, in this process.
+    """
 
     def __init__(self) -> None:
         self._things: dict[Hashable, Any] = {}
@@ -80,6 +86,7 @@ class _Made:
         assert world is not None
         if self._world() is not world:
             self._things.clear()
+            gc.collect()
             self._world = weakref.ref(world)
         if key not in self._things:
             self._things[key] = make()

@@ -234,10 +234,10 @@ class WithoutOptimizer(Regression):
         return None
 
 
-def saved_and_resumed(kind: type[Regression], path: str) -> dict[str, Any]:
+def saved_and_resumed(kind: type[Regression], path: str, layout: Layout) -> dict[str, Any]:
     for resume in (None, path):
         module = kind()
-        trainer = make_trainer({}, max_epochs=1 if resume is None else 2)
+        trainer = make_trainer(layout, max_epochs=1 if resume is None else 2)
         trainer.fit(module, loader(), ckpt_path=resume)
         if resume is None:
             trainer.save_checkpoint(path)
@@ -256,5 +256,10 @@ def test_one_process_takes_optimizer_states_as_lightning_does(
     ranks: Pools, tmp_path: Path, kind: type[Regression]
 ) -> None:
     """`configure_optimizers` may return nothing, and a checkpoint may have been stripped of optimizers' states."""
-    (result,) = ranks(1, lightning=True).run(saved_and_resumed, kind, str(tmp_path / "c.ckpt"))
+    (result,) = ranks(1, lightning=True).run(saved_and_resumed, kind, str(tmp_path / "c.ckpt"), {})
     assert result["epochs"] == 2
+
+
+def test_no_optimizer_is_no_state_in_a_pipeline(ranks: Pools, tmp_path: Path) -> None:
+    results = ranks(2, lightning=True).run(saved_and_resumed, WithoutOptimizer, str(tmp_path / "c.ckpt"), PP2)
+    assert [result["epochs"] for result in results] == [2, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -267,3 +269,24 @@ def test_a_trainer_can_be_pickled_after_a_run(ranks: Pools) -> None:
     ((size, alone),) = ranks(1, lightning=True).run(pickled_after_a_run)
     assert size > 0
     assert alone
+
+
+def status_of_a_fork_that_collects_garbage() -> int:
+    gc.disable()
+    try:
+        trainer, module = one_process(), Regression()
+        trainer.fit(module, loader())
+        dist.destroy_process_group()
+        del trainer, module
+        worker = os.fork()
+        if worker == 0:
+            gc.collect()
+            os._exit(0)
+    finally:
+        gc.enable()
+    return os.waitpid(worker, 0)[1]
+
+
+def test_a_worker_of_a_loader_does_not_free_process_groups(ranks: Pools) -> None:
+    """Their threads do not exist in a forked process, which died or hung whenever it happened to collect garbage."""
+    assert ranks(1, lightning=True).run(status_of_a_fork_that_collects_garbage, timeout=30.0) == [0]
