@@ -116,6 +116,17 @@ class _RecordedPath:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._record(self._path, args, kwargs)
 
+    def _no_value(self, *_: Any) -> Any:
+        way = "".join(f".{name}" if kind == "attribute" else f"[{name!r}]" for kind, name in self._path)
+        raise TypeError(
+            f"`self.logger{way}` has no value in a step: what is done with a logger there is recorded, and made on rank"
+            " 0 after the step. Read it from the logger itself (such as `self.logger.log_dir` or"
+            " `self.logger.version`), or in a hook, such as `on_train_start`."
+        )
+
+    # Text and paths would be nonsense; and with `__getitem__` alone, iterating would never end.
+    __str__ = __fspath__ = __iter__ = __contains__ = _no_value
+
 
 def pack_calls(calls: Sequence[LoggerCall]) -> bytes:
     """Calls as bytes.

@@ -109,6 +109,7 @@ class LogRecorder:
                 _, of_batch = self._values.get(id(value), (None, None))
                 value = value.detach().clone()  # it may be changed in place later in the step
             if self._current is not None:
+                _check_value(name, value)
                 self._current.append(Log(name, value, metric, arguments, of_batch))
 
         def remember_value(value: Any, of_batch: Callable[[], Any]) -> None:
@@ -124,6 +125,23 @@ class LogRecorder:
             named = self._module.named_modules()
             self._metric_names = {id(m): (name, m) for name, m in named if isinstance(m, Metric)}
         return self._metric_names.get(id(metric), (None, None))[0]
+
+
+def _check_value(name: str, value: Any) -> None:
+    """Refuse what was computed from stand-ins, and so is no number.
+
+    Raises:
+        ValueError: If the value is on the meta device.
+    """
+    if isinstance(value, Tensor) and value.is_meta:
+        raise ValueError(
+            f"self.log({name!r}, ...): the value depends on parameters of layers that live on other stages of the"
+            " pipeline; in a step no rank has them all. For the norm of gradients log"
+            " `self.trainer.strategy.grad_norm()` in `on_before_optimizer_step`; for weights compute the value in a hook"
+            " from `self.trainer.strategy.lightning_module_state_dict()`, which every rank calls and which is whole on"
+            " rank 0, and log it with `rank_zero_only=True`; for a penalty on weights use the optimizer's"
+            " `weight_decay`."
+        )
 
 
 def log_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import Tensor
 
+from lightning_hybrid.logger_calls import LoggerCalls
 from tests.pool import Pools
 from tests.test_logging_features import Memory
 from tests.training_jobs import LAYOUTS, PP2, Regression, assert_same, loader, make_trainer
@@ -168,3 +171,18 @@ def test_an_argument_that_cannot_travel_is_an_error_on_every_rank(ranks: Pools) 
     for text in ranks(2, lightning=True).run(refused, PP2):
         assert "cannot be pickled to get there" in text
         assert "Pass tensors, arrays, numbers, text or figures." in text
+
+
+@pytest.mark.parametrize("read", [str, os.fspath, "{}".format, Path, list, lambda value: "x" in value])
+def test_a_value_of_an_experiment_is_not_to_be_had_in_a_step(read: Any) -> None:
+    trainer: Any = SimpleNamespace(loggers=[Album()])
+    module: Any = SimpleNamespace(trainer=trainer)
+    calls = LoggerCalls(module, keeps=True)
+    with calls() as found:
+        calls.next_microbatch(keep=True)
+        experiment = trainer.loggers[0].experiment
+        assert experiment.run, "experiments are asked whether they are there"
+        text = r"`self\.logger\.experiment\.run\['id'\]` has no value in a step.*in a hook"
+        with pytest.raises(TypeError, match=text):
+            read(experiment.run["id"])
+    assert found == []
