@@ -137,9 +137,9 @@ def _check_value(name: str, value: Any) -> None:
         raise ValueError(
             f"self.log({name!r}, ...): the value depends on parameters of layers that live on other stages of the"
             " pipeline; in a step no rank has them all. For the norm of gradients log"
-            " `self.trainer.strategy.grad_norm()` in `on_before_optimizer_step`; for weights compute the value in a hook"
-            " from `self.trainer.strategy.lightning_module_state_dict()`, which every rank calls and which is whole on"
-            " rank 0, and log it with `rank_zero_only=True`; for a penalty on weights use the optimizer's"
+            " `self.trainer.strategy.grad_norm()` in `on_before_optimizer_step`; for weights compute the value in a"
+            " hook from `self.trainer.strategy.lightning_module_state_dict()`, which every rank calls and which is"
+            " whole on rank 0, and log it with `rank_zero_only=True`; for a penalty on weights use the optimizer's"
             " `weight_decay`."
         )
 

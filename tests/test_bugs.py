@@ -271,3 +271,47 @@ def fitted_and_pickled(layout: Layout) -> Any:
 def test_a_step_that_is_none_and_a_module_pickled_after_a_run(ranks: Pools) -> None:
     for copied, mine in ranks(2, lightning=True).run(fitted_and_pickled, PP2):
         assert_same(copied, mine)
+
+
+class NormInStep(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("head", self.head.weight.norm())  # every rank that runs steps has what is outside of the body
+        self.log("weights", sum(p.norm() for p in self.parameters()))
+        return self.loss(batch)
+
+
+def norm_refused(layout: Layout) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        fitted(layout, NormInStep(), max_steps=1)
+    return str(caught.value)
+
+
+def test_a_log_of_weights_that_live_elsewhere_is_refused_with_what_to_do(ranks: Pools) -> None:
+    for text in ranks(2, lightning=True).run(norm_refused, PP2):
+        assert "self.log('weights', ...): the value depends on parameters of layers that live on other stages" in text
+        assert "lightning_module_state_dict()" in text
+
+
+class NormInHook(Regression):
+    """What that text says."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        self.log("gradients", strategy.grad_norm(), on_epoch=False, on_step=True)
+        state = strategy.lightning_module_state_dict()
+        if self.trainer.is_global_zero:
+            norm = torch.stack([value.norm() for value in state.values()]).norm()
+            self.log("weights", norm, rank_zero_only=True)
+
+
+def logged_norm(layout: Layout) -> float:
+    module = NormInHook()
+    before = float(torch.stack([p.norm() for p in module.parameters()]).norm())
+    trainer = make_trainer(layout, max_steps=1)
+    trainer.fit(module, loader())
+    assert trainer.callback_metrics["gradients"] > 0
+    return float(trainer.callback_metrics.get("weights", before)) / before
+
+
+def test_norms_can_be_logged_in_hooks(ranks: Pools) -> None:
+    assert_same(ranks(2, lightning=True).run(logged_norm, PP2), [1.0, 1.0])
