@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
+from torchmetrics.wrappers import Running
 
 from lightning_hybrid.exchange import TreeBroadcast
 from lightning_hybrid.pytree import flatten
@@ -127,7 +128,7 @@ class MetricsAcrossStages:
                 handle.remove()
             self._is_local = False
         for name, twin in self._twins.items():
-            if twin.update_called:  # also for hooks after the step, and for `self.log` in them
+            if self._forwards[name]:  # also for hooks after the step, and for `self.log` in them
                 with torch.no_grad():
                     self._metrics[name]._forward_cache = twin.compute()
 
@@ -145,7 +146,8 @@ class MetricsAcrossStages:
         def update(metric: nn.Module, args: Any, kwargs: Any) -> None:
             assert isinstance(metric, Metric)
             if name not in self._twins:
-                twin = copy.deepcopy(metric)
+                # A window's value of a batch is that of its metric; the window itself may be shorter than a batch.
+                twin = copy.deepcopy(metric.base_metric if isinstance(metric, Running) else metric)
                 # Torchmetrics reads the second of these, which it derives from the first when a metric is made.
                 twin.sync_on_compute = twin._to_sync = metric.dist_sync_on_step
                 twin.reset()

@@ -20,7 +20,9 @@ from torchmetrics.classification import (
     MulticlassF1Score,
     MulticlassPrecision,
 )
+from torchmetrics.regression import MeanSquaredError
 from torchmetrics.retrieval import RetrievalMAP
+from torchmetrics.wrappers import MinMaxMetric, MultitaskWrapper, Running
 
 from tests.pool import Pools
 from tests.test_logging_features import Snapshots
@@ -368,6 +370,35 @@ def test_the_value_of_a_step_is_that_of_the_whole_batch_however_it_is_logged(ran
     results = ranks(2, lightning=True).run(step_and_epoch, LAYOUTS["pp2"][2], 8)
     for result in results:
         assert_same(result, expected)
+
+
+class OfWrappers(Trained):
+    """What `forward` of wrappers returns, which has a structure of its own."""
+
+    def build(self) -> None:
+        self.extremes = MinMaxMetric(MulticlassAccuracy(CLASSES))
+        self.tasks = MultitaskWrapper({"classes": MulticlassAccuracy(CLASSES), "scores": MeanSquaredError()})
+        self.by_class = ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None))
+        self.recent = Running(MulticlassAccuracy(CLASSES), window=2)
+
+    def measure(self, logits: Tensor, y: Tensor) -> None:
+        self.log_dict(self.extremes(logits, y), on_step=True, on_epoch=True)
+        score = logits[:, 0].contiguous()
+        self.log_dict(self.tasks({"classes": logits, "scores": score}, {"classes": y, "scores": (y == 0).float()}))
+        self.log_dict(self.by_class(logits, y))
+        self.log("recent", self.recent(logits, y))
+
+
+def of_wrappers(layout: Layout, batch_size: int) -> dict[str, Any]:
+    return fit(OfWrappers(), layout, batch_size)
+
+
+@pytest.mark.parametrize("num_microbatches", [3, 4])
+def test_values_of_wrappers_are_those_of_the_whole_batch(ranks: Pools, num_microbatches: int) -> None:
+    expected = of_wrappers(None, 8)
+    layout = {"pipeline_parallel_size": 2, "num_microbatches": num_microbatches}
+    for result in ranks(2, lightning=True).run(of_wrappers, layout, 8):
+        assert_same(result, expected, 1e-6)
 
 
 # -- in callbacks ------------------------------------------------------------------------------------------------------
