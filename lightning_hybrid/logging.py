@@ -149,16 +149,19 @@ def log_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]
     return dict(zip(_POSITIONAL, args, strict=False)) | kwargs
 
 
-def merge_logs(records: Sequence[Sequence[Log]], counts: Sequence[int]) -> list[Log]:
+def merge_logs(
+    records: Sequence[Sequence[Log]], counts: Sequence[int], num_microbatches: int | None = None
+) -> list[Log]:
     """Merge what the micro-batches of one batch logged.
 
-    A mean is weighted by the number of samples (``batch_size`` where it was given), a sum is added, the least or
-    greatest value is taken; so each is what one process would have logged if the value is a mean, sum, minimum or
-    maximum over samples.
+    A mean is weighted by the number of samples, or by a ``batch_size`` that micro-batches have of their own; a sum is
+    added, the least or greatest value is taken; so each is what one process would have logged if the value is a mean,
+    sum, minimum or maximum over samples.
 
     Args:
         records: The logs of each micro-batch.
         counts: The number of samples of each micro-batch.
+        num_microbatches: How many a full batch has; ``None`` for as many as this one.
 
     Returns:
         One log for each key, in the order of the first calls. Two calls with one key in a step stay two.
@@ -167,27 +170,61 @@ def merge_logs(records: Sequence[Sequence[Log]], counts: Sequence[int]) -> list[
     for logs, count in zip(records, counts, strict=True):
         seen: dict[str, int] = defaultdict(int)
         for log in logs:
-            size = log.arguments.get("batch_size")
-            merged.setdefault((log.name, seen[log.name]), []).append((log, count if size is None else size))
+            merged.setdefault((log.name, seen[log.name]), []).append((log, count))
             seen[log.name] += 1
-    return [_merge(entries) for entries in merged.values()]
+    return [_merge(entries, num_microbatches or len(counts)) for entries in merged.values()]
 
 
-def _merge(entries: list[tuple[Log, int]]) -> Log:
-    first, _ = entries[0]
-    arguments = dict(first.arguments)
-    if arguments.get("batch_size") is not None:
-        arguments["batch_size"] = sum(size for _, size in entries)
+def _merge(entries: list[tuple[Log, int]], num_microbatches: int) -> Log:
+    logs, counts = [log for log, _ in entries], [count for _, count in entries]
+    first = logs[0]
+    weights, batch_size = _weigh([log.arguments.get("batch_size") for log in logs], counts, num_microbatches)
+    arguments = {**first.arguments, "batch_size": batch_size}
+    if batch_size is None:
+        del arguments["batch_size"]
     if first.metric is not None:
         return Log(first.name, first.value, first.metric, arguments)
     of_batch = None if first.of_batch is None else first.of_batch()
     if of_batch is not None:
         return Log(first.name, of_batch, None, arguments)
-    values = [log.value for log, _ in entries]
-    return Log(first.name, _reduce(values, [size for _, size in entries], arguments), None, arguments)
+    return Log(first.name, _reduce([log.value for log in logs], weights, arguments), None, arguments)
 
 
-def _reduce(values: list[Any], weights: list[int], arguments: dict[str, Any]) -> Any:
+def _weigh(sizes: list[Any], counts: list[int], num_microbatches: int) -> tuple[list[float], float | None]:
+    """What the calls with one key count, by the ``batch_size`` that each gave.
+
+    ::
+
+        a batch of 2 + 2 + 1 samples; a full one has 4 micro-batches
+
+        batch_size=None                     weights 2, 2, 1    of the batch  None
+        batch_size=len(x)        2, 2, 1            2, 2, 1                  5
+        batch_size=mask.sum()    7, 4, 9            7, 4, 9                  20
+        batch_size=32            32, 32, 32         2, 2, 1                  4 * 32
+
+    One number for all belongs to the batch: the same for each batch, also for a last one with fewer micro-batches.
+    It is not given once, as one process would, because a number of tokens may happen to be the same in all of a full
+    batch's micro-batches, and then it must be their sum; what batches count is relative.
+
+    Args:
+        sizes: As they were given, ``None`` where they were not.
+        counts: The number of samples of each micro-batch.
+        num_microbatches: How many a full batch has.
+    """
+    if all(size is None for size in sizes):
+        return list(counts), None
+    numbers = [count if size is None else _number(size) for size, count in zip(sizes, counts, strict=True)]
+    if len(set(numbers)) == 1 and numbers != counts:
+        return list(counts), numbers[0] * num_microbatches
+    return numbers, sum(numbers)
+
+
+def _number(size: Any) -> float:
+    number: float = size.item() if hasattr(size, "item") else size
+    return number
+
+
+def _reduce(values: list[Any], weights: list[float], arguments: dict[str, Any]) -> Any:
     if len(values) == 1:
         return values[0]
     fx = arguments.get("reduce_fx", "mean")
@@ -198,8 +235,9 @@ def _reduce(values: list[Any], weights: list[int], arguments: dict[str, Any]) ->
         merged = sum(tensors[1:], tensors[0])
     elif name in ("min", "max"):
         merged = getattr(torch.stack(tensors), name)()
-    else:
-        merged = weighted_mean(tensors, weights)
+    else:  # what counts nothing adds nothing, also where its own mean is 0 / 0
+        counted = [(tensor, weight) for tensor, weight in zip(tensors, weights, strict=True) if weight]
+        merged = weighted_mean(*zip(*counted, strict=True))
     return merged if any(isinstance(value, Tensor) for value in values) else merged.item()
 
 

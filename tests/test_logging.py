@@ -236,11 +236,51 @@ def test_the_dtype_stays(dtype: torch.dtype) -> None:
         assert value.dtype == dtype
 
 
-def test_batch_sizes_that_were_given_are_the_weights() -> None:
-    records = [[entry(1.0, batch_size=9)], [entry(2.0, batch_size=1)]]
-    (log,) = merge_logs(records, [2, 2])
-    assert log.value == pytest.approx(1.1)
-    assert log.arguments == {"batch_size": 10}
+@pytest.mark.parametrize(
+    ("sizes", "weights", "batch_size"),
+    [
+        ([None, None, None], [2, 2, 1], None),
+        ([2, 2, 1], [2, 2, 1], 5),  # `len(x)`
+        ([7, 4, 9], [7, 4, 9], 20),  # something else than samples
+        ([7, None, 9], [7, 2, 9], 18),
+        ([torch.tensor(7), torch.tensor(4), torch.tensor(9)], [7, 4, 9], 20),
+        ([32, 32, 32], [2, 2, 1], 128),  # `self.hparams.batch_size`
+        ([torch.tensor(32)] * 3, [2, 2, 1], 128),
+        ([2, 2, 2], [2, 2, 1], 8),
+        ([0, 0, 0], [2, 2, 1], 0),
+    ],
+)
+def test_batch_sizes_that_were_given(sizes: list[Any], weights: list[int], batch_size: int | None) -> None:
+    values = [1.0, 2.0, 4.0]
+    records = [[entry(v, batch_size=size)] for v, size in zip(values, sizes, strict=True)]
+    (log,) = merge_logs(records, [2, 2, 1], num_microbatches=4)
+    assert log.value == pytest.approx(sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights))
+    assert log.arguments == ({} if batch_size is None else {"batch_size": batch_size})
+    assert not isinstance(log.arguments.get("batch_size"), Tensor)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 32])
+def test_a_batch_size_that_is_always_the_same_makes_batches_count_the_same(size: int) -> None:
+    counts = [[2, 2, 2, 2], [2, 2, 1, 1], [2, 2]]  # a full batch, a shorter one, one with fewer micro-batches
+    logs = [merge_logs([[entry(1.0, batch_size=size)] for _ in each], each, 4) for each in counts]
+    found = [log.arguments["batch_size"] for (log,) in logs]
+    assert found == [4 * size, 4 * size, 4 if size == 2 else 4 * size]  # two samples in each: taken for their number
+    (alone,) = merge_logs([[entry(1.0, batch_size=size)]], [1])
+    assert alone.arguments == {"batch_size": size}
+
+
+def test_tokens_that_happen_to_be_as_many_in_each_microbatch_count_all() -> None:
+    tokens = [[6, 6, 6], [6, 5, 7], [6, 3, 3]]
+    counts = [[2, 2, 2], [2, 2, 2], [2, 1, 1]]
+    for sizes, each in zip(tokens, counts, strict=True):
+        (log,) = merge_logs([[entry(1.0, batch_size=size)] for size in sizes], each, 3)
+        assert log.arguments == {"batch_size": sum(sizes)}
+
+
+def test_a_microbatch_that_counts_nothing_does_not_spoil_the_mean() -> None:
+    assert merged_value([float("nan"), 2.0], [4, 4], reduce_fx="mean", batch_size=3) != 2.0  # it counts
+    (log,) = merge_logs([[entry(float("nan"), batch_size=0)], [entry(2.0, batch_size=5)]], [4, 4])
+    assert (log.value, log.arguments) == (2.0, {"batch_size": 5})
 
 
 def test_a_key_that_was_logged_in_some_microbatches_only() -> None:

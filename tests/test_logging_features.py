@@ -101,7 +101,7 @@ class LogsInSteps(Regression):
         self.log("fx_torch_sum", errors.sum(), reduce_fx=torch.sum, on_step=False, on_epoch=True, **sync)
         self.log("fx_torch_max", errors.max(), reduce_fx=torch.max, on_step=False, on_epoch=True, **sync)
         # A mean over something else than samples: right with `batch_size`.
-        tokens = 1 + (x[:, 0] > 0).long()
+        tokens = 1 + (10 * x[:, 0].abs()).long()
         mean = (errors * tokens).sum() / tokens.sum()
         self.log("weighted", mean, batch_size=int(tokens.sum()), on_step=False, on_epoch=True, **sync)
         self.log("python_float", 0.125, **sync)
