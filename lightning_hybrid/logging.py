@@ -241,22 +241,26 @@ def _reduce(values: list[Any], weights: list[float], arguments: dict[str, Any]) 
     return merged if any(isinstance(value, Tensor) for value in values) else merged.item()
 
 
-def pack_logs(logs: Sequence[Log]) -> dict[Any, Tensor]:
-    """Logs as a tree of tensors: what was logged is in the keys, which are sent only when they are new.
+def pack_logs(logs: Sequence[Log]) -> dict[Any, tuple[Any, ...]]:
+    """Logs as a tree of numbers: what was logged is in the keys, which are sent only when they are new.
 
     Args:
         logs: Merged logs.
 
     Returns:
         For each log (position, name, metric, whether it has a value, whether it is a plain number, arguments) and a
-        tensor.
+        tensor, with the ``batch_size`` if there is one: it may be another at each step.
     """
-    packed = {}
+    packed: dict[Any, tuple[Any, ...]] = {}
     for position, log in enumerate(logs):
         plain = not isinstance(log.value, Tensor)
-        arguments = tuple((key, _portable(value)) for key, value in log.arguments.items() if key != "sync_dist_group")
+        arguments = dict(log.arguments)
+        arguments.pop("sync_dist_group", None)
+        size = arguments.pop("batch_size", None)
+        names = tuple((key, _portable(value)) for key, value in arguments.items())
         value = torch.tensor(0.0 if log.value is None else log.value, dtype=torch.float64) if plain else log.value
-        packed[position, log.name, log.metric, log.value is not None, plain, arguments] = value
+        key = position, log.name, log.metric, log.value is not None, plain, names
+        packed[key] = (value,) if size is None else (value, size)
     return packed
 
 
@@ -264,12 +268,13 @@ def _portable(value: Any) -> Any:
     return value.__name__ if callable(value) else value  # `torch.mean` and the like
 
 
-def unpack_logs(packed: dict[Any, Tensor]) -> list[Log]:
+def unpack_logs(packed: dict[Any, tuple[Any, ...]]) -> list[Log]:
     """The inverse of :func:`pack_logs`."""
     logs = []
-    for (_, name, metric, has_value, plain, arguments), value in packed.items():
+    for (_, name, metric, has_value, plain, names), (value, *size) in packed.items():
         value = value.to(torch.get_default_dtype()) if plain else value  # as Lightning does with numbers
-        logs.append(Log(name, value if has_value else None, metric, dict(arguments)))
+        arguments = {**dict(names), **({"batch_size": size[0]} if size else {})}
+        logs.append(Log(name, value if has_value else None, metric, arguments))
     return logs
 
 

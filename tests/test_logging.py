@@ -21,6 +21,7 @@ from lightning_hybrid.logging import (
     replay,
     unpack_logs,
 )
+from lightning_hybrid.pytree import flatten
 
 
 class Module(LightningModule):
@@ -309,7 +310,7 @@ def test_metrics_are_merged_to_one_log() -> None:
 def through(*logs: Log) -> list[Log]:
     packed = pack_logs(logs)
     hash(tuple(packed))
-    assert all(isinstance(value, Tensor) for value in packed.values())
+    assert all(isinstance(value, Tensor) for value, *_ in packed.values())
     return unpack_logs(packed)
 
 
@@ -351,6 +352,11 @@ def test_reductions_travel_by_name(fx: Any) -> None:
 
 def test_numbers_do_not_change_what_has_to_be_sent() -> None:
     assert list(pack_logs([entry(1.0), entry(torch.rand(()))])) == list(pack_logs([entry(2.0), entry(torch.rand(()))]))
+
+
+def test_batch_sizes_do_not_change_it_either() -> None:
+    small, large = (pack_logs([entry(1.0, batch_size=size)]) for size in (3, 5))
+    assert flatten(small)[1] == flatten(large)[1]
 
 
 def test_replay() -> None:
