@@ -73,7 +73,7 @@ class MetricsAcrossStages:
 
     def _find(self) -> None:
         """Find the metrics: hooks make new ones (a `MetricTracker` does, at each of its increments)."""
-        found = {name: metric for name, metric in self._module.named_modules() if isinstance(metric, Metric)}
+        found = {name: metric for name, metric in _named_parts(self._module) if isinstance(metric, Metric)}
         self._twins = {name: twin for name, twin in self._twins.items() if found.get(name) is self._metrics[name]}
         self._metrics = found
         for metric in found.values():
@@ -187,6 +187,19 @@ class MetricsAcrossStages:
         if self._num_microbatches > 1:
             self._logged[name] = on_step or self._logged.get(name, False)
         return self._metrics[name]._forward_cache
+
+
+def _named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A module's `named_modules`, and those that it or a part of it keeps in a plain dictionary, list or tuple."""
+    seen: set[nn.Module] = set()
+    named = list(module.named_modules(seen))
+    yield from named
+    for name, part in named:
+        for attribute, value in vars(part).items():
+            items: Any = enumerate(value) if isinstance(value, (list, tuple)) else ()
+            for key, kept in value.items() if isinstance(value, dict) else items:
+                if isinstance(kept, nn.Module):
+                    yield from kept.named_modules(seen, f"{name}.{attribute}[{key!r}]")
 
 
 def _synchronise_over(reference: Callable[[], dist.ProcessGroup | None] | None) -> None:

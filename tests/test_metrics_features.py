@@ -332,6 +332,49 @@ def test_metrics_that_hooks_make_are_those_of_one_process(ranks: Pools, name: st
         assert_same(result, expected)
 
 
+class InContainers(Trained):
+    """Keeps its metrics where Lightning does not look for them."""
+
+    def build(self) -> None:
+        self.by_name: dict[str, Any] = {"auroc": MulticlassAUROC(CLASSES), "accuracy": MulticlassAccuracy(CLASSES)}
+        self.listed = [MulticlassF1Score(CLASSES), MetricCollection([MulticlassPrecision(CLASSES)])]
+        self.counts = (SumMetric(),)
+
+    def measure(self, logits: Tensor, y: Tensor) -> None:
+        self.log("f1", self.listed[0](logits, y), on_step=True, on_epoch=False)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.body(batch[0])
+        for metric in (*self.by_name.values(), self.listed[1]):
+            metric.update(logits, batch[1])
+        self.counts[0].update(len(batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        for name, metric in self.by_name.items():
+            self.log(name, metric.compute())
+        self.log_dict(self.listed[1].compute())
+        self.seen.append(self.counts[0].compute())
+        for metric in (*self.by_name.values(), self.listed[1], self.counts[0]):
+            metric.reset()
+
+
+def in_containers(layout: Layout, batch_size: int) -> dict[str, Any]:
+    return fit(InContainers(), layout, batch_size)
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2 x dp2"])
+def test_metrics_in_plain_containers_are_those_of_one_process(ranks: Pools, name: str) -> None:
+    size, replicas, layout = LAYOUTS[name]
+    expected = in_containers(None, 8 * replicas)
+    for result in ranks(size, lightning=True).run(in_containers, layout, 8):
+        fitted, other = dict(result["fitted"]), dict(expected["fitted"])
+        if replicas > 1:  # a batch's own value is the replica's
+            del fitted["f1"], other["f1"]
+        assert_same((fitted, result["seen"]), (other, expected["seen"]))
+        if replicas == 1:
+            assert_same(result["batches"], expected["batches"])
+
+
 # -- values of a step --------------------------------------------------------------------------------------------------
 
 
