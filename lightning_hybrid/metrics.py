@@ -6,7 +6,7 @@ import copy
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.wrappers import Running
 
 from lightning_hybrid.exchange import TreeBroadcast
@@ -30,6 +30,7 @@ class MetricsAcrossStages:
       called on all ranks, as Lightning does and as hooks do.
     - A metric's value of a *batch* (``forward``, logged with ``on_step=True``) would be that of the last micro-batch. A
       twin, reset at each batch, gets all of them.
+    - A `MeanMetric` of losses counts each of them once, and so each batch. A micro-batch counts its share of that.
     - Every metric synchronises over the data-parallel group, also one that belongs to a callback or that a hook has
       made: the ranks of a pipeline see the same samples, and over WORLD each would count once for every stage.
 
@@ -51,6 +52,8 @@ class MetricsAcrossStages:
         self._is_last = is_last
         self._is_local = False
         self._num_microbatches = 1
+        self._shares: Iterator[float] = iter(())
+        self._share: float | None = None
         self._epoch: Any = None
         self._twins: dict[str, Metric] = {}
         self._forwards: Counter[str] = Counter()
@@ -69,6 +72,7 @@ class MetricsAcrossStages:
             metric = reference()
             if metric is not None:
                 metric.compute = getattr(metric.compute, "undivided", metric.compute)  # type: ignore[method-assign]
+                metric.update = getattr(metric.update, "undivided", metric.update)  # type: ignore[method-assign]
         self._divided.clear()
 
     def _find(self) -> None:
@@ -79,6 +83,7 @@ class MetricsAcrossStages:
         for metric in found.values():
             if not hasattr(metric.compute, "undivided"):
                 metric.compute = self._across_stages(metric.compute)  # type: ignore[method-assign]
+                self._count_batches(metric)
                 self._divided.append(weakref.ref(metric))
 
     def _find_again(self) -> None:
@@ -107,13 +112,34 @@ class MetricsAcrossStages:
         computed.undivided = compute  # type: ignore[attr-defined]
         return computed
 
+    def _count_batches(self, metric: nn.Module) -> None:
+        """Let a `MeanMetric` count a number that has no weight by the share that its micro-batch has in the batch."""
+        if getattr(type(metric), "update", None) is not MeanMetric.update:  # of a subclass's own nothing is known
+            return
+        assert isinstance(metric, MeanMetric)
+        update = metric.update
+
+        def updated(value: Any, weight: Any = None) -> None:
+            if weight is None and getattr(value, "ndim", 0) == 0:  # else it is one of samples
+                weight = self._share
+            update(value) if weight is None else update(value, weight)
+
+        updated.undivided = update  # type: ignore[attr-defined]
+        metric.update = updated  # type: ignore[method-assign]
+
     @contextmanager
-    def step(self, *, num_microbatches: int) -> Iterator[None]:
-        """While a step runs: ``compute()`` is this rank's own, and twins take part."""
+    def step(self, *, num_microbatches: int, counts: Sequence[int] = ()) -> Iterator[None]:
+        """While a step runs: ``compute()`` is this rank's own, and twins take part.
+
+        Args:
+            num_microbatches: How often the user's code runs.
+            counts: The samples of each micro-batch; nothing if they are not to be counted by them.
+        """
         self._find_again()
         self._give_up_twins()
         self._is_local = True
         self._num_microbatches = num_microbatches
+        self._shares = iter([count / sum(counts) for count in counts])
         self._forwards.clear()
         handles: list[RemovableHandle] = []
         if self._is_last and num_microbatches > 1:
@@ -127,10 +153,19 @@ class MetricsAcrossStages:
             for handle in handles:
                 handle.remove()
             self._is_local = False
+            self._share = None
         for name, twin in self._twins.items():
             if self._forwards[name]:  # also for hooks after the step, and for `self.log` in them
                 with torch.no_grad():
                     self._metrics[name]._forward_cache = twin.compute()
+
+    def next_microbatch(self, *, keep: bool) -> None:
+        """A micro-batch begins.
+
+        Args:
+            keep: Whether its metrics count. Code before the body also runs on the first stage, where they do not.
+        """
+        self._share = next(self._shares, None) if keep else None
 
     def _give_up_twins(self) -> None:
         """Metrics that are logged by epoch need none; one that is logged by step as well, under any name, does."""
@@ -151,6 +186,8 @@ class MetricsAcrossStages:
                 # Torchmetrics reads the second of these, which it derives from the first when a metric is made.
                 twin.sync_on_compute = twin._to_sync = metric.dist_sync_on_step
                 twin.reset()
+                for part in twin.modules():
+                    self._count_batches(part)
                 self._twins[name] = twin
             self._twins[name].update(*args, **metric._filter_kwargs(**kwargs))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection, MinMaxMetric, SumMetric
 from torchmetrics.classification import BinaryAUROC
 from torchmetrics.regression import MeanSquaredError, R2Score
+from torchmetrics.wrappers import Running
 
 from lightning_hybrid.exchange import TreeBroadcast
 from lightning_hybrid.metrics import MetricsAcrossStages
@@ -121,12 +122,13 @@ def taken_back() -> list[Any]:
         module["mine"].dist_sync_fn is own_gather,
         not hasattr(replaced.compute, "undivided"),
         not hasattr(copied["mean"].compute, "undivided"),
+        not hasattr(replaced.update, "undivided"),
         not hasattr(Metric.sync, "undivided"),
     ]
 
 
 def test_metrics_are_given_back_as_they_were(ranks: Pools) -> None:
-    assert ranks(2).run(taken_back) == [[True] * 6] * 2
+    assert ranks(2).run(taken_back) == [[True] * 7] * 2
 
 
 def of_others() -> list[float]:
@@ -194,6 +196,60 @@ def test_the_value_of_a_batch_is_over_its_microbatches(ranks: Pools) -> None:
         "evaluation on step": 9.0,
         "again": 3.0,
         "of the epoch": round(sum(values) / len(values), 6),
+    }
+
+
+def by_shares() -> dict[str, list[float]]:
+    """Two batches of 3 samples, in micro-batches of 2 and 1: what `MeanMetric` says of the second one and of both."""
+    updates: dict[str, Any] = {
+        "numbers": lambda metric, value, count: metric(value),
+        "tensors": lambda metric, value, count: metric(value=torch.tensor(value)),
+        "with a weight": lambda metric, value, count: metric(value, 1.0),
+        "of samples": lambda metric, value, count: metric(torch.full((count,), value)),
+        "in a window": lambda metric, value, count: metric(value),
+        "a subclass": lambda metric, value, count: metric(value, value),
+    }
+    found = {}
+    for kind, update in updates.items():
+        metric: Metric = Running(MeanMetric(), window=4) if kind == "in a window" else MeanMetric()
+        batches = Batches(Own() if kind == "a subclass" else metric)
+        for values in ((1.0, 4.0), (7.0, 1.0)):
+            with batches.across.step(num_microbatches=2, counts=[2, 1]):
+                for value, count in zip(values, [2, 1], strict=True):
+                    batches.across.next_microbatch(keep=False)
+                    batches.across.next_microbatch(keep=True)
+                    update(batches.module["metric"], value, count)
+        value = batches.across.batch_value("metric", on_step=True)
+        found[kind] = [round(value.item(), 6), round(batches.module["metric"].compute().item(), 6)]
+    return found
+
+
+class Own(MeanMetric):
+    def update(self, prediction: float, target: float) -> None:  # type: ignore[override]
+        super().update((prediction + target) / 2)
+
+
+def outside_of_steps() -> float:
+    batches = Batches(MeanMetric())
+    with batches.across.step(num_microbatches=2, counts=[2, 1]):
+        batches.across.next_microbatch(keep=True)
+    batches.module["metric"].update(5.0)
+    return batches.module["metric"].weight.item()
+
+
+def test_a_mean_of_numbers_outside_of_steps_counts_them(ranks: Pools) -> None:
+    assert ranks(1).run(outside_of_steps) == [1.0]
+
+
+def test_a_mean_of_numbers_counts_each_batch_once(ranks: Pools) -> None:
+    by_samples, by_calls = [5.0, 3.5], [4.0, 3.25]
+    assert ranks(1).run(by_shares)[0] == {
+        "numbers": by_samples,
+        "tensors": by_samples,
+        "with a weight": by_calls,
+        "of samples": by_samples,
+        "in a window": by_samples,
+        "a subclass": by_calls,
     }
 
 
