@@ -157,14 +157,18 @@ class Pipeline:
         return self._serial, gradients, self.module.training, hash(tuple([p.requires_grad for p in self._parameters]))
 
     @contextmanager
-    def step(self, *, num_microbatches: int) -> Iterator[list[list[Log]]]:
+    def step(self, *, num_microbatches: int, counts: Sequence[int] = ()) -> Iterator[list[list[Log]]]:
         """While a step runs: the body is cut, logs are recorded, metrics are local, random numbers leave no trace.
+
+        Args:
+            num_microbatches: How often the user's step runs.
+            counts: The samples of each micro-batch; nothing if the step runs once, with the whole batch.
 
         Yields:
             The logs of each micro-batch.
         """
         cut = nullcontext() if self.cut is None else self.cut()
-        local = self.metrics.step(num_microbatches=num_microbatches)
+        local = self.metrics.step(num_microbatches=num_microbatches, counts=counts)
         with (
             self.guard(),
             self.streams.isolated(),
@@ -182,6 +186,7 @@ class Pipeline:
             coordinates: Of the random numbers that it draws.
             keep: Whether its logs count. Code before the body also runs on the first stage, where they do not.
         """
+        self.metrics.next_microbatch(keep=keep)
         self._recorder.next_microbatch(keep=keep)
         self._logger_calls.next_microbatch(keep=keep)
         self.streams.seed_user(*coordinates)

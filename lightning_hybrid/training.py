@@ -92,7 +92,7 @@ class TrainingStep:
 
         version = pipeline.version(gradients=backward)
         keys = [(version, signature(microbatch)) for microbatch in microbatches]
-        with pipeline.step(num_microbatches=len(counts)) as records, torch.set_grad_enabled(backward):
+        with pipeline.step(num_microbatches=len(counts), counts=counts) as records, torch.set_grad_enabled(backward):
             pipeline.run(
                 schedule,
                 compute,
@@ -104,7 +104,10 @@ class TrainingStep:
                 with pipeline.profile("reduce"):
                     self._replication.finish()
         return pipeline.share(
-            lambda: (merge_outputs(outputs, counts, _total(outputs, weights)), merge_logs(records, counts))
+            lambda: (
+                merge_outputs(outputs, counts, _total(outputs, weights)),
+                merge_logs(records, counts, self._num_microbatches),
+            )
         )
 
     def _compute(self, stage: int, microbatch: int, inputs: Any, arguments: Sequence[Any], step: int) -> Any:

@@ -137,6 +137,36 @@ def test_every_kind_of_log_in_steps_is_that_of_one_process_on_every_rank(ranks: 
     check(ranks, name, logs_in_steps)
 
 
+class LogsWithBatchSizes(Regression):
+    """With the size of a batch that is known elsewhere, with a tensor, and with no samples in some micro-batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        errors = (self(x) - y).square().squeeze(1)
+        loss = errors.mean()
+        both: dict[str, Any] = {"on_step": True, "on_epoch": True, "sync_dist": True}
+        self.log("constant", loss, batch_size=32, **both)
+        self.log("of_parts", loss, batch_size=torch.tensor(len(batch)), **both)
+        self.log("of_samples", loss, batch_size=torch.tensor(len(x)), **both)
+        positive = x[:, 0] > 0
+        self.log("of_some", errors[positive].mean(), batch_size=positive.sum(), **both)
+        return loss
+
+
+def logs_with_batch_sizes(layout: Layout, batch_size: int) -> dict[str, Any]:
+    return run(LogsWithBatchSizes(), layout, batch_size)
+
+
+@pytest.mark.parametrize("num_microbatches", [3, 5])
+def test_logs_with_a_batch_size_are_those_of_one_process(ranks: Pools, num_microbatches: int) -> None:
+    # The last batch has half of the samples: smaller micro-batches, or fewer.
+    expected = logs_with_batch_sizes(None, 8)
+    layout = {"pipeline_parallel_size": 2, "num_microbatches": num_microbatches}
+    first, last = ranks(2, lightning=True).run(logs_with_batch_sizes, layout, 8)
+    assert_same(first, expected)
+    assert_same(last, {**expected, "history": None})
+
+
 class LogsUnsynchronised(Regression):
     """As most people write it."""
 

@@ -444,6 +444,39 @@ def test_values_of_wrappers_are_those_of_the_whole_batch(ranks: Pools, num_micro
         assert_same(result, expected, 1e-6)
 
 
+class MeansOfLosses(Trained):
+    """As the common template for projects has it: a loss for each batch, and their mean."""
+
+    def build(self) -> None:
+        self.train_loss, self.value = MeanMetric(), MeanMetric()
+        self.collected = MetricCollection({"collected": MeanMetric()})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.body(x), y)
+        self.train_loss(loss)
+        self.log("loss", self.train_loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("value", self.value(loss.item()), on_step=True, on_epoch=False)
+        self.collected.update(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.collected.compute())
+        self.collected.reset()
+
+
+def means_of_losses(layout: Layout, batch_size: int) -> dict[str, Any]:
+    return fit(MeansOfLosses(), layout, batch_size)
+
+
+@pytest.mark.parametrize("num_microbatches", [3, 8])
+def test_a_mean_of_losses_counts_each_batch_once(ranks: Pools, num_microbatches: int) -> None:
+    expected = means_of_losses(None, 10)  # the last batch has 6 samples, in fewer micro-batches of 8
+    layout = {"pipeline_parallel_size": 2, "num_microbatches": num_microbatches}
+    for result in ranks(2, lightning=True).run(means_of_losses, layout, 10):
+        assert_same(result, expected, 1e-6)
+
+
 # -- in callbacks ------------------------------------------------------------------------------------------------------
 
 
