@@ -450,6 +450,7 @@ class MeansOfLosses(Trained):
     def build(self) -> None:
         self.train_loss, self.value = MeanMetric(), MeanMetric()
         self.collected = MetricCollection({"collected": MeanMetric()})
+        self.of_batches = nn.ModuleDict({"worst": MaxMetric(), "recent": Running(MeanMetric(), window=2)})
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -460,7 +461,12 @@ class MeansOfLosses(Trained):
         self.collected.update(loss)
         return loss
 
+    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
+        for metric in self.of_batches.values():  # they count updates
+            metric.update(outputs["loss"])
+
     def on_train_epoch_end(self) -> None:
+        self.log_dict({name: metric.compute() for name, metric in self.of_batches.items()})
         self.log_dict(self.collected.compute())
         self.collected.reset()
 
