@@ -66,26 +66,26 @@ class EvaluationStep:
             with context():
                 return user_step(*arguments)
         coordinates = (_STEPS[name], step)
+        # Before the first stage runs the user's code, which may take something out of the batch.
+        key = (name, pipeline.version(gradients=False), signature(arguments[0]))
+        total = None if key in self._counts else find_batch_size(arguments[0])
         value: Any = None
         with pipeline.step(num_microbatches=1) as records, context():
             x: Any = None
             if pipeline.is_first:
                 pipeline.enter_user_code(*coordinates, keep=False)
                 x = pipeline.cut.until_body(user_step, arguments, lambda x: x)
-            y = self._body(
-                (name, pipeline.version(gradients=False), signature(arguments[0])), x, arguments[0], coordinates
-            )
+            y = self._body(key, x, total, coordinates)
             if pipeline.is_last:
                 pipeline.enter_user_code(*coordinates, keep=True)
                 value = pipeline.cut.around_body(user_step, arguments, lambda _: y)
         return pipeline.share(lambda: (value, merge_logs(records, [1])))
 
-    def _body(self, key: Hashable, x: Any, batch: Any, coordinates: tuple[int, ...]) -> Any:
+    def _body(self, key: Hashable, x: Any, total: int | None, coordinates: tuple[int, ...]) -> Any:
         """The output of the body for the whole batch, on the last stage."""
         known = self._counts.get(key)
         if known is not None:
             return self._run(key, x, known, coordinates)
-        total = find_batch_size(batch)
         control = self._pipeline.mesh.control_group
         counts: tuple[int, ...] = (total or 1,)
         if self._pipeline.is_first:

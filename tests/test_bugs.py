@@ -15,7 +15,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from tests.pool import Pools
-from tests.training_jobs import PP2, Losses, Regression, assert_same, dataset, loader, make_trainer, together, weights
+from tests.training_jobs import (
+    PP2,
+    Losses,
+    Regression,
+    assert_same,
+    dataset,
+    loader,
+    make_trainer,
+    plain,
+    together,
+    weights,
+)
 
 Layout = Mapping[str, Any] | None
 TASKS = Path("/proc/self/task")
@@ -315,3 +326,37 @@ def logged_norm(layout: Layout) -> float:
 
 def test_norms_can_be_logged_in_hooks(ranks: Pools) -> None:
     assert_same(ranks(2, lightning=True).run(logged_norm, PP2), [1.0, 1.0])
+def followed(layout: Layout, module: Regression, batches: Any = None, **arguments: Any) -> Any:
+    """What is logged, how many steps there were, and what the module has seen."""
+    trainer = make_trainer(layout, log_every_n_steps=1, **arguments)
+    trainer.fit(module, *(batches or (loader(), loader(12))))
+    return plain(trainer.callback_metrics), trainer.global_step, list(getattr(module, "seen", []))
+
+
+def check_followed(ranks: Pools, job: Any, size: int = 2) -> None:
+    """`job(layout)` is on all ranks of a pipeline what it is in one process."""
+    expected = job(None)
+    layout = {**PP2, "pipeline_parallel_size": size}
+    assert_same(ranks(size, lightning=True).run(job, layout), [expected] * size)
+
+
+class Popping(Regression):
+    """Takes the targets out of the batch, as much code from the hub does."""
+
+    def loss(self, batch: Any) -> Tensor:
+        targets = batch.pop("targets")
+        return nn.functional.mse_loss(self(batch["x"]), targets[:, :1])
+
+
+def named(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    x, y = (torch.stack(part) for part in zip(*samples, strict=True))
+    return {"x": x, "targets": y.repeat(1, 2 + int(x.sum() > 0))}  # not of one shape in all batches
+
+
+def with_popped_targets(layout: Layout) -> Any:
+    batches = [DataLoader(dataset(), size, collate_fn=named) for size in (12, 6)]
+    return followed(layout, Popping(), batches)
+
+
+def test_a_step_may_take_something_out_of_the_batch(ranks: Pools) -> None:
+    check_followed(ranks, with_popped_targets)
