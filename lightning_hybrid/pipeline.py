@@ -192,7 +192,7 @@ class Pipeline:
         self.streams.seed_user(*coordinates)
 
     def share(self, outputs: Callable[[], tuple[Any, list[Log]]]) -> Any:
-        """Give what the last stage returned and logged to every rank, and log it there.
+        """Give what the last stage returned and logged to every rank, and log it there; likewise its wish to stop.
 
         Args:
             outputs: Makes (value of the step, merged logs); called on the last stage.
@@ -209,9 +209,12 @@ class Pipeline:
                 tree = {"value": value, "logs": pack_logs(logs)}
                 if self._calls:
                     tree["calls"] = pack_calls(self._calls)
+                if self.module.trainer.should_stop:
+                    tree["stop"] = ()  # its presence says it, and costs no message
                 self.exchange(tree)
             else:
                 tree = self.exchange.receive()
+            self.module.trainer.should_stop = "stop" in tree
             if "calls" in tree and self.module.trainer.is_global_zero:
                 make_calls(tree["calls"], self.module)
         replay(self.module, unpack_logs(tree["logs"]), alone=self.mesh.data_parallel_size == 1)

@@ -360,3 +360,34 @@ def with_popped_targets(layout: Layout) -> Any:
 
 def test_a_step_may_take_something_out_of_the_batch(ranks: Pools) -> None:
     check_followed(ranks, with_popped_targets)
+
+
+class Stopping(Regression):
+    """Ends training from a step, where the loss is known."""
+
+    def __init__(self, step: str, at: int) -> None:
+        super().__init__()
+        self.step, self.at = step, at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.stop("training_step")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.stop("validation_step")
+
+    def stop(self, step: str) -> None:
+        if step == self.step and self.trainer.global_step >= self.at:
+            self.trainer.should_stop = True
+
+
+def stopped(layout: Layout) -> Any:
+    modules = Stopping("training_step", 2), Stopping("training_step", 7), Stopping("validation_step", 5)
+    return [followed(layout, module, max_epochs=4) for module in modules]
+
+
+def test_a_step_may_end_training(ranks: Pools) -> None:
+    check_followed(ranks, stopped)
+    assert [steps for _, steps, _ in stopped(None)] == [3, 8, 5]
