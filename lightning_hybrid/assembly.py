@@ -58,7 +58,8 @@ class Assembly:
         board: Where failures are written.
         replication: What this rank has in common with others.
         checkpoint: Collects and divides state.
-        training: Runs training batches; ``None`` if Lightning's own way is right, because nothing is cut.
+        pipeline: What a step is made of; ``None`` if Lightning's own way is right, because nothing is cut.
+        training: Runs training batches, likewise.
         evaluation: Runs evaluation batches, likewise.
     """
 
@@ -79,7 +80,7 @@ class Assembly:
         self._module: LightningModule | None = None
         self._divided: LightningModule | None = None
         self._body: tuple[str, nn.Sequential] | None = None
-        self._pipeline: Pipeline | None = None
+        self.pipeline: Pipeline | None = None
         self._boundary: EpochBoundary | None = None
         self._adjustments: Adjustments | None = None
         self.batch_start = BatchStart(self._streams)
@@ -174,36 +175,36 @@ class Assembly:
         self.replication = Replication(module, self._placement, self.mesh, sync_batch_norm=sync_batch_norm)
         self.replication.equalize_start()
         if not self.is_cut:
-            self._pipeline = self.training = self.evaluation = None
+            self.pipeline = self.training = self.evaluation = None
             return
         if self._engine is None:
             channels = make_channels(
                 self.mesh, settings.num_chunks, self._device, dynamic_shapes=settings.dynamic_shapes
             )
             self._engine = Engine(self.mesh.pipeline_rank, channels)
-        self._pipeline = Pipeline(
+        self.pipeline = Pipeline(
             module, self._body, self._placement, self.mesh, self._streams, self.board, self._device, self._engine
         )
         self.training = TrainingStep(
-            self._pipeline,
+            self.pipeline,
             self.replication,
             schedule=settings.schedule,
             num_microbatches=settings.num_microbatches,
             loss_reduction=settings.loss_reduction,
         )
         self.evaluation = EvaluationStep(
-            self._pipeline, settings.num_microbatches, dynamic_shapes=settings.dynamic_shapes
+            self.pipeline, settings.num_microbatches, dynamic_shapes=settings.dynamic_shapes
         )
 
     def install(self, trainer: Trainer) -> None:
         """Take the places in the Trainer and the module that the pipeline needs during a run."""
-        if self._pipeline is None or self._module is None:
+        if self.pipeline is None or self._module is None:
             return
         mesh = self.mesh
         self._moves_microbatches = None
         self._adjustments = Adjustments(self._module, mesh)
         self._adjustments.install(trainer)
-        self._pipeline.metrics.install()
+        self.pipeline.metrics.install()
         self._boundary = EpochBoundary(
             self._module,
             mesh.control_group,
@@ -226,17 +227,17 @@ class Assembly:
         trainer._accelerator_connector.use_distributed_sampler = self._divides_data
         if hasattr(self, "replication"):
             self.replication.remove()
-        if self._pipeline is None or self._boundary is None or self._module is None or self._adjustments is None:
+        if self.pipeline is None or self._boundary is None or self._module is None or self._adjustments is None:
             return
         self._adjustments.remove()
-        self._pipeline.metrics.remove()
+        self.pipeline.metrics.remove()
         self._boundary.remove(trainer)
         self.batch_start.close()
         trainer.callbacks = [each for each in trainer.callbacks if each is not self.batch_start]  # type: ignore[attr-defined]
         self._boundary = None
         vars(self._module).pop("_on_before_batch_transfer", None)
         if not self.board.failed:
-            self._pipeline.engine.retire()
+            self.pipeline.engine.retire()
 
     def abandon(self) -> None:
         """Let go of everything that is under way, after a failure."""

@@ -13,10 +13,14 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-__all__ = ["FailureBoard", "close_groups", "is_transport"]
+__all__ = ["FailureBoard", "WrongUseError", "close_groups", "is_transport"]
 
 _KEY = "lightning_hybrid/failure"
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+
+
+class WrongUseError(ValueError):
+    """The user's code does what cannot work in a pipeline. Becomes a `ValueError` of this text on every rank."""
 
 
 class Store(Protocol):

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_hybrid.engine import Engine
 from lightning_hybrid.exchange import TreeBroadcast
-from lightning_hybrid.failure import FailureBoard, close_groups, is_transport
+from lightning_hybrid.failure import FailureBoard, WrongUseError, close_groups, is_transport
 from lightning_hybrid.logger_calls import LoggerCall, LoggerCalls, make_calls, pack_calls
 from lightning_hybrid.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
 from lightning_hybrid.mesh import Mesh
@@ -25,7 +25,7 @@ from lightning_hybrid.placement import Placement
 from lightning_hybrid.random import RandomStreams
 from lightning_hybrid.schedule import ChannelKey, Schedule
 from lightning_hybrid.stage import Compute
-from lightning_hybrid.step import BodyCallError, BodyCut, Layers
+from lightning_hybrid.step import BodyCut, Layers
 
 __all__ = ["Pipeline", "make_channels"]
 
@@ -79,6 +79,7 @@ class Pipeline:
         is_first: Whether this rank has the first stage.
         is_last: Whether this rank has the last stage.
         exchange: From the last stage to its model group.
+        in_step: Whether a step runs that is cut, so that the user's code does not run on every rank.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Pipeline:
         self.is_first = mesh.pipeline_rank == 0
         self.is_last = mesh.pipeline_rank == (self.num_stages - 1) % self.num_ranks
         self.cut = BodyCut(*body) if body else None
+        self.in_step = False
         source = (self.num_ranks - 1) * mesh.tensor_parallel_size
         self.exchange = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
         self._recorder = LogRecorder(module)
@@ -177,7 +179,11 @@ class Pipeline:
             self._logger_calls() as self._calls,
             self._recorder() as records,
         ):
-            yield records
+            self.in_step = self.cut is not None
+            try:
+                yield records
+            finally:
+                self.in_step = False
 
     def enter_user_code(self, *coordinates: int, keep: bool) -> None:
         """The user's step is about to run, for one micro-batch.
@@ -244,7 +250,7 @@ class Pipeline:
             where = f"Rank {dist.get_rank()} (pipeline rank {self.mesh.pipeline_rank}, data rank {self.mesh.data_rank})"
             if self.engine.position is not None:
                 where += f", stage {self.engine.position.stage}, action {self.engine.position},"
-            wrong_use = isinstance(error, BodyCallError)
+            wrong_use = isinstance(error, WrongUseError)
             self._board.report(error, where, verbatim=wrong_use)
             self.engine.position = None
             close_groups(error)

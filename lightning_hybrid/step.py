@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_hybrid.failure import WrongUseError
+
 __all__ = ["BodyCallError", "BodyCut", "Layers", "body_call_text", "find_body", "layer_call_text"]
 
 #: Runs the layers of one stage: input of its first layer -> output of its last one.
@@ -104,8 +106,8 @@ def layer_call_text(name: str) -> str:
     )
 
 
-class BodyCallError(ValueError):
-    """The user's step does not call the body exactly once, as a whole. Becomes a `ValueError` on every rank."""
+class BodyCallError(WrongUseError):
+    """The user's step does not call the body exactly once, as a whole."""
 
 
 class _Unwind(BaseException):

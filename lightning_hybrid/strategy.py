@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_hybrid import optimization, processes, refusals
 from lightning_hybrid.assembly import Assembly
 from lightning_hybrid.clipping import clip_by_total_norm, total_norm
-from lightning_hybrid.collectives import ReplicaCollectives
+from lightning_hybrid.collectives import ReplicaCollectives, outside_of_steps
 from lightning_hybrid.failure import close_groups, is_transport
 from lightning_hybrid.mesh import Mesh, resolve_sizes
 from lightning_hybrid.precision import adapt, check_optimizer
@@ -154,6 +154,12 @@ class HybridStrategy(ReplicaCollectives):
         """Whether there are no process groups: before a run, or after they were destroyed."""
         return self._assembly is None or not _distributed_is_initialized()
 
+    @property
+    def in_step(self) -> bool:
+        """Whether the user's step runs, and not on every rank."""
+        pipeline = None if self._assembly is None else self._assembly.pipeline
+        return pipeline is not None and pipeline.in_step
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_assembly": None}  # process groups stay with their process
 
@@ -232,6 +238,8 @@ class HybridStrategy(ReplicaCollectives):
             if self._parts.is_cut:
                 optimization.install(trainer)
         self._parts.install(trainer)
+        if self._parts.is_cut:
+            self.remember_log_dir(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Let the user configure optimizers over the whole module, and keep what lives here."""
@@ -348,6 +356,7 @@ class HybridStrategy(ReplicaCollectives):
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         return clip_by_total_norm(parameters, max_norm, **self._norm_arguments())
 
+    @outside_of_steps
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of the whole model; to be called on every rank.
 
@@ -369,6 +378,7 @@ class HybridStrategy(ReplicaCollectives):
         refusals.check_storage_options(self.checkpoint_io, storage_options)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    @outside_of_steps
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The undivided module's state on rank 0; empty on other ranks of a pipeline."""
         if self._assembly is None:  # no run has begun, and nothing is divided
@@ -379,6 +389,7 @@ class HybridStrategy(ReplicaCollectives):
         """Load this rank's part."""
         self._parts.checkpoint.load_module_state(checkpoint["state_dict"], strict=strict)
 
+    @outside_of_steps
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The undivided optimizer's state on rank 0; empty on other ranks of a pipeline."""
         return self._parts.checkpoint.optimizer_state(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
@@ -391,3 +393,67 @@ def stopped(layout: Layout) -> Any:
 def test_a_step_may_end_training(ranks: Pools) -> None:
     check_followed(ranks, stopped)
     assert [steps for _, steps, _ in stopped(None)] == [3, 8, 5]
+
+
+class Saving(Regression):
+    """Asks where to put its pictures, as Lightning's documentation of `Trainer.log_dir` shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        directory = self.trainer.log_dir
+        loss = self.loss(batch)
+        assert directory == self.trainer.log_dir
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if batch_idx == 0:
+            self.seen.append(str(self.trainer.log_dir))
+
+
+def asked_for_log_dir(layout: Layout, path: str) -> list[Any]:
+    loggers = [False, CSVLogger(path, version="v"), TensorBoardLogger(path, version="t")]
+    return [followed(layout, Saving(), default_root_dir=path, logger=logger, max_steps=2) for logger in loggers]
+
+
+def test_a_step_may_ask_for_the_directory_of_logs(ranks: Pools, tmp_path: Path) -> None:
+    check_followed(ranks, functools.partial(asked_for_log_dir, path=str(tmp_path)))
+
+
+COLLECTIVES: dict[str, Any] = {
+    "barrier": lambda trainer: trainer.strategy.barrier(),
+    "broadcast": lambda trainer: trainer.strategy.broadcast("text"),
+    "lightning_module_state_dict": lambda trainer: trainer.save_checkpoint("never.ckpt"),
+}
+
+
+class Meeting(Regression):
+    """Waits for all ranks in a step."""
+
+    def __init__(self, name: str, before: bool) -> None:
+        super().__init__()
+        self.name, self.before = name, before
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.before:
+            COLLECTIVES[self.name](self.trainer)
+        self.loss(batch)
+        COLLECTIVES[self.name](self.trainer)
+
+
+def met(layout: Layout, name: str, before: bool) -> str:
+    with pytest.raises(ValueError, match="step") as caught:
+        make_trainer(layout).fit(Meeting(name, before), loader(), loader())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "before"), [("barrier", True), ("broadcast", False), ("lightning_module_state_dict", False)]
+)
+def test_calls_that_need_every_rank_are_refused_in_a_step(ranks: Pools, name: str, before: bool) -> None:
+    for text in ranks(2, lightning=True).run(met, PP2, name, before):
+        assert text.startswith(f"`{name}` of the strategy was called in a step")
+        assert "Do it in a hook" in text
