@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from lightning_hybrid.pytree import flatten, map_leaves
 
-__all__ = ["assign", "digest", "mark_attributes", "pack", "unpack"]
+__all__ = ["assign", "assign_scalars", "digest", "mark_attributes", "pack", "pack_scalars", "scalars", "unpack"]
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
+_EXACT = 2**53  # the integers up to here are numbers of float64
+_SCALARS = frozenset([bool, int, float, str, type(None)])
 _PLAIN = (*_IMMUTABLE, Tensor, list, tuple, dict, set, deque, np.ndarray)
 
 
@@ -34,7 +36,7 @@ def mark_attributes(module: LightningModule) -> dict[str, Any]:
     parts = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     found = {}
     for name, value in vars(module).items():
-        if not isinstance(value, _PLAIN) or name in _lightnings() or name.startswith("_hparams"):
+        if not isinstance(value, _PLAIN) or name in _lightnings():
             continue
         leaves, spec = flatten(value)
         if any(isinstance(leaf, (nn.Module, nn.Parameter)) or id(leaf) in parts for leaf in leaves):
@@ -45,10 +47,55 @@ def mark_attributes(module: LightningModule) -> dict[str, Any]:
     return found
 
 
+def scalars(module: LightningModule) -> dict[str, Any]:
+    """The plain attributes of one value: numbers, text, ``None``.
+
+    Args:
+        module: The user's module.
+    """
+    known = _lightnings()
+    return {name: value for name, value in vars(module).items() if type(value) in _SCALARS and name not in known}
+
+
+def pack_scalars(before: dict[str, Any], now: dict[str, Any]) -> dict[Any, Any]:
+    """What has changed, as a tree: numbers as tensors of float64, which travel with others in one message.
+
+    Args:
+        before: What :func:`scalars` said at first.
+        now: What it says now.
+
+    Returns:
+        Values by name and class.
+    """
+    return {
+        (name, type(value)): _packed_scalar(value)
+        for name, value in now.items()
+        if name not in before or before[name] is not value
+    }
+
+
+def _packed_scalar(value: Any) -> Any:
+    if value is None:
+        return ()
+    exact = not isinstance(value, str) and (isinstance(value, float) or abs(value) <= _EXACT)
+    return torch.tensor(value, dtype=torch.float64) if exact else value
+
+
+def assign_scalars(module: LightningModule, packed: dict[Any, Any]) -> None:
+    """Set what :func:`pack_scalars` has packed.
+
+    Args:
+        module: The user's module.
+        packed: Of another rank.
+    """
+    for (name, kind), value in packed.items():
+        vars(module)[name] = None if kind is type(None) else kind(value)
+
+
 @functools.cache
 def _lightnings() -> frozenset[str]:
     """What every module has."""
-    return frozenset([*vars(LightningModule()), "_log_hyperparams"])
+    return frozenset([*vars(LightningModule()), "_log_hyperparams", "_hparams", "_hparams_initial", "_hparams_name"])
 
 
 class _TensorMark:

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import nn
 
+from lightning_hybrid.attributes import assign_scalars, pack_scalars, scalars
 from lightning_hybrid.engine import Engine
 from lightning_hybrid.exchange import TreeBroadcast
 from lightning_hybrid.failure import FailureBoard, WrongUseError, close_groups, is_transport
@@ -109,6 +110,7 @@ class Pipeline:
         self._recorder = LogRecorder(module)
         self._logger_calls = LoggerCalls(module, keeps=self.is_last and mesh.data_rank == 0)
         self._calls: list[LoggerCall] = []
+        self._scalars: dict[str, Any] = {}
         self.metrics = MetricsAcrossStages(module, mesh.data_group, self.exchange, is_last=self.is_last)
         self.engine = engine
         self._board = board
@@ -179,6 +181,7 @@ class Pipeline:
             self._logger_calls() as self._calls,
             self._recorder() as records,
         ):
+            self._scalars = scalars(self.module) if self.is_last else {}
             self.in_step = self.cut is not None
             try:
                 yield records
@@ -198,7 +201,9 @@ class Pipeline:
         self.streams.seed_user(*coordinates)
 
     def share(self, outputs: Callable[[], tuple[Any, list[Log]]]) -> Any:
-        """Give what the last stage returned and logged to every rank, and log it there; likewise its wish to stop.
+        """Give what the last stage returned and logged to every rank, and log it there.
+
+        Likewise what hooks may ask for: whether training shall stop, and the numbers that the step keeps in attributes.
 
         Args:
             outputs: Makes (value of the step, merged logs); called on the last stage.
@@ -215,11 +220,15 @@ class Pipeline:
                 tree = {"value": value, "logs": pack_logs(logs)}
                 if self._calls:
                     tree["calls"] = pack_calls(self._calls)
+                changed = pack_scalars(self._scalars, scalars(self.module))
+                if changed:
+                    tree["changed"] = changed
                 if self.module.trainer.should_stop:
                     tree["stop"] = ()  # its presence says it, and costs no message
                 self.exchange(tree)
             else:
                 tree = self.exchange.receive()
+                assign_scalars(self.module, tree.get("changed", {}))
             self.module.trainer.should_stop = "stop" in tree
             if "calls" in tree and self.module.trainer.is_global_zero:
                 make_calls(tree["calls"], self.module)

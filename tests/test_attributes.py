@@ -10,7 +10,16 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_hybrid.attributes import assign, digest, mark_attributes, pack, unpack
+from lightning_hybrid.attributes import (
+    assign,
+    assign_scalars,
+    digest,
+    mark_attributes,
+    pack,
+    pack_scalars,
+    scalars,
+    unpack,
+)
 
 
 class Module(LightningModule):
@@ -108,3 +117,18 @@ def test_containers_are_filled_and_other_values_replaced() -> None:
     assert module._private is private
     assert module.weights is not weights
     assert (losses, private, module.count, module.new) == ([1, 2], {"y": 3}, [1], [2])
+
+
+def test_scalars_that_have_changed_travel_exactly() -> None:
+    module, other = Module(), Module()
+    module.text, module.best = "a", None
+    before = scalars(module)
+    assert before.keys() == {"count", "text", "best"}
+    assert pack_scalars(before, scalars(module)) == {}
+    module.text, module.count, module.best = "b", 2**60 + 1, 0.1
+    module.flag, module.none = True, None
+    packed = pack_scalars(before, scalars(module))
+    assert [value for value in packed.values() if isinstance(value, torch.Tensor)] == [0.1, 1.0]
+    assign_scalars(other, packed)
+    assert (other.text, other.count, other.best, other.flag, other.none) == ("b", 2**60 + 1, 0.1, True, None)
+    assert other.flag is True

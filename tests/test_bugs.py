@@ -457,3 +457,37 @@ def test_calls_that_need_every_rank_are_refused_in_a_step(ranks: Pools, name: st
     for text in ranks(2, lightning=True).run(met, PP2, name, before):
         assert text.startswith(f"`{name}` of the strategy was called in a step")
         assert "Do it in a hook" in text
+
+
+class Deciding(Regression):
+    """Its hooks do what its steps have decided."""
+
+    improved = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best, self.steps, self.worst, self.note = float("inf"), 0, None, "none yet"
+        self.seen: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = float(self.loss(batch))
+        self.steps += 1
+        self.improved = loss < self.best
+        if self.improved:
+            self.best, self.note = loss, f"{loss:.2g}"
+        self.worst = None if self.improved else 2**60 + self.steps  # type: ignore[assignment]
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        if self.improved:
+            self.log("best", self.best)
+        self.seen.append([self.improved, self.best, self.steps, self.worst, self.note])
+        self.improved = False
+
+
+def decided(layout: Layout) -> Any:
+    return followed(layout, Deciding(), max_epochs=2)
+
+
+def test_a_hook_may_log_what_a_step_has_decided(ranks: Pools) -> None:
+    assert {entry[0] for entry in decided(None)[2]} == {False, True}, "both happen"
+    check_followed(ranks, decided, size=3)
