@@ -209,6 +209,7 @@ class Assembly:
             self._module,
             mesh.control_group,
             source=(mesh.pipeline_parallel_size - 1) * mesh.tensor_parallel_size,
+            layers=list(self._body[1]) if self._body else (),
         )
         self._boundary.install(trainer)
         if mesh.model_group.size() > 1:

@@ -1,4 +1,4 @@
-"""Plain attributes in which a module keeps results: which of them have changed, and how they travel."""
+"""Plain attributes and buffers in which a module keeps results: which have changed, and how they travel."""
 
 from __future__ import annotations
 
@@ -8,43 +8,75 @@ import io
 import pickle
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_hybrid.pytree import flatten, map_leaves
 
-__all__ = ["assign", "assign_scalars", "digest", "mark_attributes", "pack", "pack_scalars", "scalars", "unpack"]
+__all__ = [
+    "assign",
+    "assign_scalars",
+    "attribute",
+    "digest",
+    "mark_attributes",
+    "pack",
+    "pack_scalars",
+    "scalars",
+    "unpack",
+]
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
 _EXACT = 2**53  # the integers up to here are numbers of float64
 _SCALARS = frozenset([bool, int, float, str, type(None)])
 _PLAIN = (*_IMMUTABLE, Tensor, list, tuple, dict, set, deque, np.ndarray)
 
+_METRICS = (Metric, MetricCollection, MetricTracker)
 
-def mark_attributes(module: LightningModule) -> dict[str, Any]:
-    """A mark of each plain attribute, private ones too; equal marks mean that nothing has changed.
 
-    Attributes that refer to parts of the module (a list of layers, of parameters) are no data of their own.
+def mark_attributes(module: LightningModule, layers: Iterable[nn.Module] = ()) -> dict[str, Any]:
+    """A mark of each plain attribute, private ones too, and of each buffer; equal marks mean that nothing has changed.
+
+    Those of submodules count (a loss that keeps a history). Attributes that refer to parts of the module (a list of
+    layers, of parameters) are no data of their own.
 
     Args:
         module: The user's module.
+        layers: Layers of the body, which stay out of it: each stage has its own. So do metrics, which are exchanged
+            when they compute.
+
+    Returns:
+        Marks by dotted name.
     """
     parts = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    apart: set[nn.Module] = {part for part in module.modules() if isinstance(part, _METRICS)} | set(layers)
     found = {}
-    for name, value in vars(module).items():
-        if not isinstance(value, _PLAIN) or name in _lightnings():
-            continue
-        leaves, spec = flatten(value)
-        if any(isinstance(leaf, (nn.Module, nn.Parameter)) or id(leaf) in parts for leaf in leaves):
-            continue
-        marks = [_mark(leaf) for leaf in leaves]
-        if not any(mark is None for mark in marks):
-            found[name] = spec, marks
+    for path, part in module.named_modules(memo=apart):
+        prefix = f"{path}." if path else ""
+        for name, value in vars(part).items():
+            if not isinstance(value, _PLAIN) or name in _lightnings():
+                continue
+            leaves, spec = flatten(value)
+            if any(isinstance(leaf, (nn.Module, nn.Parameter)) or id(leaf) in parts for leaf in leaves):
+                continue
+            marks = [_mark(leaf) for leaf in leaves]
+            if not any(mark is None for mark in marks):
+                found[prefix + name] = spec, marks
+        for name, buffer in part.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                found[prefix + name] = _mark(buffer)
     return found
+
+
+def attribute(module: nn.Module, name: str) -> Any:
+    """The attribute or buffer of this dotted name."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(path), leaf)
 
 
 def scalars(module: LightningModule) -> dict[str, Any]:
@@ -160,7 +192,16 @@ def digest(packed: bytes | None) -> bytes | None:
 
 
 def assign(module: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute; lists, dictionaries and deques stay the objects that they are, as others may hold them too."""
+    """Set an attribute or a buffer by its dotted name.
+
+    Buffers, lists, dictionaries and deques stay the objects that they are, as others may hold them too; stand-ins stay
+    stand-ins.
+    """
+    path, _, name = name.rpartition(".")
+    module = module.get_submodule(path)
+    if name in module._buffers:
+        _assign_buffer(module, name, value)
+        return
     present = vars(module).get(name)
     if type(present) is not type(value) or not isinstance(value, (list, dict, deque)):
         vars(module)[name] = value
@@ -168,3 +209,12 @@ def assign(module: nn.Module, name: str, value: Any) -> None:
     assert isinstance(present, (list, dict, deque))
     present.clear()
     present.update(value) if isinstance(present, dict) else present.extend(value)
+
+
+def _assign_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    present = module._buffers[name]
+    if present is None or (not present.is_meta and (present.shape, present.dtype) != (value.shape, value.dtype)):
+        module._buffers[name] = value
+    elif not present.is_meta:
+        with torch.no_grad():
+            present.copy_(value)

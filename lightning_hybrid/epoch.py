@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.attributes import assign, digest, mark_attributes, pack, unpack
+from lightning_hybrid.attributes import assign, attribute, digest, mark_attributes, pack, unpack
 from lightning_hybrid.exchange import broadcast_object
 from lightning_hybrid.logging import log_arguments
 
@@ -26,18 +26,28 @@ _MESSAGE, _HEAD = 256, 4  # bytes: what a logged number needs, with its name, an
 class EpochBoundary(Callback):
     """Goes before all other callbacks of the Trainer.
 
-    Before the first hook of an epoch's end, plain attributes of the module that changed during the epoch (the common
-    ``self.outputs.append(...)``, which happens on the last stage) get the last stage's values on all ranks. What hooks
-    log gets the last stage's value too, since only that stage has the weights and outputs that it may be computed from.
+    Before the first hook of an epoch's end, plain attributes and buffers of the module that changed during the epoch
+    (the common ``self.outputs.append(...)``, which happens on the last stage) get the last stage's values on all ranks,
+    also those of submodules outside the body. What hooks log gets the last stage's value too, since only that stage has
+    the weights and outputs that it may be computed from.
 
     Args:
         module: The user's module.
         control_group: The model group, over gloo.
         source: The rank inside it that has the last stage.
+        layers: The layers of the body, which keep what they have on their own stage.
     """
 
-    def __init__(self, module: LightningModule, control_group: dist.ProcessGroup, *, source: int) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        control_group: dist.ProcessGroup,
+        *,
+        source: int,
+        layers: Sequence[nn.Module] = (),
+    ) -> None:
         self._module = module
+        self._layers = layers
         self._reference = weakref.ref(control_group)
         self._source = source
         self._is_source = dist.get_rank(control_group) == source
@@ -119,23 +129,26 @@ class EpochBoundary(Callback):
         if self._before is not None:  # validation inside a training epoch: what training has kept is not forgotten
             self._share()
         else:
-            self._before = mark_attributes(self._module)
+            self._before = self._marks()
 
     def _share(self) -> None:
         """Give every rank the last stage's value of what changed on any rank and is not equal everywhere."""
-        before, now = self._before or {}, mark_attributes(self._module)
-        packed = {name: pack(vars(self._module)[name]) for name, mark in now.items() if before.get(name) != mark}
+        before, now = self._before or {}, self._marks()
+        packed = {name: pack(attribute(self._module, name)) for name, mark in now.items() if before.get(name) != mark}
         everyone: list[Any] = [None] * self._group.size()
         dist.all_gather_object(everyone, {name: digest(data) for name, data in packed.items()}, group=self._group)
         changed = sorted(set().union(*everyone))
         wanted = [name for name in changed if len({digests.get(name) for digests in everyone}) > 1]
         if wanted:
-            mine = {name: packed.get(name) or pack(vars(self._module)[name]) for name in wanted if name in now}
+            mine = {name: packed.get(name) or pack(attribute(self._module, name)) for name in wanted if name in now}
             received = broadcast_object(mine if self._is_source else None, self._source, self._group)
             for name, data in received.items():
                 if not self._is_source and data is not None:
                     assign(self._module, name, unpack(data, self._module.device))
-        self._before = mark_attributes(self._module)
+        self._before = self._marks()
+
+    def _marks(self) -> dict[str, Any]:
+        return mark_attributes(self._module, self._layers)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember the attributes."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torchmetrics import SumMetric
 
 from lightning_hybrid.attributes import (
     assign,
@@ -47,7 +48,13 @@ def changed(change: Callable[[Module], Any]) -> set[str]:
 
 
 def test_what_is_marked() -> None:
-    assert mark_attributes(Module()).keys() == {"losses", "weights", "count", "table", "window", "_private"}
+    own = {"losses", "weights", "count", "table", "window", "_private"}
+    module = Module()
+    assert mark_attributes(module, [module.layer]).keys() == own
+    module.register_buffer("seen", torch.zeros(2))
+    module.register_buffer("elsewhere", torch.zeros(2, device="meta"))
+    module.metric = SumMetric()
+    assert mark_attributes(module).keys() == own | {"layer.in_features", "layer.out_features", "seen"}
 
 
 CHANGES: dict[str, tuple[Callable[[Module], Any], set[str]]] = {

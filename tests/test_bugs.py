@@ -491,3 +491,47 @@ def decided(layout: Layout) -> Any:
 def test_a_hook_may_log_what_a_step_has_decided(ranks: Pools) -> None:
     assert {entry[0] for entry in decided(None)[2]} == {False, True}, "both happen"
     check_followed(ranks, decided, size=3)
+
+
+class History(nn.Module):
+    """A loss that keeps what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Tensor] = []
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        self.values.append(nn.functional.mse_loss(prediction, target))
+        return self.values[-1]
+
+
+class Keeping(Regression):
+    """Counts in a buffer, and lets its loss keep what the end of the epoch needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("signs", torch.zeros(2, 2, dtype=torch.float64))
+        self.history = History()
+        self.seen: list[Any] = []
+
+    def on_validation_epoch_start(self) -> None:
+        self.signs.zero_()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        prediction = self(batch[0])
+        self.history(prediction, batch[1])
+        self.signs += torch.bincount((prediction > 0).long().add(2 * (batch[1] > 0)).view(-1), minlength=4).view(2, 2)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("accuracy", self.signs.diag().sum() / self.signs.sum())
+        self.log("loss", torch.stack(self.history.values).mean())
+        self.seen.append([self.signs.clone(), len(self.history.values)])
+        self.history.values.clear()
+
+
+def kept(layout: Layout) -> Any:
+    return followed(layout, Keeping(), max_epochs=2)
+
+
+def test_buffers_and_what_a_loss_keeps_reach_the_end_of_the_epoch(ranks: Pools) -> None:
+    check_followed(ranks, kept)

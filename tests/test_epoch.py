@@ -118,12 +118,50 @@ def keep_references() -> Any:
         module.branches[0] is module.layer,
         all(a is b for a, b in zip(module.trainable, module.parameters(), strict=True)),
         module.tables["table"] is own,
-        own[0].item() == dist.get_rank(),
+        own[0].item() == dist.get_world_size() - 1,
+        module.layer.weight[0, 0].item() == dist.get_rank(),
     ]
 
 
 def test_references_to_parts_of_the_module_are_no_data(ranks: Pools) -> None:
-    assert ranks(2).run(keep_references) == [[True] * 4] * 2
+    assert ranks(2).run(keep_references) == [[True] * 5] * 2
+
+
+class History(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[int] = []
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("grown", torch.zeros(2))
+        self.register_buffer("elsewhere", torch.zeros(2, device=None if is_last() else "meta"))
+
+
+def keep_in_parts() -> Any:
+    """A part, a metric and a layer of the body, which keep something on the last stage."""
+    module = Module()
+    module.part, module.metric, module.body = History(), SumMetric(), nn.Sequential(History())
+    module.metric.register_buffer("seen", torch.zeros(2))
+    boundary = EpochBoundary(module, dist.group.WORLD, source=1, layers=list(module.body))  # type: ignore[arg-type]
+    boundary.on_train_epoch_start(mock.Mock(), module)
+    own = module.part.seen
+    for part in (module.part, module.metric, module.body[0]):
+        part.seen += dist.get_rank()
+        part.values = [dist.get_rank()]
+    if is_last():
+        module.part.grown = torch.ones(3)
+        module.part.elsewhere += 1
+    boundary.on_train_epoch_end(mock.Mock(), module)
+    assert module.part.seen is own
+    kept = [[*part.seen.tolist(), *part.values] for part in (module.part, module.metric, module.body[0])]
+    return kept, module.part.grown.tolist(), module.part.elsewhere.is_meta
+
+
+def test_parts_of_the_module_are_shared_too_but_not_metrics_and_layers(ranks: Pools) -> None:
+    first, last = ranks(2).run(keep_in_parts)
+    assert first[0] == [[1, 1, 1], [0, 0, 0], [0, 0, 0]]
+    assert last[0] == [[1, 1, 1]] * 3
+    assert first[1:] == ([1, 1, 1], True)
+    assert last[1:] == ([1, 1, 1], False)
 
 
 def keep_others() -> Any:
