@@ -7,7 +7,7 @@ import hashlib
 import io
 import pickle
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -203,12 +203,25 @@ def assign(module: nn.Module, name: str, value: Any) -> None:
         _assign_buffer(module, name, value)
         return
     present = vars(module).get(name)
+    _restore_factories(value, present)
     if type(present) is not type(value) or not isinstance(value, (list, dict, deque)):
         vars(module)[name] = value
         return
     assert isinstance(present, (list, dict, deque))
     present.clear()
     present.update(value) if isinstance(present, dict) else present.extend(value)
+
+
+def _restore_factories(value: Any, present: Any) -> None:
+    """What a `defaultdict` makes new entries with need not travel: the one that is there knows, or what it makes."""
+    if not (isinstance(value, dict) and isinstance(present, dict)):
+        return
+    factory = getattr(present, "default_factory", None)
+    if isinstance(value, defaultdict):
+        value.default_factory = factory
+    for key, entry in value.items():
+        if isinstance(entry, dict):
+            _restore_factories(entry, present[key] if key in present else factory and factory())
 
 
 def _assign_buffer(module: nn.Module, name: str, value: Tensor) -> None:

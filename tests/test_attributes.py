@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -139,3 +139,23 @@ def test_scalars_that_have_changed_travel_exactly() -> None:
     assign_scalars(other, packed)
     assert (other.text, other.count, other.best, other.flag, other.none) == ("b", 2**60 + 1, 0.1, True, None)
     assert other.flag is True
+
+
+def test_dictionaries_that_make_entries_still_do() -> None:
+    module, other = Module(), Module()
+    for each in (module, other):
+        each.nested = defaultdict(lambda: defaultdict(list))
+        each.mixed = {"by_name": defaultdict(int)}
+        each.replaced = defaultdict(list) if each is module else None
+    nested = other.nested
+    module.nested["val"]["loss"].append(1.0)
+    module.mixed["by_name"]["a"] += 2
+    for name in ("nested", "mixed", "replaced"):
+        packed = pack(getattr(module, name))
+        assert packed is not None
+        assign(other, name, unpack(packed, torch.device("cpu")))
+    assert other.nested is nested
+    assert other.nested["val"]["loss"] == [1.0]
+    assert other.nested["val"]["missing"] == other.nested["test"]["loss"] == []
+    assert (other.mixed["by_name"]["a"], other.mixed["by_name"]["b"]) == (2, 0)
+    assert dict(other.replaced) == {}
