@@ -17,9 +17,11 @@ from torchmetrics import Metric
 from lightning_hybrid.attributes import assign, attribute, digest, mark_attributes, pack, unpack
 from lightning_hybrid.exchange import broadcast_object
 from lightning_hybrid.logging import log_arguments
+from lightning_hybrid.materialize import without_value_text
 
 __all__ = ["EpochBoundary"]
 
+_WITHOUT_VALUE = Ellipsis  # in the place of a value that was computed from stand-ins
 _MESSAGE, _HEAD = 256, 4  # bytes: what a logged number needs, with its name, and how its length is written
 
 
@@ -92,12 +94,15 @@ class EpochBoundary(Callback):
             callback.log = log
 
     def _from_last_stage(self, name: str, value: Any) -> Any:
-        received_name, received = pickle.loads(self._broadcast(pickle.dumps((name, _described(value)))))
+        described = pickle.dumps((name, _described(value))) if self._is_source else b""
+        received_name, received = pickle.loads(self._broadcast(described))
         if received_name != name:
             raise ValueError(
                 f"This rank logs {name!r} where the last stage logs {received_name!r}. Log the same keys on every rank,"
-                " or with `rank_zero_only=True`."
+                " or with `rank_zero_only=True`. For the norm of the gradients log `self.trainer.strategy.grad_norm()`."
             )
+        if received is _WITHOUT_VALUE:
+            raise ValueError(without_value_text(f"the value logged as {name!r}"))
         if not isinstance(received, tuple):
             return received
         number, dtype, shape = received
@@ -167,4 +172,6 @@ def _described(value: Any) -> Any:
     """A tensor with one element as (number, dtype, shape), which is short; anything else as it is, without a graph."""
     if not isinstance(value, Tensor):
         return value
+    if value.is_meta:
+        return _WITHOUT_VALUE
     return (value.item(), value.dtype, tuple(value.shape)) if value.numel() == 1 else value.detach().cpu()

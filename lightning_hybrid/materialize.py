@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.placement import Placement
 
-__all__ = ["StandInBuffer", "StandInParameter", "is_stand_in", "put_stand_ins", "refuse_call"]
+__all__ = ["StandInBuffer", "StandInParameter", "is_stand_in", "put_stand_ins", "refuse_call", "without_value_text"]
 
 _T = TypeVar("_T", bound=Tensor)
 
@@ -134,6 +134,19 @@ def refuse_call(layer: nn.Module, error: type[Exception], text: str) -> None:
         text: What it says.
     """
     layer.register_forward_pre_hook(_Refusal(error, text))
+
+
+def without_value_text(what: str) -> str:
+    """The text for something that was computed from stand-ins, and so has no value.
+
+    Args:
+        what: It, such as ``"the loss"``.
+    """
+    return (
+        f"{what[0].upper()}{what[1:]} depends on parameters of layers that live on other stages: no stage has the"
+        " values of all parameters. To penalise weights use the optimizer's `weight_decay`, for the norm of the"
+        " gradients `self.trainer.strategy.grad_norm()`, and for the device `self.device`, not a parameter's."
+    )
 
 
 class _Refusal:

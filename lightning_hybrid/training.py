@@ -11,8 +11,10 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_hybrid.failure import WrongUseError
 from lightning_hybrid.gradients import Replication
 from lightning_hybrid.logging import merge_logs
+from lightning_hybrid.materialize import without_value_text
 from lightning_hybrid.microbatch import find_batch_size, signature, sizes, split_batch
 from lightning_hybrid.outputs import merge_outputs
 from lightning_hybrid.pipeline import Pipeline
@@ -88,7 +90,10 @@ class TrainingStep:
                 if stage < pipeline.num_stages - 1:
                     return value
                 outputs.append(value)
-                return scale(_weighted(_loss_of(value), factors[microbatch]))
+                loss = _loss_of(value)
+                if loss.is_meta:
+                    raise WrongUseError(without_value_text("the loss of `training_step`"))
+                return scale(_weighted(loss, factors[microbatch]))
 
         version = pipeline.version(gradients=backward)
         keys = [(version, signature(microbatch)) for microbatch in microbatches]

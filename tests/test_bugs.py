@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
@@ -535,3 +536,49 @@ def kept(layout: Layout) -> Any:
 
 def test_buffers_and_what_a_loss_keeps_reach_the_end_of_the_epoch(ranks: Pools) -> None:
     check_followed(ranks, kept)
+
+
+class Penalized(Regression):
+    """Asks for the values of all parameters, which no stage has."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def penalty(self) -> Any:
+        return sum(parameter.abs().sum() for parameter in self.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.where == "log":
+            self.log("penalty", self.penalty())
+        return loss + 1e-3 * self.penalty() if self.where == "loss" else loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.where == "hook":
+            self.log("last", self.body[5][0].weight.norm())  # the last stage has it
+            self.log("penalty", self.penalty())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.where == "norms":
+            self.log_dict(grad_norm(self, norm_type=2))
+
+
+def penalized(layout: Layout, where: str) -> str:
+    with pytest.raises(ValueError, match="stage") as caught:
+        make_trainer(layout, max_steps=1).fit(Penalized(where), loader())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("loss", ["The loss of `training_step` depends on parameters of layers that live on", "`weight_decay`"]),
+        ("log", ["The value logged as 'penalty' depends on parameters", "`self.device`"]),
+        ("hook", ["The value logged as 'penalty' depends on parameters", "`self.device`"]),
+        ("norms", ["where the last stage logs", "`self.trainer.strategy.grad_norm()`"]),
+    ],
+)
+def test_values_of_all_parameters_are_refused_with_what_to_use(ranks: Pools, where: str, words: list[str]) -> None:
+    for text in ranks(2, lightning=True).run(penalized, PP2, where):
+        assert all(word in text for word in words), text
