@@ -125,7 +125,8 @@ def check_equal(known: Header, header: Header) -> None:
         f"    first: {known}\n"
         f"    now:   {header}\n"
         "The receiver learns tree, shapes, dtypes, requires_grad and plain values once. If they depend on the data, "
-        "and not only on the shapes of the batch, use `HybridStrategy(dynamic_shapes=True)`."
+        "and not only on the shapes of the batch, or gradients are switched on and off around the body from step to "
+        "step (`torch.set_grad_enabled`), use `HybridStrategy(dynamic_shapes=True)`. Freezing parameters needs nothing."
     )
 
 

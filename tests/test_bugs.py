@@ -582,3 +582,29 @@ def penalized(layout: Layout, where: str) -> str:
 def test_values_of_all_parameters_are_refused_with_what_to_use(ranks: Pools, where: str, words: list[str]) -> None:
     for text in ranks(2, lightning=True).run(penalized, PP2, where):
         assert all(word in text for word in words), text
+
+
+class Probing(Regression):
+    """The body is not trained in the first epoch, by switching gradients off around it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        with torch.set_grad_enabled(self.current_epoch >= 1):
+            h = self.body(self.embed(x))
+        return nn.functional.mse_loss(self.head(h), y)
+
+
+def probed(layout: Layout) -> tuple[list[float], Any]:
+    return fitted(layout, Probing(), max_epochs=2)
+
+
+def refused_to_probe(layout: Layout) -> str:
+    with pytest.raises((ValueError, RuntimeError), match="requires_grad") as caught:
+        probed(layout)
+    return str(caught.value)
+
+
+def test_gradients_may_be_switched_on_later_with_dynamic_shapes(ranks: Pools) -> None:
+    check_fit(ranks, probed, {**PP2, "dynamic_shapes": True})
+    for text in ranks(2, lightning=True).run(refused_to_probe, PP2):
+        assert "`torch.set_grad_enabled`), use `HybridStrategy(dynamic_shapes=True)`" in text
