@@ -329,6 +329,8 @@ def logged_norm(layout: Layout) -> float:
 
 def test_norms_can_be_logged_in_hooks(ranks: Pools) -> None:
     assert_same(ranks(2, lightning=True).run(logged_norm, PP2), [1.0, 1.0])
+
+
 def followed(layout: Layout, module: Regression, batches: Any = None, **arguments: Any) -> Any:
     """What is logged, how many steps there were, and what the module has seen."""
     trainer = make_trainer(layout, log_every_n_steps=1, **arguments)
