@@ -15,6 +15,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_hybrid.failure import WrongUseError
+from lightning_hybrid.materialize import without_value_text
 from lightning_hybrid.outputs import weighted_mean
 
 __all__ = ["Log", "LogRecorder", "log_arguments", "merge_logs", "pack_logs", "replay", "unpack_logs"]
@@ -131,17 +133,10 @@ def _check_value(name: str, value: Any) -> None:
     """Refuse what was computed from stand-ins, and so is no number.
 
     Raises:
-        ValueError: If the value is on the meta device.
+        WrongUseError: If the value is on the meta device.
     """
     if isinstance(value, Tensor) and value.is_meta:
-        raise ValueError(
-            f"self.log({name!r}, ...): the value depends on parameters of layers that live on other stages of the"
-            " pipeline; in a step no rank has them all. For the norm of gradients log"
-            " `self.trainer.strategy.grad_norm()` in `on_before_optimizer_step`; for weights compute the value in a"
-            " hook from `self.trainer.strategy.lightning_module_state_dict()`, which every rank calls and which is"
-            " whole on rank 0, and log it with `rank_zero_only=True`; for a penalty on weights use the optimizer's"
-            " `weight_decay`."
-        )
+        raise WrongUseError(without_value_text(f"the value logged as {name!r}"))
 
 
 def log_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from lightning_hybrid.exchange import TreeBroadcast
 from lightning_hybrid.failure import FailureBoard, WrongUseError, close_groups, is_transport
 from lightning_hybrid.logger_calls import LoggerCall, LoggerCalls, make_calls, pack_calls
 from lightning_hybrid.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
-from lightning_hybrid.materialize import without_value_text
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.metrics import MetricsAcrossStages
 from lightning_hybrid.p2p import Channel
@@ -218,8 +217,6 @@ class Pipeline:
                 for log in logs:
                     if log.metric is not None:
                         log.value = self.metrics.batch_value(log.metric, on_step=self._on_step(log))
-                    elif getattr(log.value, "is_meta", False):
-                        raise WrongUseError(without_value_text(f"the value logged as {log.name!r}"))
                 tree = {"value": value, "logs": pack_logs(logs)}
                 if self._calls:
                     tree["calls"] = pack_calls(self._calls)
