@@ -11,31 +11,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
 
 from lightning_hybrid.adjustments import Adjustments
 from lightning_hybrid.batch_start import BatchStart
 from lightning_hybrid.checkpoint import WholeCheckpoint
 from lightning_hybrid.data import prepare_loader
+from lightning_hybrid.division import Division
 from lightning_hybrid.engine import Engine
 from lightning_hybrid.epoch import EpochBoundary
 from lightning_hybrid.evaluation import EvaluationStep
 from lightning_hybrid.exchange import broadcast_object
 from lightning_hybrid.failure import FailureBoard, close_groups
 from lightning_hybrid.gradients import Replication
-from lightning_hybrid.materialize import is_stand_in, put_stand_ins, refuse_call
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.partition import partition
 from lightning_hybrid.pipeline import Pipeline, make_channels
-from lightning_hybrid.placement import Placement
 from lightning_hybrid.random import RandomStreams
-from lightning_hybrid.refusals import agree, check_trainer
-from lightning_hybrid.schedule import build
+from lightning_hybrid.refusals import check_trainer
 from lightning_hybrid.settings import Settings
-from lightning_hybrid.step import BodyCallError, find_body, layer_call_text
-from lightning_hybrid.summary import batch_text, layout_text, stage_rows, stage_table
-from lightning_hybrid.timeline import simulate
+from lightning_hybrid.summary import batch_text
 from lightning_hybrid.training import TrainingStep
 from lightning_hybrid.transfer import onlookers
 
@@ -78,36 +71,27 @@ class Assembly:
             self.board.watch(close_groups)
         self._engine: Engine | None = None
         self._module: LightningModule | None = None
-        self._divided: LightningModule | None = None
-        self._body: tuple[str, nn.Sequential] | None = None
         self.pipeline: Pipeline | None = None
         self._boundary: EpochBoundary | None = None
         self._adjustments: Adjustments | None = None
         self.batch_start = BatchStart(self._streams)
-        self._placement = Placement(None, (), (range(0),), 1)
         self._evaluations, self._transfers = count(), count()
         self._moves_microbatches: bool | None = None
         self.training: TrainingStep | None = None
         self.evaluation: EvaluationStep | None = None
-
-    @property
-    def num_stages(self) -> int:
-        """Stages over all ranks; chunks on a single rank would be neighbours and are one stage."""
-        num_ranks = self.mesh.pipeline_parallel_size
-        return num_ranks * self._settings.num_chunks if num_ranks > 1 else 1
 
     # -- dividing the module -----------------------------------------------------------------------------------------
 
     def attach(self, module: LightningModule) -> None:
         """From here on this is the user's module."""
         if module is not self._module:
-            self._module, self._divided = module, None
+            self._module, self._division = module, Division(module, self._settings, self.mesh)
             self.is_cut = self._settings.cut(self._sizes, module)
         # Lightning's own sampler shuffles training data whether or not the user's loader does; ours keeps its order.
         connector = module.trainer._accelerator_connector
         self._divides_data = connector.use_distributed_sampler
         connector.use_distributed_sampler = False
-        check_trainer(module.trainer, module, num_stages=self.num_stages)
+        check_trainer(module.trainer, module, num_stages=self._division.num_stages)
 
     def divide(self) -> None:
         """Put stand-ins for what other stages hold; once for each module.
@@ -116,54 +100,11 @@ class Assembly:
             ValueError: If there is no body, or it has fewer layers than there are stages; on every rank.
             TypeError: If the body cannot be divided; on every rank.
         """
-        module = self._module
-        assert module is not None
-        if self._divided is module:
+        if self._division.is_done:
             return
-        if self.num_stages > 1:
-            self._put_stand_ins(module)
-        self.checkpoint = WholeCheckpoint(module, self._placement, self.mesh)
-        self._divided = module
-
-    def _put_stand_ins(self, module: LightningModule) -> None:
-        agree(self._plan)
-        assert self._body is not None
-        name, body = self._body
-        rank_zero_info(self.text())
-        put_stand_ins(module, self._placement, self.mesh.pipeline_rank)
-        paths = module.named_modules(remove_duplicate=False)
-        own = {id(part) for path, part in paths if self.mesh.pipeline_rank in self._placement.ranks_of(path)}
-        for layer in {id(layer): layer for layer in body if id(layer) not in own}.values():
-            refuse_call(layer, BodyCallError, layer_call_text(name))
-
-    def _plan(self) -> None:
-        """Find the body and say which stage gets which layers."""
         assert self._module is not None
-        name, body = find_body(self._module, self._settings.body or getattr(self._module, "pipeline_body", None))
-        weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in body]
-        stages = partition(self._settings.partition, weights, self.num_stages)
-        layers = tuple(path for path, _ in body.named_modules(remove_duplicate=False) if path and "." not in path)
-        placement = Placement(name, layers, tuple(stages), self.mesh.pipeline_parallel_size)
-        own = [
-            tensor_name
-            for tensor_name, tensor in self._module.named_parameters()
-            if self.mesh.pipeline_rank in placement.ranks_of(tensor_name) and is_stand_in(tensor)
-        ]
-        if own:
-            raise ValueError(
-                f"{type(self._module).__name__} was divided for another layout before: {own[0]!r} has no values on the"
-                " rank that needs it now. Make a new module, and load a checkpoint into it."
-            )
-        self._body, self._placement = (name, body), placement
-
-    def text(self) -> str:
-        """The layout and the table of stages."""
-        given, num_ranks = self._settings, self.mesh.pipeline_parallel_size
-        schedule = build(given.schedule, num_ranks, given.num_microbatches, given.num_chunks)
-        layout = layout_text(self.mesh.sizes, schedule, bubble=simulate(schedule).bubble)
-        if self._body is None:
-            return layout
-        return f"{layout}\n{stage_table(stage_rows(self._body[1], self._placement.stages, num_ranks), self._body[0])}"
+        self._division()
+        self.checkpoint = WholeCheckpoint(self._module, self._division.placement, self.mesh)
 
     # -- putting the parts together ------------------------------------------------------------------------------------
 
@@ -172,7 +113,7 @@ class Assembly:
         module = self._module
         assert module is not None
         settings = self._settings
-        self.replication = Replication(module, self._placement, self.mesh, sync_batch_norm=sync_batch_norm)
+        self.replication = Replication(module, self._division.placement, self.mesh, sync_batch_norm=sync_batch_norm)
         self.replication.equalize_start()
         if not self.is_cut:
             self.pipeline = self.training = self.evaluation = None
@@ -183,7 +124,14 @@ class Assembly:
             )
             self._engine = Engine(self.mesh.pipeline_rank, channels)
         self.pipeline = Pipeline(
-            module, self._body, self._placement, self.mesh, self._streams, self.board, self._device, self._engine
+            module,
+            self._division.body,
+            self._division.placement,
+            self.mesh,
+            self._streams,
+            self.board,
+            self._device,
+            self._engine,
         )
         self.training = TrainingStep(
             self.pipeline,
