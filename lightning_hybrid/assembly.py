@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_hybrid.adjustments import Adjustments
 from lightning_hybrid.batch_start import BatchStart
 from lightning_hybrid.checkpoint import WholeCheckpoint
+from lightning_hybrid.completion import name_whole_groups
 from lightning_hybrid.data import prepare_loader
 from lightning_hybrid.division import Division
 from lightning_hybrid.engine import Engine
@@ -197,6 +198,12 @@ class Assembly:
             self._module._device_mesh = None
         if hasattr(self, "replication"):
             self.replication.abandon()
+
+    def complete(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint with what callbacks of one process would have put into it."""
+        if self.mesh.pipeline_parallel_size == 1 or self._module is None:
+            return checkpoint
+        return name_whole_groups(checkpoint, self._module.trainer, self.checkpoint)
 
     # -- data and random numbers -----------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ class WholeCheckpoint:
         self._mesh = mesh
         self._groups: dict[int, list[list[nn.Parameter]]] = {}
         self._names: dict[int, list[list[str] | None]] = {}
+        self._kept: dict[int, list[list[nn.Parameter]]] = {}
 
     @property
     def _is_undivided(self) -> bool:
@@ -90,6 +91,23 @@ class WholeCheckpoint:
                     group[key] = [group[key][index] for index in kept]
         for parameter in [parameter for parameter in optimizer.state if is_stand_in(parameter)]:
             del optimizer.state[parameter]
+        self._kept[id(optimizer)] = [group["params"] for group in optimizer.param_groups]
+
+    def group_names(self, optimizer: Optimizer) -> list[dict[str, list[str]]]:
+        """What names the parameters of each group of the undivided optimizer.
+
+        Args:
+            optimizer: One that was stripped.
+
+        Returns:
+            For each group the names in the module as ``"params"``, and ``"param_names"`` if the optimizer has them.
+        """
+        optimizer = _unwrap(optimizer)
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        return [
+            {"params": [names[parameter] for parameter in parameters]} | ({"param_names": own} if own else {})
+            for parameters, own in zip(*self._whole_groups(optimizer), strict=True)
+        ]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of the undivided optimizer on global rank 0, an empty one elsewhere."""
@@ -142,6 +160,8 @@ class WholeCheckpoint:
         if "param_groups" not in state:
             return
         optimizer = _unwrap(optimizer)
+        if self._has_other_groups(optimizer):
+            self.strip(optimizer)
         whole, _ = self._whole_groups(optimizer)
         saved = state["param_groups"]
         if [len(group["params"]) for group in saved] != [len(group) for group in whole]:
@@ -164,6 +184,12 @@ class WholeCheckpoint:
             groups.append({**part, "param_names": group["param_names"]} if "param_names" in group else part)
             count = end
         optimizer.load_state_dict({"state": local, "param_groups": groups})
+
+    def _has_other_groups(self, optimizer: Optimizer) -> bool:
+        """Whether groups were replaced since they were stripped: finetuning makes those of the run it resumes."""
+        kept = self._kept.get(id(optimizer), [])
+        now = [group["params"] for group in optimizer.param_groups[: len(kept)]]
+        return len(now) < len(kept) or any(mine is not old for mine, old in zip(now, kept, strict=True))
 
     def _whole_groups(self, optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], list[list[str] | None]]:
         """The parameters, and their names where the optimizer has them, of each group; also of groups added later."""

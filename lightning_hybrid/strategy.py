@@ -376,6 +376,8 @@ class HybridStrategy(ReplicaCollectives):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint on rank 0."""
         refusals.check_storage_options(self.checkpoint_io, storage_options)
+        if self._assembly is not None:
+            checkpoint = self._assembly.complete(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @outside_of_steps

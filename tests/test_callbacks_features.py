@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    BaseFinetuning,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LambdaCallback,
@@ -55,6 +57,11 @@ class Cycled(Regression):
         rates = [0.02] * len(optimizer.param_groups)
         scheduler = OneCycleLR(optimizer, max_lr=rates, total_steps=40)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Descending(Cycled):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
 class Finetuned(Cycled):
@@ -128,6 +135,70 @@ def test_a_callback_in_a_pipeline_does_what_it_does_in_one_process(ranks: Pools,
 @pytest.mark.parametrize("name", ["accumulation", "learning rates", "average", "stochastic average", "finetuning"])
 def test_a_callback_with_two_replicas_does_what_it_does_in_one_process(ranks: Pools, name: str) -> None:
     check(ranks, "pp2 x dp2", name)
+
+
+#: Name: the module, the callbacks of a Trainer that goes on to an epoch, and the epochs of both runs.
+RESUMED: dict[str, tuple[type[Cycled], Callable[[], list[Callback]], int, int]] = {
+    "finetuning that is still frozen": (Finetuned, lambda: [BackboneFinetuning(5)], 1, 3),
+    "finetuning with another optimizer": (Descending, lambda: [BackboneFinetuning(5)], 1, 3),
+    "finetuning that has unfrozen": (Finetuned, lambda: [Unfreezing()], 2, 4),
+}
+
+
+class Unfreezing(BaseFinetuning):
+    """Unfreezes layers of both stages."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.body[1], pl_module.body[4]])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group([pl_module.body[1], pl_module.body[4]], optimizer, lr=1e-3)
+
+
+def interrupted(layout: Layout, name: str, batch_size: int, directory: str, resume: str | None) -> dict[str, Any]:
+    """Fit and save, or go on from a file and save."""
+    kind, callbacks, first, last = RESUMED[name]
+    losses = Losses()
+    trainer = make_trainer(layout, max_epochs=last if resume else first, callbacks=[*callbacks(), losses])
+    module = kind()
+    trainer.fit(module, loader(batch_size), loader(batch_size, 20, seed=2), ckpt_path=resume)
+    trainer.save_checkpoint(f"{directory}/{'last' if resume else 'first'}.ckpt")
+    return {"losses": losses.values, "weights": weights(module)}
+
+
+def check_files(mine: Path, other: Path) -> None:
+    saved, expected = (torch.load(path, weights_only=False) for path in (mine, other))
+    assert list(saved) == list(expected)
+    for key in ("state_dict", "callbacks", "optimizer_states", "lr_schedulers"):
+        assert_same(saved[key], expected[key], where=key)
+    for key in ("current_model_state", "averaging_state"):
+        assert_same(saved.get(key), expected.get(key), where=key)
+
+
+@pytest.mark.rows(36)
+@pytest.mark.parametrize("layout_name", ["pp2", "pp2 x dp2"])
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_callback_resumes_in_a_pipeline_as_in_one_process(
+    ranks: Pools, tmp_path: Path, name: str, layout_name: str
+) -> None:
+    size, replicas, layout = LAYOUTS[layout_name]
+    pool = ranks(size, lightning=True)
+    ours, one, mixed = (tmp_path / where for where in ("ours", "one", "mixed"))
+    for directory in (ours, one, mixed):
+        directory.mkdir()
+    interrupted(None, name, 8 * replicas, str(one), None)
+    pool.run(interrupted, layout, name, 8, str(ours), None)
+    check_files(ours / "first.ckpt", one / "first.ckpt")
+
+    expected = interrupted(None, name, 8 * replicas, str(one), f"{one}/first.ckpt")
+    results = pool.run(interrupted, layout, name, 8, str(ours), f"{ours}/first.ckpt")
+    assert_same(together([result["weights"] for result in results]), expected["weights"])
+    check_files(ours / "last.ckpt", one / "last.ckpt")
+    for result in results if replicas == 1 else []:
+        assert_same(result["losses"], expected["losses"])
+    # for plain Lightning
+    assert_same(interrupted(None, name, 8 * replicas, str(mixed), f"{ours}/first.ckpt"), expected)
 
 
 def order_of_hooks(layout: Layout) -> list[str]:
