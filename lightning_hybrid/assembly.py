@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_hybrid.adjustments import Adjustments
 from lightning_hybrid.batch_start import BatchStart
 from lightning_hybrid.checkpoint import WholeCheckpoint
-from lightning_hybrid.completion import name_whole_groups
+from lightning_hybrid.completion import check_values, fill, name_whole_groups
 from lightning_hybrid.data import prepare_loader
 from lightning_hybrid.division import Division
 from lightning_hybrid.engine import Engine
@@ -27,7 +27,7 @@ from lightning_hybrid.gradients import Replication
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline import Pipeline, make_channels
 from lightning_hybrid.random import RandomStreams
-from lightning_hybrid.refusals import check_trainer
+from lightning_hybrid.refusals import agree, check_trainer
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.summary import batch_text
 from lightning_hybrid.training import TrainingStep
@@ -200,10 +200,16 @@ class Assembly:
             self.replication.abandon()
 
     def complete(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with what callbacks of one process would have put into it."""
+        """A checkpoint with what callbacks of one process would have put into it, on global rank 0.
+
+        Raises:
+            ValueError: If tensors without values remain; on every rank.
+        """
         if self.mesh.pipeline_parallel_size == 1 or self._module is None:
             return checkpoint
-        return name_whole_groups(checkpoint, self._module.trainer, self.checkpoint)
+        checkpoint = fill(name_whole_groups(checkpoint, self._module.trainer, self.checkpoint), self.checkpoint)
+        agree(lambda: check_values(checkpoint) if self.mesh.rank(0, 0, 0) == dist.get_rank() else None)
+        return checkpoint
 
     # -- data and random numbers -----------------------------------------------------------------------------------
 

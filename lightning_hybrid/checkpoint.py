@@ -11,6 +11,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.exchange import broadcast_object
 from lightning_hybrid.materialize import is_stand_in
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.placement import Placement
@@ -44,19 +45,38 @@ class WholeCheckpoint:
         state = self._module.state_dict()
         if self._is_undivided:
             return state
-        owners = self._owners(state)
-        first: dict[int, str] = {}  # tied parameters travel, and are stored, once
-        parameters = self._module.named_parameters(remove_duplicate=False)
-        stored = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
-        mine = {
-            name: value
-            for name, value in state.items()
-            if owners[name] == self._mesh.pipeline_rank and stored.get(name, name) == name
-        }
-        parts = self._collect(mine)
+        parts = self._collect(self.part(state))
         if not parts:
             return {}
-        return {name: parts[owners[name]][stored.get(name, name)] for name in state}
+        owners, first = self._owners(state), self.first_names()
+        return {name: parts[owners[name]][first.get(name, name)] for name in state}
+
+    def part(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What counts on this rank of a state dict of the module, or of a copy of it; tied tensors once."""
+        owners, first = self._owners(state), self.first_names()
+        return {
+            name: value
+            for name, value in state.items()
+            if owners[name] == self._mesh.pipeline_rank and first.get(name, name) == name
+        }
+
+    def first_names(self) -> dict[str, str]:
+        """The names of all tensors of the module, and what a parameter with several names is stored as."""
+        first: dict[int, str] = {}
+        parameters = self._module.named_parameters(remove_duplicate=False)
+        buffers = self._module.named_buffers(remove_duplicate=False)
+        names = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
+        return names | {name: name for name, _ in buffers}
+
+    def from_rank_zero(self, value: Any) -> Any:
+        """Global rank 0's value, on the ranks of its model group; ``None`` elsewhere."""
+        if self._mesh.data_rank != 0 or self._mesh.tensor_rank != 0:
+            return None
+        return broadcast_object(value, 0, self._mesh.control_group)
+
+    def on_rank_zero(self, values: dict[Any, Any]) -> dict[Any, Any]:
+        """The values of all ranks of its model group, on global rank 0; nothing elsewhere."""
+        return {key: value for _, part in sorted(self._collect(values).items()) for key, value in part.items()}
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Take this rank's part of the undivided module's state dict.
@@ -64,17 +84,7 @@ class WholeCheckpoint:
         Raises:
             RuntimeError: If names or shapes do not fit; as torch says it, about the whole module, on every rank.
         """
-        stand_ins = {
-            name: value
-            for name, value in self._module.state_dict().items()
-            if isinstance(value, Tensor) and value.is_meta
-        }  # what `get_extra_state` gives need not be a tensor
-        # A stand-in is loaded from itself, so that names and shapes are checked for all of the module.
-        part = {
-            name: stand_ins[name] if name in stand_ins and value.shape == stand_ins[name].shape else value
-            for name, value in state.items()
-        }
-        self._module.load_state_dict(part if stand_ins else state, strict=strict)
+        self._module.load_state_dict(state, strict=strict)
 
     def strip(self, optimizer: Optimizer) -> None:
         """Take the stand-ins out of an optimizer; groups stay, even if nothing is left in them.

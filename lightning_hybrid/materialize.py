@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -105,6 +106,23 @@ def put_stand_ins(module: nn.Module, placement: Placement, rank: int) -> None:
     kept = {id(tensor) for name, tensor in (*parameters.items(), *buffers.items()) if rank in placement.ranks_of(name)}
     _replace(module, parameters, kept, _stand_in_parameter)
     _replace(module, buffers, kept, lambda tensor: tensor.detach().to("meta").as_subclass(StandInBuffer))
+    if not any(getattr(hook, "hook", None) is _load_into_themselves for hook in _loading_hooks(module)):
+        module.register_load_state_dict_pre_hook(_load_into_themselves)  # type: ignore[no-untyped-call]
+
+
+def _loading_hooks(module: nn.Module) -> list[Any]:
+    return list(module._load_state_dict_pre_hooks.values())
+
+
+def _load_into_themselves(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Whoever loads a state dict into the module, or into a copy of it: a stand-in takes itself, without a warning.
+
+    What does not fit stays in the state dict, and torch says what it says about the whole module.
+    """
+    tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        if is_stand_in(tensor) and getattr(state.get(prefix + name), "shape", None) == tensor.shape:
+            state[prefix + name] = tensor
 
 
 def _stand_in_parameter(parameter: Tensor) -> StandInParameter:

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateMonitor,
+    ModelCheckpoint,
     ModelSummary,
     StochasticWeightAveraging,
     Timer,
@@ -137,11 +138,27 @@ def test_a_callback_with_two_replicas_does_what_it_does_in_one_process(ranks: Po
     check(ranks, "pp2 x dp2", name)
 
 
+class Buffered(Cycled):
+    """Layers of both stages are tied, and there are buffers inside and outside of the body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[5][0].weight = self.body[4][0].weight
+        self.body[4][0].bias = self.body[1][0].bias
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.body[5].register_buffer("offset", torch.full((3,), 0.5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += self.all_gather(torch.tensor(float(len(batch[0])))).sum()  # over the replicas
+        return super().training_step(batch, batch_idx)
+
+
 #: Name: the module, the callbacks of a Trainer that goes on to an epoch, and the epochs of both runs.
 RESUMED: dict[str, tuple[type[Cycled], Callable[[], list[Callback]], int, int]] = {
     "finetuning that is still frozen": (Finetuned, lambda: [BackboneFinetuning(5)], 1, 3),
     "finetuning with another optimizer": (Descending, lambda: [BackboneFinetuning(5)], 1, 3),
     "finetuning that has unfrozen": (Finetuned, lambda: [Unfreezing()], 2, 4),
+    "average": (Buffered, lambda: [EMAWeightAveraging(decay=0.7)], 2, 4),
 }
 
 
@@ -167,16 +184,26 @@ def interrupted(layout: Layout, name: str, batch_size: int, directory: str, resu
     return {"losses": losses.values, "weights": weights(module)}
 
 
-def check_files(mine: Path, other: Path) -> None:
+FILE = ("state_dict", "callbacks", "optimizer_states", "lr_schedulers", "current_model_state", "averaging_state")
+
+
+def check_files(mine: Path, other: Path, *keys: str) -> None:
     saved, expected = (torch.load(path, weights_only=False) for path in (mine, other))
     assert list(saved) == list(expected)
-    for key in ("state_dict", "callbacks", "optimizer_states", "lr_schedulers"):
-        assert_same(saved[key], expected[key], where=key)
-    for key in ("current_model_state", "averaging_state"):
+    for key in keys or FILE:
         assert_same(saved.get(key), expected.get(key), where=key)
+    assert ties(saved["state_dict"]) == ties(expected["state_dict"])
 
 
-@pytest.mark.rows(36)
+def ties(state: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of each value that has several."""
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(value.data_ptr(), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+@pytest.mark.rows(34, 36)
 @pytest.mark.parametrize("layout_name", ["pp2", "pp2 x dp2"])
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_callback_resumes_in_a_pipeline_as_in_one_process(
@@ -199,6 +226,43 @@ def test_a_callback_resumes_in_a_pipeline_as_in_one_process(
         assert_same(result["losses"], expected["losses"])
     # for plain Lightning
     assert_same(interrupted(None, name, 8 * replicas, str(mixed), f"{ours}/first.ckpt"), expected)
+
+
+class SavesStandIns(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"copies": [{"weight": torch.ones(2)}, {"weight": torch.ones(2, device="meta")}]}
+
+
+def saved_without_values(layout: Layout, path: str) -> str:
+    trainer = make_trainer(layout, callbacks=[SavesStandIns()], max_steps=1)
+    trainer.fit(Cycled(), loader())
+    with pytest.raises(ValueError, match="which have no values") as caught:
+        trainer.save_checkpoint(path)
+    return str(caught.value)
+
+
+@pytest.mark.rows(53)
+def test_a_checkpoint_without_values_is_refused_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
+    texts = ranks(2, lightning=True).run(saved_without_values, PP2, str(tmp_path / "a.ckpt"))
+    assert texts[0] == texts[1]
+    assert "callbacks.SavesStandIns.copies.1.weight" in texts[0]
+    assert not list(tmp_path.iterdir())
+
+
+def averages_of_both(layout: Layout, directory: str) -> str:
+    saver = ModelCheckpoint(directory, monitor="val_loss", filename="{epoch}")
+    arguments: dict[str, Any] = {"callbacks": [EMAWeightAveraging(decay=0.5), saver], "enable_checkpointing": True}
+    trainer = make_trainer(layout, max_epochs=2, **arguments)
+    trainer.fit(Cycled(), loader(), loader(8, 20, seed=2))
+    return saver.best_model_path
+
+
+@pytest.mark.rows(28, 34)
+def test_the_best_checkpoint_has_the_average_of_the_whole_model(ranks: Pools, tmp_path: Path) -> None:
+    one = averages_of_both(None, str(tmp_path / "one"))
+    ours, _ = ranks(2, lightning=True).run(averages_of_both, PP2, str(tmp_path / "ours"))
+    assert Path(ours).name == Path(one).name
+    check_files(Path(ours), Path(one), "state_dict", "current_model_state")
 
 
 def order_of_hooks(layout: Layout) -> list[str]:

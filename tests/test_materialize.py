@@ -188,6 +188,18 @@ def test_the_state_of_a_divided_module_can_be_loaded_into_itself() -> None:
     assert is_stand_in(model.body[1][2].weight)
 
 
+@pytest.mark.filterwarnings("error")
+def test_the_state_of_the_whole_module_can_be_loaded_into_it_and_its_copies() -> None:
+    whole, model = Model(), make()
+    state = whole.state_dict()
+    for loading, names in ((model, state), (copy.deepcopy(model), state)):
+        assert not any(loading.load_state_dict(names))
+        assert torch.equal(loading.embed.weight, whole.embed.weight)
+        assert is_stand_in(loading.body[1][2].weight)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({**state, "body.1.2.weight": torch.zeros(4)})
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters),
