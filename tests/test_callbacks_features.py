@@ -159,6 +159,7 @@ RESUMED: dict[str, tuple[type[Cycled], Callable[[], list[Callback]], int, int]] 
     "finetuning with another optimizer": (Descending, lambda: [BackboneFinetuning(5)], 1, 3),
     "finetuning that has unfrozen": (Finetuned, lambda: [Unfreezing()], 2, 4),
     "average": (Buffered, lambda: [EMAWeightAveraging(decay=0.7)], 2, 4),
+    "stochastic average": (Finetuned, lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], 3, 5),
 }
 
 
@@ -203,7 +204,7 @@ def ties(state: Mapping[str, Tensor]) -> list[list[str]]:
     return [each for each in names.values() if len(each) > 1]
 
 
-@pytest.mark.rows(34, 36)
+@pytest.mark.rows(34, 35, 36)
 @pytest.mark.parametrize("layout_name", ["pp2", "pp2 x dp2"])
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_callback_resumes_in_a_pipeline_as_in_one_process(
