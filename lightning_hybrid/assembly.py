@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_hybrid.adjustments import Adjustments
 from lightning_hybrid.batch_start import BatchStart
@@ -71,6 +72,7 @@ class Assembly:
         if dist.get_backend() == "nccl":
             self.board.watch(close_groups)
         self._engine: Engine | None = None
+        self._hook: str | None = None  # of the module, after which it is divided
         self._module: LightningModule | None = None
         self.pipeline: Pipeline | None = None
         self._boundary: EpochBoundary | None = None
@@ -93,6 +95,33 @@ class Assembly:
         self._divides_data = connector.use_distributed_sampler
         connector.use_distributed_sampler = False
         check_trainer(module.trainer, module, num_stages=self._division.num_stages)
+
+    def divide_early(self) -> None:
+        """Put stand-ins as soon as there is a body: now, or on leaving the hook that makes it, whoever calls that.
+
+        Callbacks that average weights do, and copy the module right after it.
+        """
+        assert self._module is not None
+        if self._division.is_done or not is_overridden("configure_model", self._module):
+            self.divide()
+        else:
+            self._divide_after("configure_model", self._module)
+
+    def _divide_after(self, name: str, module: LightningModule) -> None:
+        hook = getattr(module, name)
+
+        @functools.wraps(hook)
+        def dividing(*args: Any, **kwargs: Any) -> None:
+            self._forget_hook()
+            hook(*args, **kwargs)
+            self.divide()
+
+        vars(module)[name], self._hook = dividing, name
+
+    def _forget_hook(self) -> None:
+        if self._hook is not None:
+            vars(self._module).pop(self._hook, None)
+            self._hook = None
 
     def divide(self) -> None:
         """Put stand-ins for what other stages hold; once for each module.
@@ -175,6 +204,7 @@ class Assembly:
     def remove(self, trainer: Trainer) -> None:
         """Undo :meth:`install`, and take hooks off parameters."""
         trainer._accelerator_connector.use_distributed_sampler = self._divides_data
+        self._forget_hook()
         if hasattr(self, "replication"):
             self.replication.remove()
         if self.pipeline is None or self._boundary is None or self._module is None or self._adjustments is None:

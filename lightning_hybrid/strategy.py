@@ -15,7 +15,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -209,8 +208,7 @@ class HybridStrategy(ReplicaCollectives):
         module = self._module
         module._device_mesh = self.device_mesh
         self._assembly.attach(module)
-        if not is_overridden("configure_model", module):
-            self._assembly.divide()
+        self._assembly.divide_early()
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

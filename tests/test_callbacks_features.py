@@ -70,12 +70,33 @@ class Finetuned(Cycled):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
+class Configured(Finetuned):
+    """Makes its body in `configure_model`, which averaging callbacks call before the Trainer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = [self.body]
+        self.body = None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        if self.body is None:
+            self.body = self.made.pop()
+
+
+#: The modules of stories that are not about `Cycled`.
+MODULES: dict[str, type[Cycled]] = {
+    "finetuning": Finetuned,
+    "stochastic average": Finetuned,
+    "average of a late body": Configured,
+}
+
 #: Name: the callbacks, and further arguments of the Trainer.
 STORIES: dict[str, tuple[Callable[[], list[Callback]], dict[str, Any]]] = {
     "accumulation": (lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})], {}),
     "accumulation with an incomplete window": (list, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}),
     "learning rates": (lambda: [LearningRateMonitor(log_momentum=True, log_weight_decay=True)], {}),
     "average": (lambda: [EMAWeightAveraging(decay=0.7)], {}),
+    "average of a late body": (lambda: [EMAWeightAveraging(decay=0.5)], {}),
     "stochastic average": (lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], {"max_epochs": 4}),
     "finetuning": (lambda: [BackboneFinetuning(1, lambda _: 1.5, backbone_initial_lr=0.01)], {}),
     "display": (lambda: [ModelSummary(2), TQDMProgressBar(), Timer(timedelta(hours=1))], {"enable_progress_bar": True}),
@@ -98,7 +119,7 @@ def told(layout: Layout, name: str, batch_size: int) -> dict[str, Any]:
     )
     defaults: dict[str, Any] = {"max_epochs": 3, "logger": memory, "log_every_n_steps": 1}
     trainer = make_trainer(layout, callbacks=[*callbacks(), losses, spy], **{**defaults, **arguments})
-    module = Finetuned() if name in ("finetuning", "stochastic average") else Cycled()
+    module = MODULES.get(name, Cycled)()
     trainer.fit(module, loader(batch_size), loader(batch_size, 20, seed=2))
     return {
         "losses": losses.values,
