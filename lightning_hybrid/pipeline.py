@@ -30,6 +30,8 @@ from lightning_hybrid.step import BodyCut, Layers
 
 __all__ = ["Pipeline", "make_channels"]
 
+_torch_profiles: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+
 _SERIAL = count()  # what channels remember of one pipeline must not be taken for another's
 
 
@@ -141,7 +143,11 @@ class Pipeline:
     def run(self, schedule: Schedule, compute: Compute, keys: Sequence[Hashable], **callbacks: Any) -> list[Any]:
         """Run a schedule on the engine, under the Trainer's profiler; arguments and result are the engine's."""
         silent = isinstance(self._profiler, PassThroughProfiler)
-        return self.engine.run(schedule, compute, keys, profile=None if silent else self.profile, **callbacks)
+        results = self.engine.run(schedule, compute, keys, profile=None if silent else self.profile, **callbacks)
+        if _torch_profiles():
+            # A message under way writes its end into the cycle in which it began, which the profiler may have freed.
+            self.engine.retire()
+        return results
 
     def profile(self, name: str) -> AbstractContextManager[None]:
         """A range of the Trainer's profiler."""

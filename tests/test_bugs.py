@@ -610,3 +610,14 @@ def test_gradients_may_be_switched_on_later_with_dynamic_shapes(ranks: Pools) ->
     check_fit(ranks, probed, {**PP2, "dynamic_shapes": True})
     for text in ranks(2, lightning=True).run(refused_to_probe, PP2):
         assert "`torch.set_grad_enabled`), use `HybridStrategy(dynamic_shapes=True)`" in text
+def profiled(layout: Layout, directory: str) -> int:
+    for _ in range(3):
+        trainer = make_trainer(layout, profiler="pytorch", default_root_dir=directory)
+        trainer.fit(Regression(), loader(), loader(8, 20, seed=2))
+    return trainer.global_step
+
+
+@pytest.mark.rows(65)
+def test_torchs_profiler_outlives_no_message(ranks: Pools, tmp_path: Path) -> None:
+    """A send that was still pending when the profiler ended a cycle wrote into that cycle, and the process died."""
+    assert ranks(2, lightning=True).run(profiled, PP2, str(tmp_path)) == [5, 5]
