@@ -23,7 +23,7 @@ class BatchStart(Callback):
 
         on_*_batch_start of this   isolated, seeded --.
         of others, of the module                      | draw
-        step                       <------------------' closed: as if nothing had been drawn
+        step, or the epoch's end   <------------------' closed: as if nothing had been drawn
 
     Args:
         streams: The random streams.
@@ -53,4 +53,9 @@ class BatchStart(Callback):
         """Seed for this batch."""
         self._begin(0, next(self._evaluations))
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The epoch may have ended with a hook that skipped the rest of it; what comes now draws outside."""
+        self.close()
+
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = on_train_epoch_end
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start

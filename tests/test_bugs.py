@@ -621,3 +621,22 @@ def profiled(layout: Layout, directory: str) -> int:
 def test_torchs_profiler_outlives_no_message(ranks: Pools, tmp_path: Path) -> None:
     """A send that was still pending when the profiler ended a cycle wrote into that cycle, and the process died."""
     assert ranks(2, lightning=True).run(profiled, PP2, str(tmp_path)) == [5, 5]
+
+
+class SkipsRest(Regression):
+    """Ends each epoch early, from the hook in which random numbers are the model group's."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+def skipped(layout: Layout) -> tuple[list[float], Any]:
+    losses, module = Losses(), SkipsRest()
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        make_trainer(layout, callbacks=[losses], max_epochs=3).fit(module, loader(shuffle=True))
+    return losses.values, weights(module)
+
+
+def test_an_epoch_that_ends_in_a_hook_leaves_the_order_of_the_next_one_alone(ranks: Pools) -> None:
+    check_fit(ranks, skipped)
