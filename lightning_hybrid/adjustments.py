@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning_utilities.core.rank_zero import WarningCache
+from torch import Tensor
 
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.pytree import flatten
 
 __all__ = ["Adjustments"]
 
@@ -22,6 +28,9 @@ class Adjustments:
     - `ModelSummary` runs the module on `example_input_array`. No rank has all layers; without the example it shows
       everything but the sizes of inputs and outputs.
 
+    - TensorBoard's writer draws random numbers for a tensor on the meta device, as if those were its values. What it
+      is given of parameters of other stages is left out, with a warning.
+
     Args:
         module: The user's module.
         mesh: The ranks.
@@ -32,6 +41,7 @@ class Adjustments:
         self._mesh = mesh
         self._example: Any = None
         self._inference_modes: list[tuple[Any, bool]] = []
+        self._writer_methods: dict[str, Any] = {}
 
     def install(self, trainer: Trainer) -> None:
         """Change what has to be changed."""
@@ -47,11 +57,44 @@ class Adjustments:
         if self._mesh.pipeline_parallel_size > 1:
             self._example = self._module._example_input_array
             self._module._example_input_array = None
+            self._leave_out_stand_ins()
+
+    def _leave_out_stand_ins(self) -> None:
+        tensorboard = sys.modules.get("torch.utils.tensorboard")  # loggers have made their writers before a run
+        if tensorboard is None:
+            return
+        for name, method in vars(tensorboard.SummaryWriter).items():
+            if name.startswith("add_"):
+                self._writer_methods[name] = method
+        warnings = WarningCache()
+        for name, method in self._writer_methods.items():
+            setattr(tensorboard.SummaryWriter, name, _with_values_only(method, warnings))
 
     def remove(self) -> None:
         """Change it back."""
         for loop, mode in self._inference_modes:
             loop.inference_mode = mode
         self._inference_modes.clear()
+        for name, method in self._writer_methods.items():
+            setattr(sys.modules["torch.utils.tensorboard"].SummaryWriter, name, method)
+        self._writer_methods.clear()
         if self._example is not None:
             self._module._example_input_array, self._example = self._example, None
+
+
+def _with_values_only(method: Callable[..., Any], warnings: WarningCache) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def checked(self: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = flatten((args, kwargs))
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            warnings.warn(_LEFT_OUT)
+            return None
+        return method(self, tag, *args, **kwargs)
+
+    return checked
+
+
+_LEFT_OUT = (
+    "TensorBoard gets nothing about parameters of other pipeline stages, which have no values on rank 0: ask"
+    " `if not p.is_meta` before you draw or log something of a parameter."
+)

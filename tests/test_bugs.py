@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
@@ -610,6 +612,41 @@ def test_gradients_may_be_switched_on_later_with_dynamic_shapes(ranks: Pools) ->
     check_fit(ranks, probed, {**PP2, "dynamic_shapes": True})
     for text in ranks(2, lightning=True).run(refused_to_probe, PP2):
         assert "`torch.set_grad_enabled`), use `HybridStrategy(dynamic_shapes=True)`" in text
+class Drawn(Regression):
+    """Draws its parameters, as many do."""
+
+    def on_train_epoch_end(self) -> None:
+        assert isinstance(self.logger, TensorBoardLogger)
+        for name, parameter in self.named_parameters():
+            self.logger.experiment.add_histogram(name, parameter, self.current_epoch)
+            self.logger.experiment.add_scalar(f"norm of {name}", parameter.norm(), self.current_epoch)
+
+
+def drawn(layout: Layout, directory: str) -> list[str]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    trainer = make_trainer(layout, logger=TensorBoardLogger(directory), max_epochs=2)
+    method = SummaryWriter.add_histogram
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Drawn(), loader())
+    assert SummaryWriter.add_histogram is method
+    return [str(warning.message) for warning in caught if "p.is_meta" in str(warning.message)]
+
+
+def test_no_random_numbers_are_drawn_for_parameters_of_other_stages(ranks: Pools, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first, last = ranks(2, lightning=True).run(drawn, PP2, str(tmp_path))
+    assert [len(first), len(last)] == [1, 0], "one warning, where there is a writer"
+    events = EventAccumulator(str(next(tmp_path.rglob("version_0"))), {"histograms": 0, "scalars": 0}).Reload()
+    mine = {name for name, _ in Regression().named_parameters() if not name.startswith(("body.3", "body.4", "body.5"))}
+    assert set(events.Tags()["histograms"]) == mine
+    assert {f"norm of {name}" for name in mine} <= set(events.Tags()["scalars"])
+    assert not any("body.3" in tag for tag in events.Tags()["scalars"])
+
+
 def profiled(layout: Layout, directory: str) -> int:
     for _ in range(3):
         trainer = make_trainer(layout, profiler="pytorch", default_root_dir=directory)
