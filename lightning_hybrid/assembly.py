@@ -102,10 +102,15 @@ class Assembly:
         Callbacks that average weights do, and copy the module right after it.
         """
         assert self._module is not None
-        if self._division.is_done or not is_overridden("configure_model", self._module):
-            self.divide()
-        else:
+        if is_overridden("configure_model", self._module) and not self._division.is_done:
             self._divide_after("configure_model", self._module)
+            return
+        try:
+            self.divide()
+        except ValueError:  # on every rank
+            if not is_overridden("setup", self._module):
+                raise
+            self._divide_after("setup", self._module)
 
     def _divide_after(self, name: str, module: LightningModule) -> None:
         hook = getattr(module, name)
@@ -139,10 +144,15 @@ class Assembly:
     # -- putting the parts together ------------------------------------------------------------------------------------
 
     def assemble(self, *, sync_batch_norm: bool) -> None:
-        """Make the parts that need the module on its device; all ranks start with equal values."""
+        """Make the parts that need the module on its device; all ranks start with equal values.
+
+        Raises:
+            ValueError: If the body is not the one that was divided; on every rank.
+        """
         module = self._module
         assert module is not None
         settings = self._settings
+        agree(self._division.check)
         self.replication = Replication(module, self._division.placement, self.mesh, sync_batch_norm=sync_batch_norm)
         self.replication.equalize_start()
         if not self.is_cut:

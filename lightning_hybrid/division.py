@@ -58,6 +58,23 @@ class Division:
             self._put_stand_ins()
         self.is_done = True
 
+    def check(self) -> None:
+        """The body is still what was divided.
+
+        Raises:
+            ValueError: If it, or the number of its layers, is another.
+        """
+        if self.body is None:
+            return
+        name, body = self.body
+        now = dict(self._module.named_modules(remove_duplicate=False)).get(name)
+        if now is not body or len(body) != len(self.placement.layers):
+            raise ValueError(
+                f"The body {name!r} of {type(self._module).__name__} was replaced, or got other layers, after it had"
+                " been divided into stages. Make it in `__init__`, or in `configure_model` (`if self.body is None:`):"
+                " it is divided after that."
+            )
+
     def _put_stand_ins(self) -> None:
         assert self.body is not None
         (name, body), rank = self.body, self._mesh.pipeline_rank

@@ -74,7 +74,10 @@ def _candidates_text(module: nn.Module) -> str:
         if isinstance(candidate, nn.Sequential)
     ]
     if not found:
-        return "It has no `nn.Sequential`: put the layers to divide into one, and call it as `self.body(x)`."
+        return (
+            "It has no `nn.Sequential`: put the layers to divide into one, in `__init__` or in `configure_model`, and"
+            " call it as `self.body(x)`."
+        )
     return f"Candidates: {', '.join(found)}. Name one with HybridStrategy(body='...') or a `pipeline_body` attribute."
 
 

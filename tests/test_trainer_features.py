@@ -270,20 +270,53 @@ class OnMeta(Regression):
                 self.body = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)]).double()
 
 
-def configured(layout: Layout) -> tuple[list[float], dict[str, Tensor]]:
-    losses, module = Losses(), OnMeta()
+class MadeInSetup(Regression):
+    """Its body is made in `setup`, with what only the data know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = [self.body]
+        del self.body
+
+    def setup(self, stage: str) -> None:
+        if self.made:
+            self.body = self.made.pop()
+
+
+def configured(layout: Layout, kind: type[Regression]) -> tuple[list[float], dict[str, Tensor]]:
+    losses, module = Losses(), kind()
     trainer = make_trainer(layout, callbacks=[losses], max_epochs=2)
     trainer.fit(module, loader())
     trainer.validate(module, loader(), verbose=False)
+    assert not {"setup", "configure_model"} & set(vars(module))
     return losses.values, weights(module)
 
 
 @pytest.mark.rows(73)
-def test_a_body_made_in_configure_model_trains(ranks: Pools) -> None:
-    losses, expected = configured(None)
-    results = ranks(2, lightning=True).run(configured, PP2)
+@pytest.mark.parametrize("kind", [OnMeta, MadeInSetup])
+def test_a_body_made_in_a_hook_trains(ranks: Pools, kind: type[Regression]) -> None:
+    losses, expected = configured(None, kind)
+    results = ranks(2, lightning=True).run(configured, PP2, kind)
     assert_same([result[0] for result in results], [losses, losses])
     assert_same(together([result[1] for result in results]), expected)
+
+
+class Extending(Regression):
+    def setup(self, stage: str) -> None:
+        self.body = nn.Sequential(*self.body, nn.Linear(8, 8).double())
+
+
+def extended(layout: Layout) -> str:
+    with pytest.raises(ValueError, match="replaced") as caught:
+        make_trainer(layout).fit(Extending(), loader())
+    return str(caught.value)
+
+
+@pytest.mark.rows(73)
+def test_a_body_that_is_replaced_after_it_was_divided_is_refused_on_every_rank(ranks: Pools) -> None:
+    texts = ranks(2, lightning=True).run(extended, PP2)
+    assert texts[0] == texts[1]
+    assert "`configure_model`" in texts[0]
 
 
 class Gathering(Regression):
