@@ -215,6 +215,20 @@ def test_running_the_model_outside_of_steps_is_refused_with_what_to_do(ranks: Po
         assert "Outside of steps no rank can run the model: use `trainer.predict`" in text
 
 
+def validated_without_pipeline(layout: Layout) -> str:
+    module = Regression()
+    make_trainer(layout, max_steps=1).fit(module, loader())
+    with pytest.raises(ValueError, match="layer") as caught:
+        make_trainer(None).validate(module, loader(), verbose=False)
+    return str(caught.value)
+
+
+def test_a_divided_module_tells_a_trainer_without_a_pipeline_what_to_do(ranks: Pools) -> None:
+    for text in ranks(2, lightning=True).run(validated_without_pipeline, PP2):
+        assert "an earlier one has divided this module" in text
+        assert "load a checkpoint into a new module" in text
+
+
 class Skipping(DataLoader[Any]):
     """A loader that gives ``None`` in the middle."""
 
