@@ -297,18 +297,19 @@ class HybridStrategy(ReplicaCollectives):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward and average the gradients; with a pipeline both are done, and only the hooks are called."""
         plugin, module = self.precision_plugin, self._module
-        if self._parts.is_cut:
-            closure_loss = Precision.pre_backward(plugin, closure_loss, module)
-            return Precision.post_backward(plugin, closure_loss, module)
-        replication = self._parts.replication
         closure_loss = plugin.pre_backward(closure_loss, module)
+        if not self._parts.is_cut:
+            self._backward(closure_loss, optimizer, *args, **kwargs)
+        return plugin.post_backward(closure_loss, module)
+
+    def _backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
+        replication = self._parts.replication
         if not self._sync_blocked:
             replication.last_backward_begins(0)
-        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
         if not self._sync_blocked:
             replication.last_backward_ends(0)
             replication.finish()
-        return plugin.post_backward(closure_loss, module)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

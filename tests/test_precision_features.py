@@ -111,6 +111,29 @@ def test_every_precision_trains_close_to_one_process(
     assert set().union(*(result["boundary"] for result in results)) == {str(dtype)}
 
 
+class Hearing(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[float] = []
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.heard.append(float(loss.detach()))
+
+
+def heard(layout: Layout) -> list[float]:
+    module = Hearing()
+    make_trainer(layout, plugins=half_plugin(), accumulate_grad_batches=2).fit(module, floats(8))
+    return module.heard
+
+
+@pytest.mark.rows(11)
+def test_the_hook_before_backward_gets_the_scaled_loss(ranks: Pools) -> None:
+    expected = heard(None)
+    assert max(expected) > 10, "it is scaled"
+    for losses in ranks(2, lightning=True).run(heard, PP2):
+        assert_same(losses, expected, 6e-3)
+
+
 class Overflow(Plain):
     """In the third batch the gradient of one layer is infinite, on the last replica."""
 
