@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning_utilities.core.rank_zero import WarningCache
@@ -41,6 +42,7 @@ class Adjustments:
         self._mesh = mesh
         self._example: Any = None
         self._inference_modes: list[tuple[Any, bool]] = []
+        self._throughputs: list[tuple[Throughput, int, float | None]] = []
         self._writer_methods: dict[str, Any] = {}
 
     def install(self, trainer: Trainer) -> None:
@@ -48,6 +50,7 @@ class Adjustments:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ThroughputMonitor):
                 for throughput in callback._throughputs.values():
+                    self._throughputs.append((throughput, throughput.world_size, throughput.available_flops))
                     throughput.world_size = self._mesh.data_parallel_size
                     if throughput.available_flops is not None:
                         throughput.available_flops *= self._mesh.model_group.size()
@@ -75,6 +78,9 @@ class Adjustments:
         for loop, mode in self._inference_modes:
             loop.inference_mode = mode
         self._inference_modes.clear()
+        for throughput, world_size, flops in self._throughputs:
+            throughput.world_size, throughput.available_flops = world_size, flops
+        self._throughputs.clear()
         for name, method in self._writer_methods.items():
             setattr(sys.modules["torch.utils.tensorboard"].SummaryWriter, name, method)
         self._writer_methods.clear()

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     RichModelSummary,
     ThroughputMonitor,
 )
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
 from torch import Tensor, nn
 
@@ -89,6 +90,48 @@ def test_throughput_counts_replicas_and_not_stages(ranks: Pools, name: str) -> N
     ratio = counted["train/samples_per_sec"] / counted["train/device/samples_per_sec"]
     assert ratio == pytest.approx(replicas)
     assert counted["train/samples"] == 6 * 8
+
+
+class Peaks(ThroughputMonitor):
+    """Knows a peak of the device, and keeps what each run takes it for."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda batch: len(batch[0]))
+        self.seen: list[set[float | None]] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._throughputs[trainer.state.stage].available_flops = 100
+        if stage == "fit":
+            self._throughputs[RunningStage.VALIDATING].available_flops = 100
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.seen.append({throughput.available_flops for throughput in self._throughputs.values()})
+
+    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+        self.on_train_start(trainer)
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        """Nothing is measured."""
+
+    on_validation_batch_end = on_validation_end = on_train_batch_end
+
+
+def peaks(layout: Layout) -> tuple[list[set[float | None]], set[float | None]]:
+    monitor, module = Peaks(), Counted()
+    trainer = make_trainer(layout, callbacks=[monitor], max_steps=1, num_sanity_val_steps=0, logger=Memory())
+    trainer.fit(module, loader(), loader())
+    for _ in range(2):
+        trainer.validate(module, loader(), verbose=False)
+    return monitor.seen, {throughput.available_flops for throughput in monitor._throughputs.values()}
+
+
+@pytest.mark.rows(38)
+def test_the_peak_of_a_model_group_is_that_of_its_devices_in_every_run(ranks: Pools) -> None:
+    for seen, after in ranks(2, lightning=True).run(peaks, PP2):
+        assert len(seen) >= 3
+        assert all(values == {200} for values in seen)
+        assert after == {100}
 
 
 def pruned(layout: Layout) -> str:
