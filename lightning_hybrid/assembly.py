@@ -193,12 +193,9 @@ class Assembly:
         self._adjustments = Adjustments(self._module, mesh)
         self._adjustments.install(trainer)
         self.pipeline.metrics.install()
-        self._boundary = EpochBoundary(
-            self._module,
-            mesh.control_group,
-            source=(mesh.pipeline_parallel_size - 1) * mesh.tensor_parallel_size,
-            layers=list(self._body[1]) if self._body else (),
-        )
+        source = (mesh.pipeline_parallel_size - 1) * mesh.tensor_parallel_size
+        layers = list(self._division.body[1]) if self._division.body else ()
+        self._boundary = EpochBoundary(self._module, mesh.control_group, source=source, layers=layers)
         self._boundary.install(trainer)
         if mesh.model_group.size() > 1:
             trainer.callbacks.insert(0, self.batch_start)  # type: ignore[attr-defined]

@@ -15,7 +15,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import grad_norm
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
@@ -626,6 +625,8 @@ def test_gradients_may_be_switched_on_later_with_dynamic_shapes(ranks: Pools) ->
     check_fit(ranks, probed, {**PP2, "dynamic_shapes": True})
     for text in ranks(2, lightning=True).run(refused_to_probe, PP2):
         assert "`torch.set_grad_enabled`), use `HybridStrategy(dynamic_shapes=True)`" in text
+
+
 class Drawn(Regression):
     """Draws its parameters, as many do."""
 
