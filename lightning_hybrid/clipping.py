@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grads_with_norm_
 
+from lightning_hybrid.shards import local_gradient, local_view
+
 __all__ = ["clip_by_total_norm", "total_norm"]
 
 
@@ -40,8 +42,9 @@ def total_norm(
     Returns:
         A float64 scalar on ``device``. Norms of single gradients are taken in float32 at least.
     """
-    # Shards of one parameter (DTensor) come in here: their local parts, counted on one rank of each set of replicas.
-    gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel() > 0 and counts(p)]
+    # Of a divided parameter each rank counts its shard.
+    counted = [local_gradient(parameter) for parameter in parameters if counts(parameter)]
+    gradients = [gradient for gradient in counted if gradient is not None and gradient.numel() > 0]
     if device is None:
         device = gradients[0].device if gradients else torch.device("cpu")
     norms = [norm.to(device, torch.float64) for norm in _norms(gradients, norm_type)]
@@ -91,7 +94,7 @@ def clip_by_total_norm(
     # One call per dtype, with a norm of that dtype: `foreach` is fast only then, and copies of one parameter are scaled
     # by the same factor whatever else their ranks hold. Half precision would spoil the factor; float32 it is there.
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-        alike = [parameter for parameter in parameters if parameter.dtype == dtype]
+        alike = [local_view(parameter) for parameter in parameters if parameter.dtype == dtype]
         clip_grads_with_norm_(alike, max_norm, norm.to(_norm_dtype(dtype)))
     return norm
 

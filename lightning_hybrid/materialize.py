@@ -126,7 +126,8 @@ def _load_into_themselves(module: nn.Module, state: dict[str, Any], prefix: str,
 
 
 def _stand_in_parameter(parameter: Tensor) -> StandInParameter:
-    stand_in = StandInParameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    stand_in = StandInParameter(whole, requires_grad=parameter.requires_grad)
     vars(stand_in).update(vars(parameter))  # marks such as `no_weight_decay`, by which users choose parameter groups
     return stand_in
 

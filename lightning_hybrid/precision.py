@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,8 @@ from torch.cpu.amp.grad_scaler import GradScaler as CPUGradScaler
 from torch.cuda.amp.grad_scaler import GradScaler as CUDAGradScaler
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+
+from lightning_hybrid.shards import local_view
 
 __all__ = ["SUPPORTED", "ModelGroupGradScaler", "adapt", "check", "check_optimizer"]
 
@@ -197,7 +200,12 @@ class ModelGroupGradScaler(GradScaler):
     ) -> dict[torch.device, Tensor]:
         # torch asks here, for each optimizer once per step, which devices overflowed; it records the answer, skips the
         # step on any number but 0, and lowers the scale. `found_inf` is a zero on the scale's device.
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, *args, **kwargs)
+        # Of divided parameters this rank unscales its shards; they are plain tensors to torch's kernel.
+        views = [
+            {"params": [local_view(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
+        ]
+        local: Any = SimpleNamespace(param_groups=views)
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(local, inv_scale, found_inf, *args, **kwargs)
         group = self.model_group()
         if group is None or group.size() == 1:
             return found

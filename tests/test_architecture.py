@@ -15,9 +15,9 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 FLOORS = (
     {"schedule", "partition", "pytree"},  # 0: plain data
     {"timeline", "microbatch", "outputs", "header", "placement", "trays"},  # 1
-    {"mesh", "random"},  # 2: where torch.distributed begins
+    {"mesh", "random", "shards"},  # 2: where torch.distributed begins
     # 3: parts
-    {"p2p", "exchange", "stage", "data_parallel", "clipping", "materialize", "failure"},
+    {"p2p", "exchange", "stage", "tensor_parallel", "data_parallel", "clipping", "materialize", "failure"},
     {"engine", "gradients"},  # 4
     # 5: where Lightning begins
     {"step", "optimization", "logging", "logger_calls", "metrics", "data", "transfer", "precision", "checkpoint"}

@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hybrid.shards import give_gradient, local_gradient, local_of, settle_gradient
+
 __all__ = ["GradientBuckets"]
 
 # The first bucket is small: the sooner something travels, the more of it hides behind backward.
@@ -45,7 +47,8 @@ class GradientBuckets:
     them than its peers, and ends with the same bits. Freezing and thawing parameters between steps is noticed.
 
     Args:
-        parameters: The parameters in the order of the model; dense, of any dtypes and devices.
+        parameters: The parameters in the order of the model; dense, of any dtypes and devices. Of one that is divided
+            over other ranks, this rank's shard takes part.
         group: The ranks that hold a copy of each of them.
         scale: What each gradient is multiplied by before it is summed; ``1 / group.size()`` gives the mean.
         bucket_bytes: The size in bytes from which a bucket is complete.
@@ -176,7 +179,9 @@ class _Bucket:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         # A gradient has the strides that autograd would give it (channels last, say): optimizers are faster that way.
-        self.strides = [torch.empty_like(parameter, device="meta").stride() for parameter in parameters]
+        shards = [local_of(parameter) for parameter in parameters]
+        self.shapes = [shard.shape for shard in shards]
+        self.strides = [torch.empty_like(shard, device="meta").stride() for shard in shards]
         self._clear()
 
     def _clear(self) -> None:
@@ -199,11 +204,14 @@ class _Bucket:
             TypeError: If a gradient has another dtype or device than its parameter.
         """
         first = self.parameters[0]
+        for parameter in self.parameters:
+            settle_gradient(parameter)
         has_gradient = torch.ones(len(self.parameters), dtype=first.dtype, device=first.device)
         self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.grad is None}
         for index in self.missing:
             has_gradient[index] = 0
-        pieces = [_flatten(*member) for member in zip(self.parameters, self.strides, strict=True)]
+        members = zip(self.parameters, self.shapes, self.strides, strict=True)
+        pieces = [_flatten(*member) for member in members]
         self.flat = torch.cat([*pieces, has_gradient])
         if scale != 1.0:
             self.flat.mul_(scale)
@@ -222,20 +230,21 @@ class _Bucket:
         # Reading waits for the device, and nobody else's gradient matters to a rank that has all of them.
         used = self.flat[-len(self.parameters) :].tolist() if self.missing else []
         offset = 0
-        for index, (parameter, stride) in enumerate(zip(self.parameters, self.strides, strict=True)):
+        members = zip(self.parameters, self.shapes, self.strides, strict=True)
+        for index, (parameter, shape, stride) in enumerate(members):
             if parameter.grad is not None:
                 raise _too_late(parameter)
             if index not in self.missing or used[index]:
-                parameter.grad = self.flat.as_strided(parameter.shape, stride, offset)
-            offset += parameter.numel()
+                give_gradient(parameter, self.flat.as_strided(shape, stride, offset))
+            offset += shape.numel()
         self._clear()
 
 
-def _flatten(parameter: nn.Parameter, stride: tuple[int, ...]) -> Tensor:
+def _flatten(parameter: nn.Parameter, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     """The elements of a parameter's gradient in the order of memory, as a view if possible; zeros if there is none."""
-    gradient = parameter.grad
+    gradient = local_gradient(parameter)
     if gradient is None:
-        return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.numel())
+        return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(shape.numel())
     if gradient.dtype != parameter.dtype or gradient.device != parameter.device:
         raise TypeError(
             f"The gradient of a parameter of shape {tuple(parameter.shape)} is {gradient.dtype} on {gradient.device},"
@@ -280,7 +289,7 @@ def _assign(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[
         num_bytes = 0
         for position, parameter in members:
             bucket.append(parameter)
-            num_bytes += parameter.numel() * parameter.element_size()
+            num_bytes += local_of(parameter).numel() * parameter.element_size()
             if num_bytes >= limit or position == members[-1][0]:
                 buckets.append((position, bucket))
                 bucket, num_bytes, limit = [], 0, bucket_bytes
