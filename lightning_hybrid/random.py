@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-__all__ = ["RandomStreams", "derive_seed", "seed_generators"]
+__all__ = ["RandomStreams", "derive_seed", "own_numbers", "seed_generators"]
 
 _MASK = (1 << 64) - 1
 
@@ -55,6 +55,28 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
         _cuda_generator(device).manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+@contextmanager
+def own_numbers(rank: int, device: torch.device) -> Iterator[None]:
+    """Inside, torch draws other numbers than on the other ranks of a group; outside, the same ones as before.
+
+    The ranks of the group must come here together, with equal streams: each takes one number from its stream, and makes
+    another one from that and its rank. Nothing else is remembered, so what is recomputed from a restored stream draws
+    the same numbers again.
+
+    Args:
+        rank: This rank's place in the group.
+        device: Where numbers are drawn.
+    """
+    common = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
+    generator = _cuda_generator(device) if device.type == "cuda" else torch.default_generator
+    saved = generator.get_state()
+    generator.manual_seed(derive_seed(common, rank))
+    try:
+        yield
+    finally:
+        generator.set_state(saved)
 
 
 def _cuda_generator(device: torch.device) -> torch.Generator:

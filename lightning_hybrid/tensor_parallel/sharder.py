@@ -1,0 +1,74 @@
+"""Parameters divided over the tensor-parallel ranks, as DTensors: optimizers and checkpoints know every shard."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_hybrid.tensor_parallel.collectives import TensorGroup
+
+__all__ = ["Sharder"]
+
+
+class Sharder:
+    """Divides parameters; one that is tied stays tied.
+
+    Args:
+        mesh: The tensor-parallel axis, for torch.
+        group: The same ranks.
+        device: Where shards live.
+    """
+
+    def __init__(self, mesh: DeviceMesh, group: TensorGroup, device: torch.device) -> None:
+        self._mesh = mesh
+        self._group = group
+        self._device = device
+        self._made: dict[int, tuple[nn.Parameter, nn.Parameter, int, int]] = {}
+
+    def shard(self, module: nn.Module, name: str, dim: int, *, blocks: int = 1) -> None:
+        """Keep this rank's part of a parameter.
+
+        With several blocks each of them is divided, as the projections of a packed attention need it. The parameter
+        ``[3 d, e]``, seen as ``[3, d, e]``, is split on its second dimension::
+
+            rows       q q q q k k k k v v v v
+            rank 0     q q     k k     v v
+            rank 1         q q     k k     v v
+
+        Every rank takes the values of the group's first one.
+
+        Args:
+            module: Whose parameter it is.
+            name: Its name there.
+            dim: The dimension to divide.
+            blocks: Into how many equal blocks the dimension falls.
+
+        """
+        parameter = getattr(module, name)
+        if parameter is None or parameter.is_meta or isinstance(parameter, DTensor):
+            return  # there is none, it lives elsewhere, or it was divided before
+        known = self._made.get(id(parameter))
+        if known is None:
+            known = parameter, self._divided(parameter, dim, blocks), dim, blocks
+            self._made[id(parameter)] = known
+        assert known[2:] == (dim, blocks), "tied parameters are divided alike"
+        setattr(module, name, known[1])
+
+    def _divided(self, parameter: nn.Parameter, dim: int, blocks: int) -> nn.Parameter:
+        size = parameter.shape[dim]
+        assert size % (self._group.size * blocks) == 0, "a plan divides what can be divided"
+        with torch.no_grad():
+            values = parameter.detach().to(self._device, copy=True).contiguous()
+            dist.broadcast(values.view(-1).view(torch.uint8), group=self._group.group, group_src=0)
+            seen = values.view(*values.shape[:dim], blocks, size // blocks, *values.shape[dim + 1 :])
+            own = seen.chunk(self._group.size, dim + 1)[self._group.rank].clone(memory_format=torch.contiguous_format)
+            # Of several blocks, torch itself finds out how the flattened tensor is divided.
+            joined: Tensor = DTensor.from_local(own, self._mesh, [Shard(dim + 1)], run_check=False)
+            shards = joined.flatten(dim, dim + 1)
+        assert shards.shape == parameter.shape
+        made = nn.Parameter(shards, requires_grad=parameter.requires_grad)
+        vars(made).update(vars(parameter))  # marks such as `no_weight_decay`, by which users choose parameter groups
+        return made
