@@ -28,7 +28,6 @@ class Adjustments:
       place outside of it; autograd functions inside of it. Without gradients is enough.
     - `ModelSummary` runs the module on `example_input_array`. No rank has all layers; without the example it shows
       everything but the sizes of inputs and outputs.
-
     - TensorBoard's writer draws random numbers for a tensor on the meta device, as if those were its values. What it
       is given of parameters of other stages is left out, with a warning.
 

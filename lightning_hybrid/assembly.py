@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from itertools import count
 from typing import Any
 
@@ -12,11 +11,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.tensor.experimental import implicit_replication
 
 from lightning_hybrid.adjustments import Adjustments
 from lightning_hybrid.batch_start import BatchStart
 from lightning_hybrid.checkpoint import WholeCheckpoint
-from lightning_hybrid.completion import check_values, fill, name_whole_groups
+from lightning_hybrid.completion import check_values, fill, join_shards, name_whole_groups
 from lightning_hybrid.data import prepare_loader
 from lightning_hybrid.division import Division
 from lightning_hybrid.engine import Engine
@@ -32,12 +32,11 @@ from lightning_hybrid.refusals import agree, check_trainer
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.summary import batch_text
 from lightning_hybrid.training import TrainingStep
-from lightning_hybrid.transfer import onlookers
+from lightning_hybrid.transfer import SeededTransfer, onlookers
 
 __all__ = ["Assembly"]
 
 _RUNS = count()  # names the failure board of each set of process groups
-_TRANSFER = 4  # tells the random numbers of batch-transfer hooks from those of steps
 
 
 class Assembly:
@@ -53,6 +52,7 @@ class Assembly:
         board: Where failures are written.
         replication: What this rank has in common with others.
         checkpoint: Collects and divides state.
+        transfer: Around batch-transfer hooks.
         pipeline: What a step is made of; ``None`` if Lightning's own way is right, because nothing is cut.
         training: Runs training batches, likewise.
         evaluation: Runs evaluation batches, likewise.
@@ -78,22 +78,25 @@ class Assembly:
         self._boundary: EpochBoundary | None = None
         self._adjustments: Adjustments | None = None
         self.batch_start = BatchStart(self._streams)
-        self._evaluations, self._transfers = count(), count()
+        self.transfer = SeededTransfer(self._streams, alone=self.mesh.model_group.size() == 1)
+        self._mixing = ExitStack()
+        self._evaluations = count()
         self._moves_microbatches: bool | None = None
         self.training: TrainingStep | None = None
         self.evaluation: EvaluationStep | None = None
 
-    # -- dividing the module -----------------------------------------------------------------------------------------
-
     def attach(self, module: LightningModule) -> None:
         """From here on this is the user's module."""
         if module is not self._module:
-            self._module, self._division = module, Division(module, self._settings, self.mesh)
+            self._module, self._division = module, Division(module, self._settings, self.mesh, self._device)
             self.is_cut = self._settings.cut(self._sizes, module)
         # Lightning's own sampler shuffles training data whether or not the user's loader does; ours keeps its order.
         connector = module.trainer._accelerator_connector
         self._divides_data = connector.use_distributed_sampler
         connector.use_distributed_sampler = False
+        if self.mesh.tensor_parallel_size > 1:
+            # Optimizers and callbacks compute with lists of parameters, of which some are divided and some are not.
+            self._mixing.enter_context(implicit_replication())
         check_trainer(module.trainer, module, num_stages=self._division.num_stages)
 
     def divide_early(self) -> None:
@@ -153,7 +156,8 @@ class Assembly:
         assert module is not None
         settings = self._settings
         agree(self._division.check)
-        self.replication = Replication(module, self._division.placement, self.mesh, sync_batch_norm=sync_batch_norm)
+        placement, adds_up = self._division.placement, self._division.adds_up
+        self.replication = Replication(module, placement, self.mesh, sync_batch_norm=sync_batch_norm, adds_up=adds_up)
         self.replication.equalize_start()
         if not self.is_cut:
             self.pipeline = self.training = self.evaluation = None
@@ -166,7 +170,7 @@ class Assembly:
         self.pipeline = Pipeline(
             module,
             self._division.body,
-            self._division.placement,
+            placement,
             self.mesh,
             self._streams,
             self.board,
@@ -199,17 +203,11 @@ class Assembly:
         self._boundary.install(trainer)
         if mesh.model_group.size() > 1:
             trainer.callbacks.insert(0, self.batch_start)  # type: ignore[attr-defined]
-        transfer = self._module._on_before_batch_transfer
-
-        @functools.wraps(transfer)
-        def seeded(*args: Any, **kwargs: Any) -> Any:
-            with self.transfer_stream(before=True):
-                return transfer(*args, **kwargs)
-
-        vars(self._module)["_on_before_batch_transfer"] = seeded
+        self.transfer.install(self._module)
 
     def remove(self, trainer: Trainer) -> None:
-        """Undo :meth:`install`, and take hooks off parameters."""
+        """Undo :meth:`attach` and :meth:`install`, and take hooks off parameters."""
+        self._mixing.close()
         trainer._accelerator_connector.use_distributed_sampler = self._divides_data
         self._forget_hook()
         if hasattr(self, "replication"):
@@ -222,7 +220,7 @@ class Assembly:
         self.batch_start.close()
         trainer.callbacks = [each for each in trainer.callbacks if each is not self.batch_start]  # type: ignore[attr-defined]
         self._boundary = None
-        vars(self._module).pop("_on_before_batch_transfer", None)
+        self.transfer.remove(self._module)
         if not self.board.failed:
             self.pipeline.engine.retire()
 
@@ -242,6 +240,7 @@ class Assembly:
         Raises:
             ValueError: If tensors without values remain; on every rank.
         """
+        checkpoint = join_shards(checkpoint)
         if self.mesh.pipeline_parallel_size == 1 or self._module is None:
             return checkpoint
         checkpoint = fill(name_whole_groups(checkpoint, self._module.trainer, self.checkpoint), self.checkpoint)
@@ -259,22 +258,6 @@ class Assembly:
             share=self._settings.broadcast_batches,
             stage=trainer.state.stage,
         )
-
-    @contextmanager
-    def transfer_stream(self, *, before: bool = False) -> Iterator[None]:
-        """Batch-transfer hooks draw the same random numbers on every rank of a model group.
-
-        Args:
-            before: Whether this is for the hook that comes before the transfer.
-        """
-        if self._module is None or self.mesh.model_group.size() == 1:
-            yield
-            return
-        with self._streams.isolated():
-            trainer = self._module.trainer
-            batch = trainer.fit_loop.epoch_loop.total_batch_idx if trainer.training else next(self._transfers)
-            self._streams.seed_user(_TRANSFER, before, trainer.training, batch)
-            yield
 
     @property
     def moves_microbatches(self) -> bool:

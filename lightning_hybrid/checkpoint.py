@@ -15,6 +15,7 @@ from lightning_hybrid.exchange import broadcast_object
 from lightning_hybrid.materialize import is_stand_in
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.placement import Placement
+from lightning_hybrid.shards import divided_like, full
 
 __all__ = ["WholeCheckpoint"]
 
@@ -38,7 +39,7 @@ class WholeCheckpoint:
 
     @property
     def _is_undivided(self) -> bool:
-        return self._mesh.pipeline_parallel_size == 1
+        return self._mesh.pipeline_parallel_size == 1 and self._mesh.tensor_parallel_size == 1
 
     def module_state(self) -> dict[str, Any]:
         """The state dict of the undivided module on global rank 0, an empty one elsewhere."""
@@ -55,7 +56,7 @@ class WholeCheckpoint:
         """What counts on this rank of a state dict of the module, or of a copy of it; tied tensors once."""
         owners, first = self._owners(state), self.first_names()
         return {
-            name: value
+            name: full(value)
             for name, value in state.items()
             if owners[name] == self._mesh.pipeline_rank and first.get(name, name) == name
         }
@@ -70,7 +71,7 @@ class WholeCheckpoint:
 
     def from_rank_zero(self, value: Any) -> Any:
         """Global rank 0's value, on the ranks of its model group; ``None`` elsewhere."""
-        if self._mesh.data_rank != 0 or self._mesh.tensor_rank != 0:
+        if self._mesh.data_rank != 0:
             return None
         return broadcast_object(value, 0, self._mesh.control_group)
 
@@ -129,7 +130,7 @@ class WholeCheckpoint:
         local_parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         owners = self._parameter_owners()
         mine = {
-            numbers[id(parameter)]: local["state"][index]
+            numbers[id(parameter)]: {key: full(value) for key, value in local["state"][index].items()}
             for index, parameter in enumerate(local_parameters)
             if index in local["state"] and owners.get(id(parameter), 0) == self._mesh.pipeline_rank
         }
@@ -173,22 +174,23 @@ class WholeCheckpoint:
         if self._has_other_groups(optimizer):
             self.strip(optimizer)
         whole, _ = self._whole_groups(optimizer)
-        saved = state["param_groups"]
-        if [len(group["params"]) for group in saved] != [len(group) for group in whole]:
+        saved_groups = state["param_groups"]
+        if [len(group["params"]) for group in saved_groups] != [len(group) for group in whole]:
             raise ValueError(
-                f"The checkpoint's optimizer has parameter groups of {[len(group['params']) for group in saved]}"
+                f"The checkpoint's optimizer has parameter groups of {[len(group['params']) for group in saved_groups]}"
                 f" parameters, this one of {[len(group) for group in whole]}. Configure it as it was when it was saved."
             )
         saved_numbers = {
             id(parameter): number
-            for group, parameters in zip(saved, whole, strict=True)
+            for group, parameters in zip(saved_groups, whole, strict=True)
             for number, parameter in zip(group["params"], parameters, strict=True)
         }
         local, groups, count = {}, [], 0
-        for group, saved_group in zip(optimizer.param_groups, saved, strict=True):
+        for group, saved_group in zip(optimizer.param_groups, saved_groups, strict=True):
             for index, parameter in enumerate(group["params"], start=count):
                 if saved_numbers[id(parameter)] in state["state"]:
-                    local[index] = state["state"][saved_numbers[id(parameter)]]
+                    saved = state["state"][saved_numbers[id(parameter)]]
+                    local[index] = {key: divided_like(value, parameter) for key, value in saved.items()}
             end = count + len(group["params"])
             part = {**saved_group, "params": list(range(count, end))}
             groups.append({**part, "param_names": group["param_names"]} if "param_names" in group else part)

@@ -9,10 +9,12 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.checkpoint import WholeCheckpoint
+from lightning_hybrid.shards import full
 
-__all__ = ["check_values", "fill", "name_whole_groups"]
+__all__ = ["check_values", "fill", "join_shards", "name_whole_groups"]
 
 #: Where something is in a tree of dicts, lists and tuples: keys and indices from the root.
 _Path = tuple[Any, ...]
@@ -49,6 +51,19 @@ def fill(checkpoint: dict[str, Any], whole: WholeCheckpoint) -> dict[str, Any]:
         first = (*path[:-1], tied.get(path[-1], path[-1]))
         if first in found:
             found[path] = found[first]
+    return _replaced(checkpoint, found) if found else checkpoint
+
+
+def join_shards(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Callbacks save what is divided over the tensor-parallel ranks; a checkpoint gets all of it, on every rank.
+
+    Args:
+        checkpoint: As the Trainer made it; the ranks that share layers have the same things in the same places.
+
+    Returns:
+        The checkpoint, with whole tensors.
+    """
+    found: dict[_Path, Any] = {path: full(leaf) for path, leaf in _leaves(checkpoint) if isinstance(leaf, DTensor)}
     return _replaced(checkpoint, found) if found else checkpoint
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
+import torch
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_hybrid.materialize import is_stand_in, put_stand_ins, refuse_call
-from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.mesh import AXES, Mesh
 from lightning_hybrid.partition import partition
 from lightning_hybrid.placement import Placement
 from lightning_hybrid.refusals import agree
@@ -15,48 +18,89 @@ from lightning_hybrid.schedule import build
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.step import BodyCallError, find_body, layer_call_text
 from lightning_hybrid.summary import layout_text, stage_rows, stage_table
+from lightning_hybrid.tensor_parallel import Plan, TensorGroup, make_plan
 from lightning_hybrid.timeline import simulate
 
-__all__ = ["Division"]
+__all__ = ["Division", "describe"]
+
+_PLAN = "_tensor_parallel_plan"  # where a module remembers how its layers were divided
 
 
 class Division:
-    """One module and its stages.
+    """One module, its stages, and its layers that are shared by several ranks.
 
     Args:
         module: The user's module.
         settings: The settings.
         mesh: The ranks.
+        device: Where this rank computes.
 
     Attributes:
         num_stages: Stages over all ranks; chunks on a single rank would be neighbours and are one stage.
         body: The dotted name of the body and the body; ``None`` if there is one stage, or before the division.
         placement: Which stage holds what.
+        plan: How layers are shared by the tensor-parallel ranks; ``None`` if they are not, or before the division.
         is_done: Whether the module has been divided.
     """
 
-    def __init__(self, module: LightningModule, settings: Settings, mesh: Mesh) -> None:
+    def __init__(self, module: LightningModule, settings: Settings, mesh: Mesh, device: torch.device) -> None:
         self._module = module
+        self._device = device
         self._settings = settings
         self._mesh = mesh
         num_ranks = mesh.pipeline_parallel_size
         self.num_stages = num_ranks * settings.num_chunks if num_ranks > 1 else 1
         self.body: tuple[str, nn.Sequential] | None = None
         self.placement = Placement(None, (), (range(0),), 1)
+        self.plan: Plan | None = None
         self.is_done = False
 
     def __call__(self) -> None:
-        """Put stand-ins for what other stages hold; once.
+        """Put stand-ins for what other stages hold, and divide the layers that are left; once.
 
         Raises:
-            ValueError: If there is no body, or it has fewer layers than there are stages; on every rank.
+            ValueError: If there is no body, it has fewer layers than there are stages, or layers cannot be shared as
+                the plan says; on every rank.
             TypeError: If the body cannot be divided; on every rank.
         """
         if self.num_stages > 1 and not self.is_done:
             agree(self._plan)
             rank_zero_info(self.text())
             self._put_stand_ins()
+        if not self.is_done:
+            self._share_layers()
         self.is_done = True
+
+    @property
+    def adds_up(self) -> Collection[str]:
+        """Names of parameters whose gradients are parts of a sum over the tensor-parallel ranks."""
+        return self.plan.adds_up if self.plan else ()
+
+    def _share_layers(self) -> None:
+        size = self._mesh.tensor_parallel_size
+        wish = size, self._settings.tensor_parallel_plan, self._settings.sequence_parallel
+        known: Plan | None
+        before, known = vars(self._module).get(_PLAN, (None, None))
+        if known is None and size == 1:
+            return
+        if known is not None and before != wish:
+            raise ValueError(
+                f"{type(self._module).__name__} was divided for (tensor_parallel_size, tensor_parallel_plan,"
+                f" sequence_parallel) = {before} before, and now for {wish}. Make a new module, and load a checkpoint"
+                " into it."
+            )
+        self.plan = agree(self._plan_layers) if known is None else known
+        if known is None:
+            vars(self._module)[_PLAN] = wish, self.plan
+            rank_zero_info(self.plan.text() if self.num_stages > 1 else f"{self.text()}\n{self.plan.text()}")
+        group = TensorGroup(self._mesh.tensor_group)
+        if known is None:
+            self.plan.apply(self._module, self._mesh.device_mesh[AXES["tp"]], group, self._device)
+        else:
+            self.plan.join(self._module, group)
+
+    def _plan_layers(self) -> Plan:
+        return find_plan(self._module, self._settings, self._mesh.tensor_parallel_size)
 
     def check(self) -> None:
         """The body is still what was divided.
@@ -86,11 +130,7 @@ class Division:
 
     def _plan(self) -> None:
         """Find the body and say which stage gets which layers."""
-        name, body = find_body(self._module, self._settings.body or getattr(self._module, "pipeline_body", None))
-        weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in body]
-        stages = partition(self._settings.partition, weights, self.num_stages)
-        layers = tuple(path for path, _ in body.named_modules(remove_duplicate=False) if path and "." not in path)
-        placement = Placement(name, layers, tuple(stages), self._mesh.pipeline_parallel_size)
+        body, placement = find_stages(self._module, self._settings, self._mesh.pipeline_parallel_size)
         own = [
             tensor_name
             for tensor_name, tensor in self._module.named_parameters()
@@ -101,13 +141,67 @@ class Division:
                 f"{type(self._module).__name__} was divided for another layout before: {own[0]!r} has no values on the"
                 " rank that needs it now. Make a new module, and load a checkpoint into it."
             )
-        self.body, self.placement = (name, body), placement
+        self.body, self.placement = body, placement
 
     def text(self) -> str:
         """The layout and the table of stages."""
-        given, num_ranks = self._settings, self._mesh.pipeline_parallel_size
-        schedule = build(given.schedule, num_ranks, given.num_microbatches, given.num_chunks)
-        layout = layout_text(self._mesh.sizes, schedule, bubble=simulate(schedule).bubble)
-        if self.body is None:
-            return layout
-        return f"{layout}\n{stage_table(stage_rows(self.body[1], self.placement.stages, num_ranks), self.body[0])}"
+        return _text(self._settings, self._mesh.sizes, self.body, self.placement)
+
+
+def describe(module: LightningModule, settings: Settings, sizes: tuple[int, int, int]) -> str:
+    """The layout, the stages and the plan of shared layers, found out without any process.
+
+    Args:
+        module: The user's module, whole.
+        settings: The settings.
+        sizes: (data, tensor, pipeline) parallel size.
+
+    Raises:
+        ValueError, TypeError: As at the start of training.
+    """
+    _, tensor, pipeline = sizes
+    body, placement = None, Placement(None, (), (range(0),), 1)
+    if pipeline > 1:
+        body, placement = find_stages(module, settings, pipeline)
+    text = _text(settings, dict(zip(("dp", "tp", "pp"), sizes, strict=True)), body, placement)
+    return text if tensor == 1 else f"{text}\n{find_plan(module, settings, tensor).text()}"
+
+
+def find_stages(
+    module: LightningModule, settings: Settings, num_ranks: int
+) -> tuple[tuple[str, nn.Sequential], Placement]:
+    """The body with its name, and which stage gets which layers.
+
+    Raises:
+        ValueError: If there is no body, or it has fewer layers than there are stages.
+        TypeError: If the body cannot be divided.
+    """
+    name, body = find_body(module, settings.body or getattr(module, "pipeline_body", None))
+    weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in body]
+    stages = partition(settings.partition, weights, num_ranks * settings.num_chunks)
+    layers = tuple(path for path, _ in body.named_modules(remove_duplicate=False) if path and "." not in path)
+    return (name, body), Placement(name, layers, tuple(stages), num_ranks)
+
+
+def find_plan(module: LightningModule, settings: Settings, size: int) -> Plan:
+    """How layers are shared by `size` ranks.
+
+    Raises:
+        ValueError: If layers cannot be shared as the user says.
+    """
+    wish = settings.tensor_parallel_plan
+    hook = getattr(module, "tensor_parallel_plan", None)
+    if wish == "auto" and hook is not None:
+        wish = hook() if callable(hook) else hook
+    return make_plan(module, wish, size, sequence_parallel=settings.sequence_parallel)
+
+
+def _text(
+    settings: Settings, sizes: Mapping[str, int], body: tuple[str, nn.Sequential] | None, placement: Placement
+) -> str:
+    num_chunks = settings.num_chunks if sizes["pp"] > 1 else 1
+    schedule = build(settings.schedule, sizes["pp"], settings.num_microbatches, num_chunks)
+    layout = layout_text(sizes, schedule, bubble=simulate(schedule).bubble)
+    if body is None:
+        return layout
+    return f"{layout}\n{stage_table(stage_rows(body[1], placement.stages, sizes['pp']), body[0])}"

@@ -18,6 +18,7 @@ from lightning_hybrid.attributes import assign, attribute, digest, mark_attribut
 from lightning_hybrid.exchange import broadcast_object
 from lightning_hybrid.logging import log_arguments
 from lightning_hybrid.materialize import without_value_text
+from lightning_hybrid.shards import full
 
 __all__ = ["EpochBoundary"]
 
@@ -71,6 +72,7 @@ class EpochBoundary(Callback):
             if vars(module).get("log") is not log:  # in a step, by something that has kept this function
                 return module.log(name, value, *args, **kwargs)
             arguments = log_arguments(args, kwargs)
+            value = full(value)
             if isinstance(value, (Tensor, Number)) and not arguments.get("rank_zero_only"):
                 value = self._from_last_stage(name, value)
             elif isinstance(value, Metric) and arguments.get("on_step") is not False:

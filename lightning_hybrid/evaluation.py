@@ -11,6 +11,8 @@ from lightning_hybrid.logging import merge_logs
 from lightning_hybrid.microbatch import JoinError, find_batch_size, join, signature, slicing
 from lightning_hybrid.pipeline import Pipeline
 from lightning_hybrid.schedule import build_forward
+from lightning_hybrid.step import BodyCut
+from lightning_hybrid.tensor_parallel import whole
 
 __all__ = ["EvaluationStep"]
 
@@ -62,24 +64,41 @@ class EvaluationStep:
         """
         pipeline = self._pipeline
         user_step = getattr(pipeline.module, name)
-        if pipeline.cut is None:
+        if pipeline.cut is None and pipeline.mesh.model_group.size() == 1:
             with context():
                 return user_step(*arguments)
         coordinates = (_STEPS[name], step)
         # Before the first stage runs the user's code, which may take something out of the batch.
         key = (name, pipeline.version(gradients=False), signature(arguments[0]))
         total = None if key in self._counts else find_batch_size(arguments[0])
-        value: Any = None
         with pipeline.step(num_microbatches=1) as records, context():
-            x: Any = None
-            if pipeline.is_first:
-                pipeline.enter_user_code(*coordinates, keep=False)
-                x = pipeline.cut.until_body(user_step, arguments, lambda x: x)
-            y = self._body(key, x, total, coordinates)
-            if pipeline.is_last:
+            if pipeline.cut is None:
                 pipeline.enter_user_code(*coordinates, keep=True)
-                value = pipeline.cut.around_body(user_step, arguments, lambda _: y)
+                value = whole(user_step(*arguments))
+            else:
+                value = self._through_stages(pipeline.cut, user_step, arguments, coordinates, key, total)
         return pipeline.share(lambda: (value, merge_logs(records, [1])))
+
+    def _through_stages(
+        self,
+        cut: BodyCut,
+        user_step: Callable[..., Any],
+        arguments: Sequence[Any],
+        coordinates: tuple[int, ...],
+        key: Hashable,
+        total: int | None,
+    ) -> Any:
+        """What the step returns, on the last stage."""
+        pipeline = self._pipeline
+        x: Any = None
+        if pipeline.is_first:
+            pipeline.enter_user_code(*coordinates, keep=False)
+            x = cut.until_body(user_step, arguments, lambda x: x)
+        y = self._body(key, x, total, coordinates)
+        if not pipeline.is_last:
+            return None
+        pipeline.enter_user_code(*coordinates, keep=True)
+        return whole(cut.around_body(user_step, arguments, lambda _: y))
 
     def _body(self, key: Hashable, x: Any, total: int | None, coordinates: tuple[int, ...]) -> Any:
         """The output of the body for the whole batch, on the last stage."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -11,6 +11,7 @@ from lightning_hybrid.data_parallel import GradientBuckets, equalize, synchroniz
 from lightning_hybrid.materialize import is_stand_in
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.placement import Location, Placement, locate
+from lightning_hybrid.shards import is_sharded, local_of, settle_gradient
 
 __all__ = ["Replication"]
 
@@ -32,9 +33,18 @@ class Replication:
         placement: Which stage holds what.
         mesh: The ranks.
         sync_batch_norm: Whether batch norm takes its statistics over all replicas, until :meth:`remove`.
+        adds_up: The names of parameters whose gradients are parts of a sum over the tensor-parallel ranks.
     """
 
-    def __init__(self, module: nn.Module, placement: Placement, mesh: Mesh, *, sync_batch_norm: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: Placement,
+        mesh: Mesh,
+        *,
+        sync_batch_norm: bool = False,
+        adds_up: Collection[str] = (),
+    ) -> None:
         self._mesh = mesh
         self._undo: list[Callable[[], None]] = []
         if sync_batch_norm and mesh.data_parallel_size > 1:
@@ -46,12 +56,15 @@ class Replication:
         holders = sorted({place.ranks for place in (*self._parameters, *self._buffers) if len(place.ranks) > 1})
         made = {ranks: mesh.holders(ranks) for ranks in holders}
         self._shared_by = [ranks for ranks, group in made.items() if group is not None]
+        named = dict(module.named_parameters(remove_duplicate=False))
+        self._adding_up = list({id(named[name]): named[name] for name in sorted(adds_up)}.values())
         self._floating_buffers = [
             place.tensor for place in self._buffers if self._mine(place) and place.tensor.is_floating_point()
         ]
         self._counted = {id(place.tensor) for place in self._parameters if place.ranks[0] == mesh.pipeline_rank}
         self._by_stage: dict[int, GradientBuckets] = {}
         self._late: list[GradientBuckets] = []
+        self._last: list[GradientBuckets] = []
         self._make_buckets()
 
     def _mine(self, place: Location) -> bool:
@@ -71,6 +84,9 @@ class Replication:
             shared = [place for place in self._parameters if place.ranks == ranks]
             if shared:
                 self._late.append(self._buckets(shared, self._group(ranks), overlap=False))
+        adding_up = [tensor for tensor in self._adding_up if not is_stand_in(tensor)]
+        if adding_up:
+            self._last.append(GradientBuckets(adding_up, self._mesh.tensor_group, scale=1.0, overlap=False))
 
     def _group(self, ranks: tuple[int, ...]) -> ProcessGroup:
         group = self._mesh.holders(ranks)
@@ -82,8 +98,8 @@ class Replication:
         return GradientBuckets(parameters, group, scale=1 / self._mesh.data_parallel_size, overlap=overlap)
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts the parameter in the gradient norm: its first holder does."""
-        return id(parameter) in self._counted and self._mesh.tensor_rank == 0
+        """Whether this rank counts the parameter, or its shard of it, in the gradient norm: its first holder does."""
+        return id(parameter) in self._counted and (self._mesh.tensor_rank == 0 or is_sharded(parameter))
 
     def last_backward_begins(self, stage: int) -> None:
         """The gradients of this stage that come now are final."""
@@ -101,14 +117,22 @@ class Replication:
             buckets.launch_rest()
         for buckets in (*self._by_stage.values(), *self._late):
             buckets.finish()
+        for buckets in self._last:
+            buckets.launch_rest()
+            buckets.finish()
+        for place in self._parameters:
+            settle_gradient(place.tensor)
 
     def equalize_start(self) -> None:
         """Give every tensor the values of its first holder on the first replica."""
         mine = [place for place in (*self._parameters, *self._buffers) if self._mine(place)]
+        if self._mesh.tensor_parallel_size > 1:
+            whole = [local_of(place.tensor) for place in mine if not is_sharded(place.tensor)]
+            equalize(whole, self._mesh.tensor_group)
         if self._mesh.data_parallel_size > 1:
-            equalize([place.tensor for place in mine if len(place.ranks) == 1], self._mesh.data_group)
+            equalize([local_of(place.tensor) for place in mine if len(place.ranks) == 1], self._mesh.data_group)
         for ranks in self._shared_by:
-            equalize([place.tensor for place in mine if place.ranks == ranks], self._group(ranks))
+            equalize([local_of(place.tensor) for place in mine if place.ranks == ranks], self._group(ranks))
 
     def equalize_buffers(self) -> None:
         """Give floating-point buffers the values of the first replica, as `DistributedDataParallel` does."""
@@ -117,12 +141,12 @@ class Replication:
 
     def abandon(self) -> None:
         """Let go of collectives that are under way, after a failure."""
-        for buckets in (*self._by_stage.values(), *self._late):
+        for buckets in (*self._by_stage.values(), *self._late, *self._last):
             buckets.abandon()
 
     def remove(self) -> None:
         """Take the hooks off the parameters, and put the user's layers back."""
         for undo in self._undo:
             undo()
-        for buckets in (*self._by_stage.values(), *self._late):
+        for buckets in (*self._by_stage.values(), *self._late, *self._last):
             buckets.remove()

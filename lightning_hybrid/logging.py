@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_hybrid.failure import WrongUseError
 from lightning_hybrid.materialize import without_value_text
 from lightning_hybrid.outputs import weighted_mean
+from lightning_hybrid.shards import full
 
 __all__ = ["Log", "LogRecorder", "log_arguments", "merge_logs", "pack_logs", "replay", "unpack_logs"]
 
@@ -109,7 +110,7 @@ class LogRecorder:
                 value = None
             elif isinstance(value, Tensor):
                 _, of_batch = self._values.get(id(value), (None, None))
-                value = value.detach().clone()  # it may be changed in place later in the step
+                value = full(value.detach()).clone()  # it may be changed in place later in the step
             if self._current is not None:
                 _check_value(name, value)
                 self._current.append(Log(name, value, metric, arguments, of_batch))

@@ -155,6 +155,7 @@ class Mesh:
         # Not the groups of torch's mesh: those know nothing of our timeout.
         by_stage = self._ranks.permute(0, 2, 1).reshape(-1, data_parallel_size).tolist()
         self._data_group = _weak(self.new_group_of(by_stage))
+        self._tensor_group = _weak(self.new_group_of(self._ranks.reshape(-1, tensor_parallel_size).tolist()))
         model_groups = [self.model_ranks(data_rank) for data_rank in range(data_parallel_size)]
         self._model_group = _weak(self.new_group_of(model_groups))
         self._control_group = _weak(self.new_group_of(model_groups, backend="gloo"))
@@ -174,6 +175,11 @@ class Mesh:
     def data_group(self) -> dist.ProcessGroup:
         """Ranks that hold the same part of the model."""
         return _alive(self._data_group)
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        """Ranks that share each layer."""
+        return _alive(self._tensor_group)
 
     @property
     def model_group(self) -> dist.ProcessGroup:

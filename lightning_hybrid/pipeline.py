@@ -27,6 +27,7 @@ from lightning_hybrid.random import RandomStreams
 from lightning_hybrid.schedule import ChannelKey, Schedule
 from lightning_hybrid.stage import Compute
 from lightning_hybrid.step import BodyCut, Layers
+from lightning_hybrid.tensor_parallel import whole
 
 __all__ = ["Pipeline", "make_channels"]
 
@@ -110,10 +111,10 @@ class Pipeline:
         source = (self.num_ranks - 1) * mesh.tensor_parallel_size
         self.exchange = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
         self._recorder = LogRecorder(module)
-        self._logger_calls = LoggerCalls(module, keeps=self.is_last and mesh.data_rank == 0)
+        self._logger_calls = LoggerCalls(module, keeps=self.exchange.is_source and mesh.data_rank == 0)
         self._calls: list[LoggerCall] = []
         self._scalars: dict[str, Any] = {}
-        self.metrics = MetricsAcrossStages(module, mesh.data_group, self.exchange, is_last=self.is_last)
+        self.metrics = MetricsAcrossStages(module, mesh.data_group, self.exchange, is_last=self.exchange.is_source)
         self.engine = engine
         self._board = board
         self._serial = next(_SERIAL)
@@ -136,7 +137,7 @@ class Pipeline:
             with self.streams.layers(stage, *coordinates):
                 for layer in self._layers[stage]:
                     x = layer(x)
-            return x
+            return x if stage == self.num_stages - 1 else whole(x)
 
         return run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,12 +20,16 @@ from lightning_hybrid.schedule import SCHEDULES
 
 __all__ = ["agree", "check_arguments", "check_module", "check_optimizers", "check_storage_options", "check_trainer"]
 
+_T = TypeVar("_T")
+
 _AT_LEAST_ONE = ("tensor_parallel_size", "pipeline_parallel_size", "num_chunks")
 _AUTO = ("data_parallel_size", "num_microbatches")
 _KINDS: dict[str, tuple[type, ...]] = {
     "schedule": (str,),
     "partition": (str, list, tuple),
     "body": (str, type(None)),
+    "tensor_parallel_plan": (str, dict, type(None)),
+    "sequence_parallel": (bool,),
     "broadcast_batches": (bool,),
     "dynamic_shapes": (bool,),
     "rank_order": (str,),
@@ -57,11 +61,6 @@ def check_arguments(**arguments: Any) -> None:
         if not isinstance(arguments[name], kinds):
             expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
             raise TypeError(f"{name} must be {expected}, got {arguments[name]!r} ({type(arguments[name]).__name__}).")
-    if arguments["tensor_parallel_size"] > 1:
-        raise ValueError(
-            f"tensor_parallel_size={arguments['tensor_parallel_size']} is not supported yet: this release has data and"
-            " pipeline parallelism. Set tensor_parallel_size=1 and a larger pipeline_parallel_size."
-        )
     _check_choice("schedule", arguments["schedule"], tuple(SCHEDULES))
     _check_choice("loss_reduction", arguments["loss_reduction"], ("mean", "sum"))
     if sorted(str(arguments["rank_order"]).split("-")) != sorted(AXES):
@@ -202,19 +201,23 @@ def check_storage_options(plugin: CheckpointIO, options: Any) -> None:
         )
 
 
-def agree(check: Callable[[], None]) -> None:
+def agree(check: Callable[[], _T]) -> _T:
     """Run a check on every rank; if it fails on one, it fails on all, with the same text.
 
     Args:
         check: Raises `ValueError` or `TypeError`.
+
+    Returns:
+        What the check returns.
 
     Raises:
         ValueError: The first rank's.
         TypeError: The first rank's.
     """
     error: Exception | None = None
+    result: Any = None
     try:
-        check()
+        result = check()
     except (ValueError, TypeError) as raised:
         error = raised
     errors: list[Any] = [None] * dist.get_world_size()
@@ -222,3 +225,5 @@ def agree(check: Callable[[], None]) -> None:
     first = next((found for found in errors if found is not None), None)
     if first is not None:
         raise (TypeError if first[0] else ValueError)(first[1]) from error
+    checked: _T = result
+    return checked

@@ -7,6 +7,8 @@ from datetime import timedelta
 
 from lightning.pytorch import LightningModule
 
+from lightning_hybrid.tensor_parallel import UserPlan
+
 __all__ = ["Settings"]
 
 
@@ -19,6 +21,8 @@ class Settings:
     num_chunks: int
     partition: str | list[int]
     body: str | None
+    tensor_parallel_plan: UserPlan | str | None
+    sequence_parallel: bool
     broadcast_batches: bool
     loss_reduction: str
     dynamic_shapes: bool
@@ -26,6 +30,11 @@ class Settings:
     timeout: timedelta | None
 
     def cut(self, sizes: tuple[int, int, int], module: LightningModule) -> bool:
-        """Whether steps run in stages or micro-batches, or their losses are weighted over replicas."""
-        data, _, pipeline = sizes
-        return pipeline > 1 or self.num_microbatches > 1 or (data > 1 and hasattr(module, "microbatch_weight"))
+        """Whether steps run in stages, in micro-batches or on shared layers, or losses are weighted over replicas."""
+        data, tensor, pipeline = sizes
+        return (
+            tensor > 1
+            or pipeline > 1
+            or self.num_microbatches > 1
+            or (data > 1 and hasattr(module, "microbatch_weight"))
+        )

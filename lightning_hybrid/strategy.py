@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,10 +36,11 @@ __all__ = ["HybridStrategy"]
 
 
 class HybridStrategy(ReplicaCollectives):
-    """Trains an unmodified LightningModule over data x pipeline parallel ranks, with the numbers of one process.
+    """Trains an unmodified LightningModule over data x tensor x pipeline parallel ranks, with one process's numbers.
 
     The body of the module, an `nn.Sequential`, is divided into stages, one or more on each pipeline rank. Each batch is
-    split into micro-batches that flow through the stages by a schedule; replicas average their gradients.
+    split into micro-batches that flow through the stages by a schedule. Layers are shared by the tensor-parallel ranks
+    of a stage, each with its part of the weights; replicas average their gradients.
 
     Example::
 
@@ -46,7 +48,7 @@ class HybridStrategy(ReplicaCollectives):
 
     Args:
         data_parallel_size: The number of replicas. ``"auto"`` takes all processes that the other axes leave.
-        tensor_parallel_size: The number of ranks that share each layer; 1 in this release.
+        tensor_parallel_size: The number of ranks that share each layer.
         pipeline_parallel_size: The number of ranks that share the layers.
         num_microbatches: The number of micro-batches of a batch. ``"auto"`` is ``4 * pipeline_parallel_size``, and 1
             without a pipeline.
@@ -56,6 +58,11 @@ class HybridStrategy(ReplicaCollectives):
             stage, or the number of layers of each stage.
         body: The dotted name of the `nn.Sequential` to divide. ``None`` takes the module's ``pipeline_body``, or the
             outermost one that holds more than half of the parameters.
+        tensor_parallel_plan: How layers are shared: a style by name of module, where ``*`` stands for anything between
+            two dots. ``"auto"`` takes the module's ``tensor_parallel_plan()``, or divides the layers of torch that it
+            knows; ``None`` divides nothing.
+        sequence_parallel: Whether activations between shared layers are divided along the sequence, where the plan has
+            regions for it; transformer layers of torch are some.
         broadcast_batches: Whether one rank of each model group loads and the others receive. Otherwise all load, and
             checksums are compared.
         loss_reduction: How the loss of ``training_step`` reduces over the samples of a batch: ``"mean"`` or ``"sum"``.
@@ -63,6 +70,10 @@ class HybridStrategy(ReplicaCollectives):
         rank_order: The axes from the outermost to the innermost: ``"pp-dp-tp"`` or another order.
         process_group_backend: The backend of the process groups; by default nccl on CUDA and gloo elsewhere.
         timeout: Of the process groups.
+
+    Attributes:
+        settings: The arguments, resolved.
+        sizes: (data, tensor, pipeline) parallel size, once the Trainer knows how many processes there are.
 
     Raises:
         ValueError, TypeError: If an argument is not possible.
@@ -78,6 +89,8 @@ class HybridStrategy(ReplicaCollectives):
         num_chunks: int = 1,
         partition: str | list[int] = "uniform",
         body: str | None = None,
+        tensor_parallel_plan: dict[str, str] | str | None = "auto",
+        sequence_parallel: bool = False,
         broadcast_batches: bool = True,
         loss_reduction: Literal["mean", "sum"] = "mean",
         dynamic_shapes: bool = False,
@@ -89,12 +102,14 @@ class HybridStrategy(ReplicaCollectives):
         refusals.check_arguments(**given)
         if num_microbatches == "auto":
             num_microbatches = 4 * pipeline_parallel_size if pipeline_parallel_size > 1 else 1
-        self._settings = Settings(
+        self.settings = Settings(
             schedule=schedule,
             num_microbatches=num_microbatches,
             num_chunks=num_chunks,
             partition=partition,
             body=body,
+            tensor_parallel_plan=tensor_parallel_plan,
+            sequence_parallel=sequence_parallel,
             broadcast_batches=broadcast_batches,
             loss_reduction=loss_reduction,
             dynamic_shapes=dynamic_shapes,
@@ -132,7 +147,7 @@ class HybridStrategy(ReplicaCollectives):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The world that a sampler divides the data over: the replicas."""
-        if self._assembly is None and self._sizes[0] == 1:
+        if self._assembly is None and self.sizes[0] == 1:
             return {"num_replicas": 1, "rank": 0}
         mesh = self._parts.mesh
         return {"num_replicas": mesh.data_parallel_size, "rank": mesh.data_rank}
@@ -178,7 +193,7 @@ class HybridStrategy(ReplicaCollectives):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._sizes = resolve_sizes(self.num_nodes * self.num_processes, *self._wished_sizes)
+        self.sizes = resolve_sizes(self.num_nodes * self.num_processes, *self._wished_sizes)
         self._launcher = processes.make_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -190,7 +205,7 @@ class HybridStrategy(ReplicaCollectives):
 
     def connect(self, model: LightningModule) -> None:
         """Attach the user's module."""
-        refusals.check_module(model, cut=self._settings.cut(self._sizes, model))
+        refusals.check_module(model, cut=self.settings.cut(self.sizes, model))
         super().connect(model)
 
     def setup_environment(self) -> None:
@@ -200,11 +215,11 @@ class HybridStrategy(ReplicaCollectives):
         if not _distributed_is_initialized():
             assert self.cluster_environment is not None
             self._process_group_backend = processes.start_groups(
-                self.cluster_environment, self._process_group_backend, self.root_device, self._settings.timeout
+                self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
             )
             self._assembly = None
         if self._assembly is None:
-            self._assembly = Assembly(self._settings, self._sizes, self.root_device)
+            self._assembly = Assembly(self.settings, self.sizes, self.root_device)
         module = self._module
         module._device_mesh = self.device_mesh
         self._assembly.attach(module)
@@ -259,7 +274,7 @@ class HybridStrategy(ReplicaCollectives):
 
     def process_dataloader(self, dataloader: object) -> object:
         """One loader for each model group, over this replica's samples."""
-        if self._assembly is None and self._sizes[0] == 1:
+        if self._assembly is None and self.sizes[0] == 1:
             return dataloader  # asked for before a run, such as for `Trainer.estimated_stepping_batches`
         return self._parts.process_loader(dataloader, self._module.trainer)
 
@@ -267,7 +282,7 @@ class HybridStrategy(ReplicaCollectives):
         """Move a batch; the user's transfer hooks draw the same random numbers on every rank of the model group."""
         if self._module.trainer.training and self._parts.moves_microbatches:
             return pinned(batch)
-        with self._parts.transfer_stream():
+        with self._parts.transfer(self._module):
             return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -424,11 +439,12 @@ class HybridStrategy(ReplicaCollectives):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``"hybrid"`` and presets such as ``"hybrid_pp2"``."""
-        strategy_registry.register("hybrid", cls, description="Data x pipeline parallel training")
-        for size in (2, 4, 8):
-            text = f"Pipeline of {size} ranks, data parallel over the rest"
-            strategy_registry.register(f"hybrid_pp{size}", cls, description=text, pipeline_parallel_size=size)
+        """Register ``"hybrid"`` and presets such as ``"hybrid_pp2"`` and ``"hybrid_tp2_pp2"``."""
+        for tensor, pipeline in itertools.product((1, 2, 4, 8), repeat=2):
+            parts = [f"{axis}{size}" for axis, size in (("tp", tensor), ("pp", pipeline)) if size > 1]
+            sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline} if parts else {}
+            text = f"Pipeline of {pipeline} stages, layers shared by {tensor} ranks, data parallel over the rest"
+            strategy_registry.register("_".join(["hybrid", *parts]), cls, description=text, **sizes)
 
 
 HybridStrategy.register_strategies(StrategyRegistry)

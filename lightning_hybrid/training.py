@@ -19,6 +19,7 @@ from lightning_hybrid.microbatch import find_batch_size, signature, sizes, split
 from lightning_hybrid.outputs import merge_outputs
 from lightning_hybrid.pipeline import Pipeline
 from lightning_hybrid.schedule import build, build_forward
+from lightning_hybrid.tensor_parallel import whole
 from lightning_hybrid.transfer import to_device
 
 __all__ = ["TrainingStep"]
@@ -124,12 +125,12 @@ class TrainingStep:
             pipeline.enter_user_code(_TRAINING, step, microbatch, keep=is_last)
         training_step = pipeline.module.training_step
         if pipeline.cut is None:
-            return training_step(*arguments)
+            return whole(training_step(*arguments))
         layers = pipeline.layers(stage, _TRAINING, step, microbatch)
         if stage == 0:
             return pipeline.cut.until_body(training_step, arguments, layers)
         if is_last:
-            return pipeline.cut.around_body(training_step, arguments, lambda _: layers(inputs))
+            return whole(pipeline.cut.around_body(training_step, arguments, lambda _: layers(inputs)))
         return layers(inputs)
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:

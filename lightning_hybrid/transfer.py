@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,8 +16,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_hybrid.pytree import map_leaves
+from lightning_hybrid.random import RandomStreams
 
-__all__ = ["onlookers", "pinned", "to_device"]
+__all__ = ["SeededTransfer", "onlookers", "pinned", "to_device"]
+
+_TRANSFER = 4  # tells the random numbers of batch-transfer hooks from those of steps
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
@@ -58,3 +65,49 @@ def _pinned(leaf: Any) -> Any:
 def to_device(microbatch: Any, device: torch.device) -> Any:
     """The micro-batch on the device; what is there already is not copied."""
     return move_data_to_device(microbatch, device)
+
+
+class SeededTransfer:
+    """Batch-transfer hooks draw the same random numbers on every rank of a model group.
+
+    Args:
+        streams: The random streams of this rank.
+        alone: Whether this rank is its model group: then hooks draw as they do in one process.
+    """
+
+    def __init__(self, streams: RandomStreams, *, alone: bool) -> None:
+        self._streams = streams
+        self._alone = alone
+        self._batches = count()
+
+    @contextmanager
+    def __call__(self, module: LightningModule, *, before: bool = False) -> Iterator[None]:
+        """Around the hooks.
+
+        Args:
+            module: The user's module.
+            before: Whether this is for the hook that comes before the transfer.
+        """
+        if self._alone:
+            yield
+            return
+        with self._streams.isolated():
+            trainer = module.trainer
+            batch = trainer.fit_loop.epoch_loop.total_batch_idx if trainer.training else next(self._batches)
+            self._streams.seed_user(_TRANSFER, before, trainer.training, batch)
+            yield
+
+    def install(self, module: LightningModule) -> None:
+        """Around the hook before the transfer, which Lightning calls itself."""
+        transfer = module._on_before_batch_transfer
+
+        @functools.wraps(transfer)
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            with self(module, before=True):
+                return transfer(*args, **kwargs)
+
+        vars(module)["_on_before_batch_transfer"] = seeded
+
+    def remove(self, module: LightningModule) -> None:
+        """Undo :meth:`install`."""
+        vars(module).pop("_on_before_batch_transfer", None)

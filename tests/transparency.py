@@ -36,7 +36,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.partition import partition
 from lightning_hybrid.random import derive_seed, seed_generators
+from lightning_hybrid.shards import full
 from tests import modules as zoo
+from tests import tensor_modules as tensor_zoo
 
 SEED = 7
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
@@ -75,12 +77,14 @@ class Layout:
     data: int = 1
     chunks: int = 1
     microbatches: int | str = "auto"
+    tensor: int = 1
+    sequence_parallel: bool = False
     rank_order: str = "pp-dp-tp"
     partition: str = "uniform"
 
     @property
     def size(self) -> int:
-        return self.pipeline * self.data
+        return self.pipeline * self.data * self.tensor
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Case:
 
     @property
     def size(self) -> int:
-        return LAYOUTS[self.layout].size
+        return layout_of(self.layout).size
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class OracleKey:
 
     @property
     def size(self) -> int:
-        return self.data if SUBJECTS[self.subject].replicas == "ddp" else 1
+        return self.data if subject_of(self.subject).replicas == "ddp" else 1
 
 
 def _named(items: Iterable[Any]) -> dict[str, Any]:
@@ -182,9 +186,51 @@ LAYOUTS: dict[str, Layout] = _named(
 )
 
 
+#: For layers that are shared by several ranks: each subject under each layout.
+TENSOR_SUBJECTS: dict[str, Subject] = _named(
+    [
+        Subject("encoders", tensor_zoo.Encoders),
+        Subject("sequence_first", tensor_zoo.SequenceFirst),
+        Subject("decoders", tensor_zoo.Decoders),
+        Subject("own_attention", tensor_zoo.OwnAttention),
+        Subject("mlps", tensor_zoo.MLPs, trainer={"accumulate_grad_batches": 2}),
+        Subject("tied_words", tensor_zoo.TiedWords, trainer={"gradient_clip_val": 0.1}),
+        Subject("gpt", tensor_zoo.GPT),
+        Subject("vit", tensor_zoo.ViT),
+        Subject("resnet", tensor_zoo.ResNet, strategy={"tensor_parallel_plan": None}),
+    ]
+)
+
+TENSOR_LAYOUTS: dict[str, Layout] = _named(
+    [
+        Layout("tp2", tensor=2),
+        Layout("tp4", tensor=4, microbatches=2),
+        Layout("tp2_pp2", tensor=2, pipeline=2, microbatches=3),
+        Layout("tp2_pp2_chunks2", tensor=2, pipeline=2, chunks=2, microbatches=4, rank_order="dp-pp-tp"),
+        Layout("tp2_dp2", tensor=2, data=2, rank_order="tp-dp-pp"),
+        Layout("tp2_sequence", tensor=2, sequence_parallel=True),
+        Layout("tp4_sequence", tensor=4, sequence_parallel=True, microbatches=2),
+        Layout("tp2_pp2_sequence", tensor=2, pipeline=2, microbatches=4, sequence_parallel=True),
+        Layout("tp2_pp2_chunks2_sequence", tensor=2, pipeline=2, chunks=2, microbatches=4, sequence_parallel=True),
+        Layout("tp2_pp2_dp2", tensor=2, pipeline=2, data=2, microbatches=4),
+        Layout("tp2_pp2_dp2_sequence", tensor=2, pipeline=2, data=2, microbatches=4, sequence_parallel=True),
+    ]
+)
+
+
+def subject_of(name: str) -> Subject:
+    """The subject of this name."""
+    return SUBJECTS[name] if name in SUBJECTS else TENSOR_SUBJECTS[name]
+
+
+def layout_of(name: str) -> Layout:
+    """The layout of this name."""
+    return LAYOUTS[name] if name in LAYOUTS else TENSOR_LAYOUTS[name]
+
+
 def allowed(subject: str, layout: str, schedule: str) -> bool:
     """Whether a combination means anything: 1f1b has one chunk a rank."""
-    return schedule != "1f1b" or LAYOUTS[layout].chunks == 1
+    return schedule != "1f1b" or layout_of(layout).chunks == 1
 
 
 def pairs(triple: tuple[str, str, str]) -> set[tuple[int, int, str, str]]:
@@ -283,7 +329,7 @@ class Recorder(Callback):
         parameters = dict(pl_module.named_parameters(remove_duplicate=False))
         buffers = dict(pl_module.named_buffers(remove_duplicate=False))
         record.names = [*parameters, *buffers]
-        record.parameters = {name: _copy(tensor) for name, tensor in parameters.items() if not tensor.is_meta}
+        record.parameters = {name: _copy(full(tensor)) for name, tensor in parameters.items() if not tensor.is_meta}
         record.buffers = {name: _copy(tensor) for name, tensor in buffers.items() if not tensor.is_meta}
 
 
@@ -299,9 +345,11 @@ def train(jobs: Sequence[Case | OracleKey]) -> list[Record]:
 
 
 def _hybrid(case: Case) -> Record:
-    subject, layout = SUBJECTS[case.subject], LAYOUTS[case.layout]
+    subject, layout = subject_of(case.subject), layout_of(case.layout)
     arguments = {
         "pipeline_parallel_size": layout.pipeline,
+        "tensor_parallel_size": layout.tensor,
+        "sequence_parallel": layout.sequence_parallel,
         "data_parallel_size": layout.data,
         "num_chunks": layout.chunks,
         "num_microbatches": layout.microbatches,
@@ -314,7 +362,7 @@ def _hybrid(case: Case) -> Record:
 
 
 def _oracle(key: OracleKey) -> Record:
-    subject = SUBJECTS[key.subject]
+    subject = subject_of(key.subject)
     cls = subject.module
     if key.microbatches is not None:
         cls = accumulating(cls, key.microbatches, key.stages)
@@ -442,7 +490,7 @@ def layer_streams(body: nn.Sequential, stages: Sequence[range], coordinates: tup
 
 def oracle_of(case: Case) -> OracleKey:
     """The oracle of a case."""
-    subject, layout = SUBJECTS[case.subject], LAYOUTS[case.layout]
+    subject, layout = subject_of(case.subject), layout_of(case.layout)
     if not subject.microbatched:
         return OracleKey(case.subject, layout.data, case.double)
     stages = None
@@ -504,17 +552,17 @@ def compare(case: Case, records: Sequence[Record], oracle: Sequence[Record]) -> 
     """The differences between what the ranks of a case saw and what the oracle's processes saw."""
     comparison = Comparison(1e-10 if case.double else 1e-5)
     exact = Comparison(0.0)
-    layout = LAYOUTS[case.layout]
+    layout = layout_of(case.layout)
     replicas = [[r for r in records if r.data_rank == data_rank] for data_rank in range(layout.data)]
-    assert [len(group) for group in replicas] == [layout.pipeline] * layout.data
+    assert [len(group) for group in replicas] == [layout.pipeline * layout.tensor] * layout.data
     joined = len(oracle) < layout.data
     for data_rank, group in enumerate(replicas):
         expected = oracle[0 if joined else data_rank]
         assert len(expected.norms) >= MIN_STEPS
         for rank, record in enumerate(group):
-            where = f"data rank {data_rank}, pipeline rank {rank}"
+            where = f"data rank {data_rank}, rank {rank} of its model group"
             for name in ("outputs", "validation", "steps", "metrics", "norms", "rates"):
-                exact(f"{where}, {name} against pipeline rank 0", getattr(record, name), getattr(group[0], name))
+                exact(f"{where}, {name} against the first rank", getattr(record, name), getattr(group[0], name))
             for name in ("steps", "metrics", "norms", "rates"):
                 comparison(f"{where}, {name}", getattr(record, name), getattr(expected, name))
             if not joined:

@@ -1,0 +1,291 @@
+"""More of the zoo: modules whose layers can be shared by several ranks. Nothing here knows of `lightning_hybrid`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.modules import Example
+
+DIM = 16
+HEADS = 4
+LENGTH = 8
+TOKENS = 12
+
+
+class Sequences(Example):
+    """Sequences of vectors in, vectors out; six transformer layers of torch."""
+
+    samples = 40
+
+    def build(self) -> None:
+        self.body = nn.Sequential(*(self.layer(index) for index in range(self.layers)))
+
+    def layer(self, index: int) -> nn.Module:
+        return nn.TransformerEncoderLayer(
+            DIM, HEADS, 32, 0.0, batch_first=True, norm_first=index % 2 == 0, activation="gelu"
+        )
+
+    def sample(self, index: int, generator: torch.Generator) -> Any:
+        x = torch.randn(LENGTH, DIM, generator=generator, dtype=torch.float64).to(self.dtype)
+        return x, x.roll(1, 0).sin()
+
+    def configure_optimizers(self) -> Any:
+        # The gradient of a key's bias is zero but for rounding, which Adam would blow up.
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Encoders(Sequences):
+    """`nn.TransformerEncoderLayer`, before and after the norm."""
+
+
+class SequenceFirst(Sequences):
+    """Transformer layers with the batch in the second dimension, as is torch's default; code around the body."""
+
+    def layer(self, index: int) -> nn.Module:
+        return nn.TransformerEncoderLayer(DIM, HEADS, 32, 0.0, bias=index % 2 == 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.transpose(0, 1)).transpose(0, 1)
+
+    def split_body_input(self, x: Tensor, num_microbatches: int) -> list[Tensor]:
+        return list(x.tensor_split(min(num_microbatches, x.shape[1]), dim=1))
+
+    def join_body_output(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, dim=1)
+
+
+class Decode(nn.Module):
+    """A decoder layer that carries its memory along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(DIM, HEADS, 32, 0.0, batch_first=True)
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, memory = both
+        return self.layer(x, memory), memory
+
+
+class Decoders(Sequences):
+    """`nn.TransformerDecoderLayer` with attention to a memory."""
+
+    layers = 4
+
+    def layer(self, index: int) -> nn.Module:
+        return Decode()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body((x, x[:, ::2].cos()))[0]
+
+
+class Attention(nn.Module):
+    """Attention as users write it: projections, heads, a norm of each head's queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, DIM // HEADS
+        self.q, self.k, self.v = (nn.Linear(DIM, DIM, bias=False) for _ in range(3))
+        self.norm = nn.LayerNorm(self.head_dim)
+        self.proj = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            f(x).view(batch, length, self.num_heads, self.head_dim).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(self.norm(q), k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_dim))
+
+
+class OwnBlock(nn.Module):
+    """A block of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.attention = Attention()
+        self.up, self.gate, self.down = nn.Linear(DIM, 32), nn.Linear(DIM, 32), nn.Linear(32, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class OwnAttention(Sequences):
+    """Blocks of the user's own, shared by a plan."""
+
+    layers = 4
+
+    def layer(self, index: int) -> nn.Module:
+        return OwnBlock()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        return {
+            "body.*": "sequence_region",
+            "body.*.norm*": "sequence_parallel",
+            "body.*.attention": "divide:num_heads + sequence_gathered",
+            "body.*.attention.[qkv]": "colwise",
+            "body.*.attention.norm": "on_shards",
+            "body.*.attention.proj": "rowwise",
+            "body.*.up": "colwise",
+            "body.*.gate": "colwise",
+            "body.*.down": "rowwise",
+        }
+
+
+class MLPs(Sequences):
+    """Pairs of linear layers, in blocks and straight in the body."""
+
+    def build(self) -> None:
+        layers = [nn.Linear(DIM, 24), nn.ReLU(), nn.Linear(24, DIM), self.block(), self.block(), nn.LayerNorm(DIM)]
+        self.body = nn.Sequential(*layers)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(DIM, 32), nn.GELU(), nn.Linear(32, DIM))
+
+
+class Words(Example):
+    """Tokens through transformer layers, to a head that shares the embedding's weight."""
+
+    samples = 40
+    layers = 4
+
+    def build(self) -> None:
+        self.embed = nn.Embedding(TOKENS, DIM, padding_idx=0)
+        self.body = nn.Sequential(
+            *(nn.TransformerEncoderLayer(DIM, HEADS, 32, 0.0, batch_first=True) for _ in range(self.layers))
+        )
+        self.head = nn.Linear(DIM, TOKENS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(tokens) * math.sqrt(DIM)))
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets = batch
+        logits = self(tokens)
+        self.log("right", (logits.argmax(-1) == targets).float().mean(), sync_dist=True)
+        return F.cross_entropy(logits.view(-1, TOKENS), targets.view(-1), label_smoothing=0.1)
+
+    def sample(self, index: int, generator: torch.Generator) -> Any:
+        tokens = torch.randint(TOKENS, (LENGTH + 1,), generator=generator)
+        return tokens[:-1], tokens[1:]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class TiedWords(Words):
+    """Embedding and head share their weight, across stages; clipped."""
+
+
+class GPT(Words):
+    """A decoder-only transformer: positions, causal attention by a mask, a head of its own; SGD with momentum."""
+
+    def build(self) -> None:
+        self.embed = nn.Embedding(TOKENS, DIM)
+        self.positions = nn.Embedding(LENGTH, DIM)
+        self.body = nn.Sequential(*(CausalBlock() for _ in range(self.layers)))
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, TOKENS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.head(self.norm(self.body(self.embed(tokens) + positions)))
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets = batch
+        return F.cross_entropy(self(tokens).transpose(1, 2), targets)
+
+    def configure_optimizers(self) -> Any:
+        decayed = [parameter for parameter in self.parameters() if parameter.ndim > 1]
+        others = [parameter for parameter in self.parameters() if parameter.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+class CausalBlock(nn.Module):
+    """`nn.MultiheadAttention` with a causal mask, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(DIM, 32), nn.GELU(), nn.Linear(32, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        x = x + self.attention(h, h, h, attn_mask=mask, need_weights=False, is_causal=True)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+class Images(Example):
+    """Small pictures and their classes."""
+
+    samples = 40
+    classes = 4
+
+    def sample(self, index: int, generator: torch.Generator) -> Any:
+        x = torch.randn(1, 8, 8, generator=generator, dtype=torch.float64).to(self.dtype)
+        return x, torch.randint(self.classes, (), generator=generator)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+
+class ViT(Images):
+    """Patches, a class token, transformer layers, and what is left of the class token."""
+
+    layers = 4
+
+    def build(self) -> None:
+        self.patches = nn.Conv2d(1, DIM, 4, 4)
+        self.positions = nn.Parameter(torch.randn(1, 4, DIM) * 0.1)
+        self.body = nn.Sequential(
+            *(nn.TransformerEncoderLayer(DIM, HEADS, 32, 0.0, batch_first=True, norm_first=True) for _ in range(4))
+        )
+        self.head = nn.Linear(DIM, self.classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.patches(x).flatten(2).transpose(1, 2) + self.positions).mean(1))
+
+    def configure_optimizers(self) -> Any:
+        # The gradient of a key's bias is zero but for rounding, which Adam would blow up.
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Residual(nn.Module):
+    """A convolution around which a shortcut leads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.relu(self.norm(self.conv(x)))
+
+
+class ResNet(Images):
+    """Nothing that can be shared: every rank has it whole."""
+
+    def build(self) -> None:
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.body = nn.Sequential(*(Residual() for _ in range(self.layers)))
+        self.head = nn.Linear(4, self.classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.stem(x)).mean((2, 3)))

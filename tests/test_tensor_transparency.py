@@ -1,0 +1,68 @@
+"""The main proof, for layers that are shared by several ranks: the numbers of one process.
+
+Every subject under every layout takes ten minutes: ``pytest -m "" tests/test_tensor_transparency.py``. An ordinary run
+takes the part that is not marked `thorough`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.pool import Pools
+from tests.test_transparency import Results, _text
+from tests.transparency import TENSOR_LAYOUTS, TENSOR_SUBJECTS, Case, Layout, compare
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.distributed]
+
+
+def _schedule(layout: Layout) -> str:
+    return "interleaved_1f1b" if layout.chunks > 1 else "1f1b"
+
+
+CASES = [
+    Case(subject, layout.name, _schedule(layout))
+    for subject, layout in itertools.product(TENSOR_SUBJECTS, TENSOR_LAYOUTS.values())
+]
+CASES.sort(key=lambda case: case.size)
+
+#: Of every run: each subject under each layout of up to 4 ranks that divides layers in another way, some under 8.
+DAILY = {"tp2", "tp4_sequence", "tp2_pp2_sequence", "tp2_pp2_chunks2"}
+EIGHT = {("gpt", "tp2_pp2_dp2"), ("tied_words", "tp2_pp2_dp2_sequence"), ("own_attention", "tp2_pp2_dp2_sequence")}
+
+
+def _marked(case: Case) -> Any:
+    daily = case.layout in DAILY or (case.subject, case.layout) in EIGHT
+    return pytest.param(case, id=str(case), marks=() if daily else pytest.mark.thorough)
+
+
+SINGLE = [
+    Case(case.subject, case.layout, case.schedule, double=False)
+    for case in CASES
+    if case.layout in ("tp2", "tp2_pp2_sequence")
+]
+
+
+@pytest.fixture(scope="module")
+def results(pools: Pools, request: pytest.FixtureRequest) -> Iterator[Results]:
+    selected = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if hasattr(item, "callspec") and isinstance(item.callspec.params.get("case"), Case)
+    ]
+    return Results(pools, selected)
+
+
+@pytest.mark.parametrize("case", [_marked(case) for case in CASES])
+def test_double_precision(results: Results, case: Case) -> None:
+    differences = compare(case, *results[case])
+    assert not differences, _text(differences)
+
+
+@pytest.mark.parametrize("case", SINGLE, ids=str)
+def test_single_precision(results: Results, case: Case) -> None:
+    differences = compare(case, *results[case])
+    assert not differences, _text(differences)
