@@ -48,17 +48,17 @@ class Attention(nn.Module):
         super().__init__()
         if dim % heads:
             raise ValueError(f"dim ({dim}) must be a multiple of heads ({heads})")
-        self.heads = heads
+        self.heads, self.head_dim = heads, dim // heads
         self.dropout = dropout
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Every token looks at every token."""
-        batch, tokens, dim = x.shape
-        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
-        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, dim))
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):

@@ -1,0 +1,178 @@
+"""A small GPT that reads Python: a plain LightningModule that knows nothing of parallel training.
+
+Its text is on every machine that runs it: the sources of Python's standard library, byte by byte. Run it, from the root
+of the repository, in one process or under any configuration::
+
+    python examples/gpt.py fit --trainer.max_epochs 1
+    python examples/gpt.py fit --config configs/gpt_hybrid.yaml
+"""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+__all__ = ["GPT", "Block", "Sources", "Text"]
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block over ``(batch, length, dim)`` in which no position sees a later one."""
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attention = nn.MultiheadAttention(dim, heads, dropout=dropout, batch_first=True)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention and MLP, each around a residual."""
+        normed = self.norm1(x)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        mixed, _ = self.attention(normed, normed, normed, attn_mask=later, is_causal=True, need_weights=False)
+        x = x + self.dropout(mixed)
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class GPT(LightningModule):
+    """A decoder-only transformer (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019).
+
+    Embedding and head share their weight.
+
+    Args:
+        vocabulary: The number of tokens.
+        length: The longest sequence.
+        dim: Width of a token.
+        depth: Number of blocks.
+        heads: Attention heads of a block.
+        dropout: Probability of dropping a value.
+        lr: Peak learning rate of AdamW.
+        weight_decay: Weight decay of matrices.
+        warmup_steps: Steps of linear warm-up, after which the learning rate falls as a cosine.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 256,
+        length: int = 128,
+        dim: int = 128,
+        depth: int = 4,
+        heads: int = 4,
+        dropout: float = 0.0,
+        lr: float = 2e-3,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 20,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.positions = nn.Parameter(torch.randn(length, dim) * 0.02)
+        self.body = nn.Sequential(*(Block(dim, heads, dropout) for _ in range(depth)))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits ``(batch, length, vocabulary)`` of the token that follows each of ``(batch, length)``."""
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        return self.head(self.norm(self.body(x)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Cross-entropy of the next token, in nats."""
+        loss = self._loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Cross-entropy of the next token, in nats."""
+        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        logits = self(batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW, with weight decay for matrices only; the learning rate follows the steps."""
+        matrices = [parameter for parameter in self.parameters() if parameter.ndim >= 2]
+        others = [parameter for parameter in self.parameters() if parameter.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def lr_factor(self, step: int) -> float:
+        """Learning rate of a step, as a share of its peak."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        steps = max(int(self.trainer.estimated_stepping_batches) - self.warmup_steps, 1)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min((step - self.warmup_steps) / steps, 1.0)))
+
+
+class Text(Dataset[Tensor]):
+    """Pieces of a text, ``length + 1`` tokens each: the last one is only asked for.
+
+    Args:
+        tokens: The text, ``(number of tokens,)`` int64.
+        length: Of a sequence.
+    """
+
+    def __init__(self, tokens: Tensor, length: int) -> None:
+        self.tokens = tokens
+        self.length = length
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self.length
+        return self.tokens[start : start + self.length + 1]
+
+
+class Sources(LightningDataModule):
+    """The sources of Python's standard library as bytes.
+
+    Args:
+        batch_size: Sequences of a batch, per data-parallel replica.
+        length: Of a sequence, in bytes.
+        num_bytes: How much is read; the last tenth is for validation.
+    """
+
+    def __init__(self, batch_size: int = 16, length: int = 128, num_bytes: int = 400_000) -> None:
+        super().__init__()
+        self.batch_size, self.length, self.num_bytes = batch_size, length, num_bytes
+
+    def setup(self, stage: str) -> None:
+        """Read the modules in the order of their names, as far as it takes."""
+        text = bytearray()
+        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+            text += path.read_bytes()
+            if len(text) >= self.num_bytes:
+                break
+        tokens = torch.frombuffer(text[: self.num_bytes], dtype=torch.uint8).long()
+        split = len(tokens) - len(tokens) // 10
+        self.train, self.val = Text(tokens[:split], self.length), Text(tokens[split:], self.length)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Shuffled."""
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        """In order."""
+        return DataLoader(self.val, self.batch_size)
+
+
+if __name__ == "__main__":
+    from lightning_hybrid.cli import main
+
+    main(model="examples.gpt.GPT", data="examples.gpt.Sources")
