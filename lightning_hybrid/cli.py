@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_hybrid.division import describe
 from lightning_hybrid.schedule import SCHEDULES, build
+from lightning_hybrid.strategy import HybridStrategy
 from lightning_hybrid.timeline import Timeline, simulate
 
 __all__ = ["HybridCLI", "main"]
@@ -121,7 +124,32 @@ def _figures(timeline: Timeline) -> str:
     )
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"timeline": _timeline}
+def _plan(words: Sequence[str]) -> None:
+    """Say which rank would hold what."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} plan",
+        description="Show the layout, the stages and the plan of shared layers of a configuration; nothing is started.",
+        epilog="Other options, such as --trainer.devices 8, change the configuration as those of `fit` do.",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the configuration")
+    options, others = parser.parse_known_args(words)
+    saved, sys.argv = sys.argv, [PROGRAM, "--config", options.config, *others]  # where a LightningCLI looks
+    try:
+        cli = HybridCLI(run=False)
+    finally:
+        sys.argv = saved
+    strategy = cli.trainer.strategy
+    if not isinstance(strategy, HybridStrategy):
+        parser.error(f"the strategy of {options.config} is a {type(strategy).__name__}, not a HybridStrategy")
+    if is_overridden("configure_model", cli.model):
+        cli.model.configure_model()
+    try:
+        print(describe(cli.model, strategy.settings, strategy.sizes))
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"timeline": _timeline, "plan": _plan}
 
 HELP = f"""\
 usage: {PROGRAM} COMMAND [OPTIONS]
@@ -132,6 +160,7 @@ Train a LightningModule with hybrid parallelism.
   validate  evaluate on the validation data
   test      evaluate on the test data
   predict   run on new data
+  plan      show who would hold what:     {PROGRAM} plan --config FILE
   timeline  draw a pipeline schedule:     {PROGRAM} timeline --schedule 1f1b --ranks 4 --microbatches 8
 
 {PROGRAM} COMMAND --help tells the options of a command."""

@@ -36,7 +36,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert exit_.value.code == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {command} " in out for command in ("fit", "validate", "test", "predict", "timeline"))
+    assert all(f"\n  {command} " in out for command in ("fit", "validate", "test", "predict", "plan", "timeline"))
 
 
 @pytest.mark.parametrize(
@@ -127,3 +127,27 @@ def test_script_of_an_example_is_the_program_with_defaults() -> None:
     config = yaml.safe_load(run("examples/vit.py", "fit", "--print_config"))
     assert config["model"]["class_path"] == "examples.vit.ViT"
     assert config["data"]["init_args"]["batch_size"] == 32
+
+
+def test_plan_shows_stages_and_shared_layers_without_starting_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    before = list(sys.argv)
+    main(["plan", "--config", str(ROOT / "configs" / "vit_hybrid.yaml"), "--trainer.devices", "8"])
+    out = capsys.readouterr().out
+    assert "data 2 x tensor 2 x pipeline 2 = 8 processes" in out
+    assert "0-3               4 x Block" in out
+    assert "body.*.attention.qkv (8)  packed_colwise_3  192x64 192  96x64 96" in out
+    assert sys.argv == before
+
+
+def test_plan_of_another_strategy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", str(ROOT / "configs" / "vit_hybrid.yaml"), "--trainer.strategy", "auto"])
+    assert "is a DDPStrategy, not a HybridStrategy" in capsys.readouterr().err
+
+
+def test_a_plan_that_cannot_be_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", str(ROOT / "configs" / "gpt_hybrid.yaml")]
+    option = "--trainer.strategy.init_args.tensor_parallel_plan"
+    with pytest.raises(SystemExit):
+        main(["plan", *words, option, "{body.9: colwise}"])
+    assert "matches no module of GPT" in capsys.readouterr().err
