@@ -1,0 +1,1 @@
+"""What layers cost that are shared by several ranks."""
