@@ -258,8 +258,8 @@ class Writes:
 
     def _make_strategy(self, **arguments: Any) -> None:
         HybridStrategy(**arguments)
-        replicas = arguments.get("data_parallel_size", 1)
-        if (1 if replicas == "auto" else replicas) * arguments.get("pipeline_parallel_size", 1) == 2:
+        sizes = [arguments.get(f"{axis}_parallel_size", 1) for axis in ("data", "tensor", "pipeline")]
+        if math.prod(1 if size == "auto" else size for size in sizes) == 2:
             self.strategy = arguments
 
     def evaluate(self, code: str) -> None:
@@ -418,7 +418,7 @@ def test_what_waits_is_refused_today(code: str, capsys: pytest.CaptureFixture[st
 def test_what_waits_is_listed() -> None:
     listed = {row.waits_for for row in ROWS if row.chapter == "What waits"}
     assert {row.waits_for for row in WAITING.values()} == listed
-    assert {"tensor parallelism", "ZeRO", "recomputation"} <= listed
+    assert {"ZeRO", "recomputation"} <= listed
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------
