@@ -40,9 +40,7 @@ def _marked(case: Case) -> Any:
 
 
 SINGLE = [
-    Case(case.subject, case.layout, case.schedule, double=False)
-    for case in CASES
-    if case.layout in ("tp2", "tp2_pp2_sequence")
+    Case(case.subject, case.layout, case.schedule, double=False) for case in CASES if case.layout == "tp2_pp2_sequence"
 ]
 
 
