@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
 import tarfile
@@ -14,6 +15,7 @@ import yaml
 from torch import nn
 
 from examples.data import CIFAR10, CIFAR10_FILES, Augment, Digits, read_cifar10
+from examples.gpt import GPT, Sources
 from examples.resnet import ResNet, resnet
 from examples.vit import ViT
 
@@ -186,7 +188,31 @@ def test_unknown_resnet_lists_the_known() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_config_names_arguments_that_exist(path: Path) -> None:
     config = yaml.safe_load(path.read_text())
-    classes = {"examples.vit.ViT": ViT, "examples.resnet.ResNet": ResNet, "examples.data.Digits": Digits}
     for part in ("model", "data"):
-        classes[config[part]["class_path"]](**config[part]["init_args"])
+        module, _, name = config[part]["class_path"].rpartition(".")
+        getattr(importlib.import_module(module), name)(**config[part].get("init_args", {}))
     assert config["trainer"]["strategy"]["class_path"] == "lightning_hybrid.HybridStrategy"
+
+
+def test_sources_are_the_standard_library_byte_by_byte() -> None:
+    data = Sources(batch_size=4, length=32, num_bytes=10_000)
+    data.setup("fit")
+    assert (len(data.train), len(data.val)) == ((9_000 - 1) // 32, (1_000 - 1) // 32)
+    batch = next(iter(data.val_dataloader()))
+    assert (batch.shape, batch.dtype) == ((4, 33), torch.int64)
+    assert torch.equal(data.train[1][0], data.train[0][-1]), "the last token of a piece is the first of the next"
+    text = bytes(data.train.tokens.tolist()).decode(errors="replace")
+    assert "import" in text
+
+
+def test_gpt_sees_no_later_token_and_learns() -> None:
+    model = GPT(length=16, dim=16, depth=2, heads=2).eval()
+    tokens = torch.randint(256, (2, 16))
+    changed = tokens.clone()
+    changed[:, 10:] = 0
+    torch.testing.assert_close(model(tokens)[:, :10], model(changed)[:, :10])
+    data = Sources(batch_size=8, length=16, num_bytes=20_000)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", max_steps=120, limit_val_batches=4, **options)
+    trainer.fit(model, data)
+    assert float(trainer.callback_metrics["train_loss"]) < 4.5, "a uniform guess has 5.5"
