@@ -13,10 +13,12 @@ from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.mesh import AXES
 from lightning_hybrid.schedule import SCHEDULES
+from lightning_hybrid.shards import is_sharded
 
 __all__ = ["agree", "check_arguments", "check_module", "check_optimizers", "check_storage_options", "check_trainer"]
 
@@ -162,15 +164,17 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
         )
 
 
-def check_optimizers(optimizers: list[Optimizer], *, cut: bool) -> None:
+def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: bool) -> None:
     """Check what `configure_optimizers` returned.
 
     Args:
         optimizers: The optimizers.
+        module: The module, divided.
         cut: As in :func:`check_module`.
 
     Raises:
-        ValueError: If there are several, or one whose step is a search over the whole model.
+        ValueError: If there are several, one whose step is a search over the whole model, or one over parameters that
+            the module had before its layers were shared.
     """
     if cut and len(optimizers) > 1:
         raise ValueError(
@@ -181,6 +185,16 @@ def check_optimizers(optimizers: list[Optimizer], *, cut: bool) -> None:
         raise ValueError(
             "LBFGS searches along the gradient of the whole model, of which each stage knows a part. Use an optimizer"
             " that treats parameters one by one, such as AdamW or SGD, or pipeline_parallel_size=1."
+        )
+    known = set(map(id, module.parameters()))
+    groups = [group["params"] for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+    foreign = [tuple(parameter.shape) for group in groups for parameter in group if id(parameter) not in known]
+    if foreign and any(is_sharded(parameter) for parameter in module.parameters()):
+        raise ValueError(
+            f"`configure_optimizers` returned an optimizer over parameters that are not in {type(module).__name__}, of"
+            f" the shapes {foreign[:3]}{' and more' if len(foreign) > 3 else ''}. Sharing a layer replaces its"
+            " parameters: take them from `self.parameters()` in `configure_optimizers`, not from a list that was made"
+            " before."
         )
 
 

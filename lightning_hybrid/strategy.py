@@ -257,7 +257,7 @@ class HybridStrategy(ReplicaCollectives):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Let the user configure optimizers over the whole module, and keep what lives here."""
         super().setup_optimizers(trainer)
-        refusals.check_optimizers(self.optimizers, cut=self._parts.is_cut)
+        refusals.check_optimizers(self.optimizers, self._module, cut=self._parts.is_cut)
         for optimizer in self.optimizers:
             check_optimizer(self.precision_plugin, optimizer)
             self._parts.checkpoint.strip(optimizer)

@@ -330,8 +330,8 @@ def test_modules_that_bring_their_own_ways(ranks: Pools, name: str) -> None:
         assert all(len(sharded) > 0 for _, sharded in results)
 
 
-def refused(cls: type[zoo.Example], arguments: dict[str, Any]) -> str:
-    with pytest.raises(ValueError, match="tensor_parallel") as caught:
+def refused(cls: type[zoo.Example], arguments: dict[str, Any], words: str = "tensor_parallel") -> str:
+    with pytest.raises(ValueError, match=words) as caught:
         make_trainer({**TP2, **arguments}, max_steps=1).fit(made(cls))
     return str(caught.value)
 
@@ -355,6 +355,22 @@ def test_a_wrong_plan_is_refused_on_every_rank(ranks: Pools, name: str) -> None:
     for text in ranks(2, lightning=True).run(refused, cls, {"tensor_parallel_plan": plan}):
         for word in words:
             assert word in text, text
+
+
+class ParametersOfInit(zoo.GPT):
+    """Keeps its parameters in a list, from before its layers are shared."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.groups = [{"params": list(self.parameters())}]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.groups)
+
+
+def test_an_optimizer_over_replaced_parameters_is_refused(ranks: Pools) -> None:
+    for text in ranks(2, lightning=True).run(refused, ParametersOfInit, {}, "not in ParametersOfInit"):
+        assert "take them from `self.parameters()` in `configure_optimizers`" in text
 
 
 def test_a_sequence_that_cannot_be_divided_is_refused(ranks: Pools) -> None:
