@@ -68,15 +68,12 @@ class EvaluationStep:
             with context():
                 return user_step(*arguments)
         coordinates = (_STEPS[name], step)
-        # Before the first stage runs the user's code, which may take something out of the batch.
-        key = (name, pipeline.version(gradients=False), signature(arguments[0]))
-        total = None if key in self._counts else find_batch_size(arguments[0])
         with pipeline.step(num_microbatches=1) as records, context():
             if pipeline.cut is None:
                 pipeline.enter_user_code(*coordinates, keep=True)
                 value = whole(user_step(*arguments))
             else:
-                value = self._through_stages(pipeline.cut, user_step, arguments, coordinates, key, total)
+                value = self._through_stages(pipeline.cut, user_step, arguments, coordinates)
         return pipeline.share(lambda: (value, merge_logs(records, [1])))
 
     def _through_stages(
@@ -85,11 +82,12 @@ class EvaluationStep:
         user_step: Callable[..., Any],
         arguments: Sequence[Any],
         coordinates: tuple[int, ...],
-        key: Hashable,
-        total: int | None,
     ) -> Any:
         """What the step returns, on the last stage."""
         pipeline = self._pipeline
+        # Before the first stage runs the user's code, which may take something out of the batch.
+        key = (coordinates[0], pipeline.version(gradients=False), signature(arguments[0]))
+        total = None if key in self._counts else find_batch_size(arguments[0])
         x: Any = None
         if pipeline.is_first:
             pipeline.enter_user_code(*coordinates, keep=False)

@@ -91,10 +91,7 @@ class TrainingStep:
                 if stage < pipeline.num_stages - 1:
                     return value
                 outputs.append(value)
-                loss = _loss_of(value)
-                if loss.is_meta:
-                    raise WrongUseError(without_value_text("the loss of `training_step`"))
-                return scale(_weighted(loss, factors[microbatch]))
+                return scale(_weighted(_loss_of(value), factors[microbatch]))
 
         version = pipeline.version(gradients=backward)
         keys = [(version, signature(microbatch)) for microbatch in microbatches]
@@ -181,6 +178,7 @@ def _loss_of(output: Any) -> Tensor:
     Raises:
         RuntimeError: If it returned ``None``; Lightning does not allow that in distributed training either.
         MisconfigurationException: If there is no loss in it.
+        WrongUseError: If the loss has no value on this rank.
     """
     if output is None:
         raise RuntimeError(
@@ -194,6 +192,8 @@ def _loss_of(output: Any) -> Tensor:
             "In automatic_optimization, `training_step` must return a Tensor or a dict with the key 'loss'; it returned"
             f" {f'a dict with the keys {list(output)}' if isinstance(output, Mapping) else type(output).__name__}."
         )
+    if loss.is_meta:
+        raise WrongUseError(without_value_text("the loss of `training_step`"))
     return loss
 
 

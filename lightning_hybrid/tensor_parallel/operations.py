@@ -124,10 +124,10 @@ def _log_softmax(func: Callable[..., Any], logits: VocabularyShards, *args: Any,
     return logits.like(shard - logarithm)
 
 
-@serves("cross_entropy")
-def _cross_entropy(
+@serves("cross_entropy", "nll_loss")
+def _loss_of_classes(
     func: Callable[..., Any],
-    logits: VocabularyShards,
+    scores: VocabularyShards,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: Any = None,
@@ -136,30 +136,16 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
+    """`cross_entropy` of logits, or `nll_loss` of what `log_softmax` gave."""
     is_old = size_average is not None or reduce is not None
-    if is_old or not _is_class_dim(logits) or isinstance(target, VocabularyShards) or target.requires_grad:
+    if is_old or not _is_class_dim(scores) or isinstance(target, VocabularyShards) or target.requires_grad:
         return NotImplemented
-    shard = losses.in_loss_precision(logits.shard)
-    dim, group = logits.class_dim, logits.tensor_group
-    logarithm = losses.log_sum_exp(shard, dim, group)
+    shard, logarithm = scores.shard, None
+    dim, group = scores.class_dim, scores.tensor_group
+    if func is F.cross_entropy:
+        shard = losses.in_loss_precision(shard)
+        logarithm = losses.log_sum_exp(shard, dim, group)
     return losses.cross_entropy(shard, logarithm, target, weight, ignore_index, reduction, label_smoothing, dim, group)
-
-
-@serves("nll_loss")
-def _nll_loss(
-    func: Callable[..., Any],
-    logarithms: VocabularyShards,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    if not _is_class_dim(logarithms) or size_average is not None or reduce is not None:
-        return NotImplemented
-    dim, group = logarithms.class_dim, logarithms.tensor_group
-    return losses.cross_entropy(logarithms.shard, None, target, weight, ignore_index, reduction, 0.0, dim, group)
 
 
 def _is_class_dim(logits: VocabularyShards) -> bool:
