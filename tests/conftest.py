@@ -9,12 +9,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
 from tests.pool import Pools
+
+if TYPE_CHECKING:
+    from tests.results import Results
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +37,15 @@ def ranks(pools: Pools) -> Pools:
     finds the variables that ``torchrun`` sets, and initialises the group itself.
     """
     return pools
+
+
+@pytest.fixture(scope="module")
+def results(pools: Pools, request: pytest.FixtureRequest) -> Results:
+    """The trainings of a module's tests of transparency."""
+    from tests.results import Results  # with Lightning, which few modules need
+
+    selected = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    return Results(pools, selected)
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,11 @@ takes the part that is not marked `thorough`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.pool import Pools
-from tests.test_transparency import Results, _text
+from tests.results import Results, listed
 from tests.transparency import TENSOR_LAYOUTS, TENSOR_SUBJECTS, Case, Layout, compare
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.distributed]
@@ -44,23 +42,13 @@ SINGLE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def results(pools: Pools, request: pytest.FixtureRequest) -> Iterator[Results]:
-    selected = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if hasattr(item, "callspec") and isinstance(item.callspec.params.get("case"), Case)
-    ]
-    return Results(pools, selected)
-
-
 @pytest.mark.parametrize("case", [_marked(case) for case in CASES])
 def test_double_precision(results: Results, case: Case) -> None:
     differences = compare(case, *results[case])
-    assert not differences, _text(differences)
+    assert not differences, listed(differences)
 
 
 @pytest.mark.parametrize("case", SINGLE, ids=str)
 def test_single_precision(results: Results, case: Case) -> None:
     differences = compare(case, *results[case])
-    assert not differences, _text(differences)
+    assert not differences, listed(differences)

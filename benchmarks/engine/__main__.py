@@ -15,7 +15,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import json
 import platform
-import random
 import statistics
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,10 @@ import torch
 
 from benchmarks.engine.contenders import CONTENDERS, MODELS
 from benchmarks.engine.measurements import SCHEDULES, on_ranks, peak_growth, time_rounds
+from benchmarks.ratios import interval
 
 BARS = {"tiny": {2: 0.85, 4: 0.75}, "normal": {2: 1.0, 4: 1.0}, "memory": {4: 0.4}}
 """The ratio, ours to torch's, that is to be reached, by number of ranks."""
-
-
-def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """The median, and its 95 % interval (bootstrap)."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(4000))
-    return statistics.median(ratios), medians[100], medians[3899]
 
 
 def report_times(options: argparse.Namespace) -> dict[str, Any]:
@@ -46,7 +39,8 @@ def report_times(options: argparse.Namespace) -> dict[str, Any]:
         rounds = on_ranks(options.ranks, time_rounds, *arguments)
         for column, what in enumerate(("wall", "CPU")):
             seconds = {contender: [times[column] for times in rounds[contender]] for contender in CONTENDERS}
-            ratio, low, high = interval([a / b for a, b in zip(seconds["ours"], seconds["torch"], strict=True)])
+            ratios = [ours / theirs for ours, theirs in zip(seconds["ours"], seconds["torch"], strict=True)]
+            ratio, (low, high) = statistics.median(ratios), interval(ratios)
             micros = {c: round(1e6 * statistics.median(s) / options.microbatches) for c, s in seconds.items()}
             report[f"{name} {what}"] = {
                 "microseconds_per_microbatch": micros,

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import random
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.ratios import interval
 from lightning_hybrid import HybridStrategy
 
 BATCHES_PER_ROUND = 8
@@ -141,13 +141,6 @@ def compare(processes: int, rounds: int, accelerator: str, width: int, depth: in
             "python": platform.python_version(),
         },
     }
-
-
-def interval(ratios: list[float], samples: int = 2000) -> tuple[float, float]:
-    """The 95 % interval of the median, by bootstrap."""
-    generator = random.Random(0)
-    medians = sorted(median(generator.choices(ratios, k=len(ratios))) for _ in range(samples))
-    return medians[int(0.025 * samples)], medians[int(0.975 * samples)]
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import random
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from benchmarks.ratios import interval
 from lightning_hybrid.tensor_parallel import TensorGroup, make_plan
 
 RANKS = 2
@@ -122,13 +122,6 @@ def compare(kind: str, width: int, rounds: int, mesh: DeviceMesh) -> dict[str, A
         "device": f"cpu, {os.cpu_count()} cores",
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
-
-
-def interval(ratios: list[float], samples: int = 2000) -> tuple[float, float]:
-    """The 95 % interval of the median, by bootstrap."""
-    generator = random.Random(0)
-    medians = sorted(median(generator.choices(ratios, k=len(ratios))) for _ in range(samples))
-    return medians[int(0.025 * samples)], medians[int(0.975 * samples)]
 
 
 def work(widths: list[int], rounds: int) -> None:
