@@ -1,4 +1,4 @@
-"""Hybrid parallel training for PyTorch Lightning: data x pipeline parallel ranks, an unmodified LightningModule."""
+"""Hybrid parallel training for PyTorch Lightning: data x tensor x pipeline parallel ranks, one module."""
 
 from __future__ import annotations
 
