@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning_hybrid.strategy import HybridStrategy
+from lightning_hybrid.version import __version__
 
 __all__ = ["HybridStrategy", "__version__"]
-
-__version__ = "0.1.0"

@@ -14,9 +14,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor.experimental import implicit_replication
 
 from lightning_hybrid.adjustments import Adjustments
+from lightning_hybrid.archive import Archive
 from lightning_hybrid.batch_start import BatchStart
-from lightning_hybrid.checkpoint import WholeCheckpoint
-from lightning_hybrid.completion import check_values, fill, join_shards, name_whole_groups
 from lightning_hybrid.data import prepare_loader
 from lightning_hybrid.division import Division
 from lightning_hybrid.engine import Engine
@@ -51,7 +50,7 @@ class Assembly:
         mesh: The ranks.
         board: Where failures are written.
         replication: What this rank has in common with others.
-        checkpoint: Collects and divides state.
+        archive: Saves and loads; there once the module has been divided.
         transfer: Around batch-transfer hooks.
         pipeline: What a step is made of; ``None`` if Lightning's own way is right, because nothing is cut.
         training: Runs training batches, likewise.
@@ -142,7 +141,7 @@ class Assembly:
             return
         assert self._module is not None
         self._division()
-        self.checkpoint = WholeCheckpoint(self._module, self._division.placement, self.mesh)
+        self.archive = Archive(self._module, self._division.placement, self.mesh, self._settings)
 
     # -- putting the parts together ------------------------------------------------------------------------------------
 
@@ -224,6 +223,15 @@ class Assembly:
         if not self.board.failed:
             self.pipeline.engine.retire()
 
+    def close(self) -> None:
+        """Wait for what is still being written.
+
+        Raises:
+            OSError: If it could not be written.
+        """
+        if hasattr(self, "archive") and not self.board.failed:
+            self.archive.close()
+
     def abandon(self) -> None:
         """Let go of everything that is under way, after a failure."""
         if self._engine is not None:
@@ -233,19 +241,6 @@ class Assembly:
             self._module._device_mesh = None
         if hasattr(self, "replication"):
             self.replication.abandon()
-
-    def complete(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with what callbacks of one process would have put into it, on global rank 0.
-
-        Raises:
-            ValueError: If tensors without values remain; on every rank.
-        """
-        checkpoint = join_shards(checkpoint)
-        if self.mesh.pipeline_parallel_size == 1 or self._module is None:
-            return checkpoint
-        checkpoint = fill(name_whole_groups(checkpoint, self._module.trainer, self.checkpoint), self.checkpoint)
-        agree(lambda: check_values(checkpoint) if self.mesh.rank(0, 0, 0) == dist.get_rank() else None)
-        return checkpoint
 
     # -- data and random numbers -----------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_hybrid.pytree import TreeSpec, flatten, unflatten
 
-__all__ = ["TreeBroadcast", "broadcast_object", "reduce_over"]
+__all__ = ["TreeBroadcast", "broadcast_object", "receive_tree", "reduce_over", "send_tree"]
 
 _NEW, _FAILED, _END = -1, -2, 0  # the numbers of forms begin at 1
 
@@ -75,6 +75,42 @@ class _Form:
     @property
     def has_plain(self) -> bool:
         return None in self.tensors
+
+
+def send_tree(tree: Any, target: int, group: dist.ProcessGroup, prepare: Callable[[Any], Any]) -> None:
+    """Send a tree to one rank, tensor by tensor.
+
+    Args:
+        tree: Tensors and values that can be pickled, of which tensors must keep shape and dtype.
+        target: The global rank, which calls :func:`receive_tree`.
+        group: A group over a backend that takes tensors of the host.
+        prepare: Makes of each leaf, when its turn comes, what is sent: a tensor on the host.
+    """
+    leaves, spec = flatten(tree)
+    plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    dist.send_object_list([(_Form.of(leaves, spec), plain)], dst=target, group=group)
+    for leaf in leaves:
+        ready = prepare(leaf)
+        if isinstance(ready, Tensor) and ready.numel() > 0:
+            dist.send(_bytes_of(ready), dst=target, group=group)
+
+
+def receive_tree(source: int, group: dist.ProcessGroup) -> Any:
+    """Receive the tree that a rank sends with :func:`send_tree`; tensors are on the host."""
+    received: list[Any] = [None]
+    dist.recv_object_list(received, src=source, group=group)
+    form, leaves = received[0]
+    for index, known in enumerate(form.tensors):
+        if known is not None:
+            leaves[index] = torch.empty(known[0], dtype=known[1])
+            if leaves[index].numel() > 0:
+                dist.recv(_bytes_of(leaves[index]), src=source, group=group)
+    return unflatten(leaves, form.spec)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor as bytes, for no backend knows every dtype."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 class TreeBroadcast:
@@ -210,8 +246,7 @@ class TreeBroadcast:
                     scalar.copy_(value)
         for tensor in tensors:
             if not _fits_float64(tensor) and tensor.numel() > 0:
-                whole = tensor.to(self._device).resolve_conj().resolve_neg().contiguous() if self._is_source else tensor
-                self._broadcast(whole.view(-1).view(torch.uint8), self._group)  # no backend knows every dtype
+                self._broadcast(_bytes_of(tensor.to(self._device)), self._group)
         return tensors
 
 

@@ -159,6 +159,7 @@ class Mesh:
         model_groups = [self.model_ranks(data_rank) for data_rank in range(data_parallel_size)]
         self._model_group = _weak(self.new_group_of(model_groups))
         self._control_group = _weak(self.new_group_of(model_groups, backend="gloo"))
+        self._world_group: weakref.ref[dist.ProcessGroup] | None = None
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -190,6 +191,21 @@ class Mesh:
     def control_group(self) -> dist.ProcessGroup:
         """The model group again, over gloo: for batches, decisions and other data of the host."""
         return _alive(self._control_group)
+
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        """All ranks, over gloo, in the order of the world: for what is written beside training.
+
+        Every rank must ask for it, the first time together.
+        """
+        if self._world_group is None:
+            self._world_group = _weak(self.new_group_of([list(range(dist.get_world_size()))], backend="gloo"))
+        return _alive(self._world_group)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of every axis: the one that writes, and says what is to be said."""
+        return bool(self.pipeline_rank == self.data_rank == self.tensor_rank == 0)
 
     def rank(self, pipeline_rank: int, data_rank: int, tensor_rank: int) -> int:
         """The global rank at this place."""

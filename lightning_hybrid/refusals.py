@@ -8,9 +8,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
-from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -20,7 +21,15 @@ from lightning_hybrid.mesh import AXES
 from lightning_hybrid.schedule import SCHEDULES
 from lightning_hybrid.shards import is_sharded
 
-__all__ = ["agree", "check_arguments", "check_module", "check_optimizers", "check_storage_options", "check_trainer"]
+__all__ = [
+    "agree",
+    "check_arguments",
+    "check_module",
+    "check_optimizers",
+    "check_plugin",
+    "check_storage",
+    "check_trainer",
+]
 
 _T = TypeVar("_T")
 
@@ -198,46 +207,78 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
         )
 
 
-def check_storage_options(plugin: CheckpointIO, options: Any) -> None:
-    """Check how a checkpoint is to be written: the plugin does, but on rank 0 only.
+def check_plugin(plugin: CheckpointIO | None, *, sharded: bool) -> None:
+    """Check a plugin that the user brings for writing checkpoints.
 
     Args:
-        plugin: Writes checkpoints.
-        options: What `Trainer.save_checkpoint` was given.
+        plugin: The plugin.
+        sharded: Whether checkpoints are directories.
 
     Raises:
-        TypeError: If the plugin has no use for options; as Lightning says it.
+        ValueError: If it would not be used.
     """
-    if options is not None and type(plugin).save_checkpoint is TorchCheckpointIO.save_checkpoint:
+    if sharded and plugin is not None and type(plugin) not in (TorchCheckpointIO, AsyncCheckpointIO):
+        raise ValueError(
+            f"Trainer(plugins=[{type(plugin).__name__}()]) writes files, but with"
+            " HybridStrategy(save_distributed_checkpoint=True) every rank adds to a directory, and the plugin would not"
+            " be used. Leave one of them out."
+        )
+
+
+def check_storage(path: Any, options: Any, *, sharded: bool) -> None:
+    """Check where and how a checkpoint is to be written.
+
+    Args:
+        path: The place.
+        options: What `Trainer.save_checkpoint` was given.
+        sharded: Whether the checkpoint is a directory.
+
+    Raises:
+        TypeError: If there is no use for options; as Lightning says it.
+        ValueError: If a directory is to be on another than the local file system.
+    """
+    if options is not None and sharded:
         raise TypeError(
             "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for"
-            f" `{type(plugin).__name__}`. Pass a plugin of your own: Trainer(plugins=[MyCheckpointIO()])."
+            " `HybridStrategy(save_distributed_checkpoint=True)`. Use save_distributed_checkpoint=False, and a plugin"
+            " of your own: Trainer(plugins=[MyCheckpointIO()])."
+        )
+    if sharded and not _is_local_file_protocol(path):
+        raise ValueError(
+            f"HybridStrategy(save_distributed_checkpoint=True) cannot write to {path}: a directory appears complete by"
+            " being renamed, which needs a file system that is mounted. Save to one and copy it, or use"
+            " save_distributed_checkpoint=False."
         )
 
 
 def agree(check: Callable[[], _T]) -> _T:
-    """Run a check on every rank; if it fails on one, it fails on all, with the same text.
+    """Run something on every rank; if it fails on one, it fails on all, with the same text.
 
     Args:
-        check: Raises `ValueError` or `TypeError`.
+        check: Raises one of the errors below, or nothing.
 
     Returns:
-        What the check returns.
+        What it returns.
 
     Raises:
-        ValueError: The first rank's.
-        TypeError: The first rank's.
+        ValueError, TypeError, RuntimeError, OSError: The first rank's.
     """
     error: Exception | None = None
     result: Any = None
     try:
         result = check()
-    except (ValueError, TypeError) as raised:
+    except _AGREED as raised:
         error = raised
     errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, None if error is None else (type(error) is TypeError, str(error)))
+    kind = next((number for number, kind in enumerate(_AGREED) if isinstance(error, kind)), None)
+    dist.all_gather_object(errors, None if error is None else (kind, str(error)))
     first = next((found for found in errors if found is not None), None)
     if first is not None:
-        raise (TypeError if first[0] else ValueError)(first[1]) from error
+        if error is not None and str(error) == first[1]:
+            raise error
+        raise _AGREED[first[0]](first[1]) from error
     checked: _T = result
     return checked
+
+
+_AGREED = (FileNotFoundError, OSError, TypeError, ValueError, RuntimeError)

@@ -26,6 +26,8 @@ class Settings:
     broadcast_batches: bool
     loss_reduction: str
     dynamic_shapes: bool
+    save_distributed_checkpoint: bool
+    async_save: bool
     rank_order: str
     timeout: timedelta | None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -25,17 +25,18 @@ from torch.optim import Optimizer
 from lightning_hybrid import optimization, processes, refusals
 from lightning_hybrid.assembly import Assembly
 from lightning_hybrid.clipping import clip_by_total_norm, total_norm
-from lightning_hybrid.collectives import ReplicaCollectives, outside_of_steps
+from lightning_hybrid.collectives import outside_of_steps
 from lightning_hybrid.failure import close_groups, is_transport
 from lightning_hybrid.mesh import Mesh, resolve_sizes
 from lightning_hybrid.precision import adapt, check_optimizer
+from lightning_hybrid.saving import SavingStrategy
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.transfer import pinned
 
 __all__ = ["HybridStrategy"]
 
 
-class HybridStrategy(ReplicaCollectives):
+class HybridStrategy(SavingStrategy):
     """Trains an unmodified LightningModule over data x tensor x pipeline parallel ranks, with one process's numbers.
 
     The body of the module, an `nn.Sequential`, is divided into stages, one or more on each pipeline rank. Each batch is
@@ -67,6 +68,9 @@ class HybridStrategy(ReplicaCollectives):
             checksums are compared.
         loss_reduction: How the loss of ``training_step`` reduces over the samples of a batch: ``"mean"`` or ``"sum"``.
         dynamic_shapes: Whether shapes between layers depend on values, and not only on the shapes of the batch.
+        save_distributed_checkpoint: Whether a checkpoint is a directory to which every rank adds its part, instead of
+            one file that rank 0 writes. Either can be loaded under any layout.
+        async_save: Whether checkpoints are written beside training, from a copy on the host.
         rank_order: The axes from the outermost to the innermost: ``"pp-dp-tp"`` or another order.
         process_group_backend: The backend of the process groups; by default nccl on CUDA and gloo elsewhere.
         timeout: Of the process groups.
@@ -94,6 +98,8 @@ class HybridStrategy(ReplicaCollectives):
         broadcast_batches: bool = True,
         loss_reduction: Literal["mean", "sum"] = "mean",
         dynamic_shapes: bool = False,
+        save_distributed_checkpoint: bool = False,
+        async_save: bool = False,
         rank_order: str = "pp-dp-tp",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -113,6 +119,8 @@ class HybridStrategy(ReplicaCollectives):
             broadcast_batches=broadcast_batches,
             loss_reduction=loss_reduction,
             dynamic_shapes=dynamic_shapes,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            async_save=async_save,
             rank_order=rank_order,
             timeout=timeout,
         )
@@ -156,12 +164,6 @@ class HybridStrategy(ReplicaCollectives):
     def mesh(self) -> Mesh:
         """The ranks."""
         return self._parts.mesh
-
-    @property
-    def _parts(self) -> Assembly:
-        if self._assembly is None:
-            raise RuntimeError("The device mesh exists only after the processes have been set up.")
-        return self._assembly
 
     @property
     def is_alone(self) -> bool:
@@ -260,7 +262,7 @@ class HybridStrategy(ReplicaCollectives):
         refusals.check_optimizers(self.optimizers, self._module, cut=self._parts.is_cut)
         for optimizer in self.optimizers:
             check_optimizer(self.precision_plugin, optimizer)
-            self._parts.checkpoint.strip(optimizer)
+            self._parts.archive.optimizers.strip(optimizer)
 
     def model_to_device(self) -> None:
         """Move what lives here; stand-ins stay where they are."""
@@ -387,34 +389,6 @@ class HybridStrategy(ReplicaCollectives):
         parts = self._parts
         return {"group": parts.mesh.model_group, "counts": parts.replication.counts, "device": self.root_device}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint on rank 0."""
-        refusals.check_storage_options(self.checkpoint_io, storage_options)
-        if self._assembly is not None:
-            checkpoint = self._assembly.complete(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @outside_of_steps
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The undivided module's state on rank 0; empty on other ranks of a pipeline."""
-        if self._assembly is None:  # no run has begun, and nothing is divided
-            return super().lightning_module_state_dict()
-        return self._parts.checkpoint.module_state()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part."""
-        self._parts.checkpoint.load_module_state(checkpoint["state_dict"], strict=strict)
-
-    @outside_of_steps
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The undivided optimizer's state on rank 0; empty on other ranks of a pipeline."""
-        return self._parts.checkpoint.optimizer_state(optimizer)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's part."""
-        self._parts.checkpoint.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
-        _optimizers_to_device(self.optimizers, self.root_device)
-
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, and leave every group without a collective."""
         super().on_exception(exception)
@@ -435,6 +409,7 @@ class HybridStrategy(ReplicaCollectives):
         if self._assembly is not None and self.lightning_module is not None:
             optimization.uninstall(self.lightning_module.trainer)
             self._assembly.remove(self.lightning_module.trainer)
+            self._assembly.close()
         super().teardown()
 
     @classmethod

@@ -211,7 +211,7 @@ FILE = ("state_dict", "callbacks", "optimizer_states", "lr_schedulers", "current
 
 def check_files(mine: Path, other: Path, *keys: str) -> None:
     saved, expected = (torch.load(path, weights_only=False) for path in (mine, other))
-    assert list(saved) == list(expected)
+    assert [key for key in saved if key != "hybrid_parallel"] == list(expected)
     for key in keys or FILE:
         assert_same(saved.get(key), expected.get(key), where=key)
     assert ties(saved["state_dict"]) == ties(expected["state_dict"])

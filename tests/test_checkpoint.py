@@ -107,7 +107,8 @@ def test_a_checkpoint_is_that_of_the_undivided_model_and_resumes_anywhere(
 
     # the same file as one process writes
     mine, other = (torch.load(path, weights_only=False) for path in (ours, one))
-    assert list(mine) == list(other)
+    assert set(mine) - set(other) == {"hybrid_parallel"}
+    assert [key for key in mine if key in other] == list(other)
     assert list(mine["state_dict"]) == list(other["state_dict"])
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "hyper_parameters"):
         assert_same(mine[key], other[key], where=key)
@@ -224,7 +225,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_on_every_rank(ranks: Pools, 
     texts = ranks(2, lightning=True).run(load_wrong, PP2, str(path))
     assert texts[0] == texts[1]
     if fault in ("missing", "unexpected", "shape"):
-        assert texts[0] == load_wrong(None, str(path))
+        assert texts[0][1].startswith(load_wrong(None, str(path))[1])
     expected = {"groups": "11", "optimizers": "optimizer", "no file": str(path)}
     assert expected.get(fault, "") in texts[0][1]
 

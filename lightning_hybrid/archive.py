@@ -1,0 +1,207 @@
+"""Saving and loading of one divided module: as one file or as a directory, at once or beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.checkpoint import (
+    OptimizerStates,
+    Ownership,
+    ShardedCheckpoint,
+    WholeCheckpoint,
+    load_module_state,
+)
+from lightning_hybrid.completion import check_values, fill, name_whole_groups
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.placement import Placement
+from lightning_hybrid.places import leaves, replaced
+from lightning_hybrid.record import RECORD, record_of
+from lightning_hybrid.refusals import agree
+from lightning_hybrid.settings import Settings
+from lightning_hybrid.storage import Background, Directory
+
+__all__ = ["Archive"]
+
+
+class Archive:
+    """What the strategy saves and loads.
+
+    Args:
+        module: The user's module, divided.
+        placement: Which stage holds what.
+        mesh: The ranks.
+        settings: The settings.
+
+    Attributes:
+        optimizers: The undivided optimizers.
+    """
+
+    def __init__(self, module: LightningModule, placement: Placement, mesh: Mesh, settings: Settings) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._settings = settings
+        self._placement = placement
+        self.optimizers = OptimizerStates(module)
+        self._ownership = Ownership(module, placement, mesh)
+        self._whole = WholeCheckpoint(module, self._ownership, self.optimizers, mesh)
+        self._sharded = ShardedCheckpoint(module, self._ownership, self.optimizers, mesh)
+        self._background = Background()
+
+    def module_state(self) -> dict[str, Any]:
+        """The undivided module's state on rank 0, or what this rank has of it where directories are written."""
+        return self._module.state_dict() if self._settings.save_distributed_checkpoint else self._whole.module_state()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The undivided optimizer's state on rank 0, or by name what this rank has of it."""
+        if self._settings.save_distributed_checkpoint:
+            return self.optimizers.state(optimizer)
+        return self._whole.optimizer_state(optimizer)
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def save(self, checkpoint: dict[str, Any], path: Any, plugin: CheckpointIO, options: Any) -> None:
+        """Write a checkpoint; called on every rank.
+
+        Args:
+            checkpoint: As the Trainer made it.
+            path: The place.
+            plugin: Writes files.
+            options: For the plugin.
+
+        Raises:
+            ValueError: If the checkpoint has tensors without values; on every rank.
+            OSError: If it, or the one before it, could not be written; on every rank.
+        """
+        self.finish()
+        sharded = self._settings.save_distributed_checkpoint
+        checkpoint = {**checkpoint, RECORD: record_of(self._mesh, self._settings, self._placement)}
+        if self._mesh.pipeline_parallel_size > 1:
+            checkpoint = name_whole_groups(checkpoint, self._module.trainer, self.optimizers)
+        if not sharded:
+            checkpoint = fill(checkpoint, self._ownership, self._whole)
+            agree(lambda: check_values(checkpoint) if self._mesh.is_first else None)
+        beside = self._settings.async_save or (sharded and isinstance(plugin, AsyncCheckpointIO))
+        if beside and (sharded or self._mesh.is_first):
+            checkpoint = _copied(checkpoint)
+        write = self._writing(checkpoint, path, plugin, options)
+        if beside:
+            self._background.submit(write)
+        else:
+            agree(write)
+
+    def _writing(self, checkpoint: dict[str, Any], path: Any, plugin: CheckpointIO, options: Any) -> Callable[[], None]:
+        if self._settings.save_distributed_checkpoint:
+            return self._sharded.writing(checkpoint, Path(path))
+        if self._mesh.is_first:
+            return lambda: plugin.save_checkpoint(checkpoint, path, storage_options=options)
+        return lambda: None
+
+    def remove(self, path: Any, plugin: CheckpointIO) -> None:
+        """Remove a checkpoint, after what is being written has been: it may be the only one until then."""
+        if not self._mesh.is_first:
+            return
+        if self._background.is_busy:
+            self._background.submit(lambda: plugin.remove_checkpoint(path))
+        else:
+            plugin.remove_checkpoint(path)
+
+    def finish(self) -> None:
+        """Wait for what is written beside training.
+
+        Raises:
+            OSError: If it could not be written; on every rank.
+        """
+        if not self._background.is_busy:
+            return
+        error = self._background.wait()
+
+        def check() -> None:
+            if error is not None:
+                raise error
+
+        agree(check)
+
+    def close(self) -> None:
+        """Wait for what is written beside training, without asking the other ranks: they may be gone.
+
+        Raises:
+            OSError: If this rank could not write it.
+        """
+        error = self._background.wait()
+        if error is not None:
+            raise error
+
+    # -- loading -------------------------------------------------------------------------------------------------------
+
+    def load(self, path: Any, plugin: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
+        """Read a checkpoint; the weights of a directory go straight into the module.
+
+        Args:
+            path: A file, or a directory.
+            plugin: Reads files.
+            weights_only: As for `torch.load`.
+
+        Raises:
+            FileNotFoundError, ValueError: If there is none, or it is not complete; on every rank.
+            RuntimeError: If a directory is one of another model; on every rank.
+        """
+        self.finish()
+
+        def read() -> dict[str, Any]:
+            if _is_local_file_protocol(path) and Directory.is_at(Path(path)):
+                return self._sharded.load(
+                    Path(path),
+                    strict=self._module.strict_loading,
+                    read_extra=lambda extra: plugin.load_checkpoint(extra, weights_only=weights_only),
+                )
+            return plugin.load_checkpoint(path, weights_only=weights_only)
+
+        return agree(read)
+
+    def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Take this rank's part of the undivided module's state dict.
+
+        Raises:
+            RuntimeError: If names or shapes do not fit; on every rank, and nothing is loaded.
+        """
+        load_module_state(self._module, state, strict=strict)
+
+    def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
+        """Take this rank's part of the undivided optimizers' states.
+
+        Raises:
+            ValueError: If the optimizers, or their groups, are not those of the checkpoint; on every rank.
+        """
+        if self._sharded.wrote(states):
+            agree(lambda: self._sharded.load_optimizer_states(optimizers, states))
+        else:
+            self._whole.load_optimizer_states(optimizers, states)
+
+
+def _copied(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint that training does not change: copies on the host, and one copy of what is tied."""
+    copies: dict[Any, Tensor] = {}
+    values = {}
+    for place, leaf in leaves(checkpoint):
+        if isinstance(leaf, Tensor) and not leaf.is_meta:
+            key = _memory_of(leaf)
+            if key not in copies:
+                copies[key] = leaf.detach().to("cpu", copy=True)
+            values[place] = copies[key]
+    copied: dict[str, Any] = replaced(checkpoint, values)
+    return copied
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

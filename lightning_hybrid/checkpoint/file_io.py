@@ -1,0 +1,80 @@
+"""Checkpoint files of the local file system: replaced at one moment, and read without a copy of the whole file."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
+
+from lightning_hybrid.places import leaves, replaced
+from lightning_hybrid.storage import discard, new_file
+
+__all__ = ["FileIO"]
+
+_MAPPED = ("state_dict", "optimizer_states")  # of these, each rank takes a part
+
+
+class FileIO(TorchCheckpointIO):
+    """Lightning's own files, written so that a kill at any moment leaves the old file or the new one.
+
+    On other than local file systems it is as in Lightning.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            TypeError: If there are ``storage_options``.
+            OSError: If there is no place for it; what was there is as it was.
+        """
+        if storage_options is not None or not _is_local(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        with new_file(Path(path)) as new:
+            torch.save(checkpoint, new)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; of weights and states of optimizers, a rank reads what it uses.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            ValueError: If the file is damaged.
+        """
+        file = Path(path) if _is_local(path) else None
+        if file is None or not file.exists() or file.is_dir():
+            return super().load_checkpoint(path, map_location, weights_only)
+        try:
+            mapped = zipfile.is_zipfile(file)
+            checkpoint: dict[str, Any] = torch.load(
+                file, map_location or "cpu", mmap=mapped or None, weights_only=bool(weights_only)
+            )
+        except (RuntimeError, EOFError, OSError) as error:
+            raise ValueError(
+                f"The checkpoint {file}, {file.stat().st_size} bytes, cannot be read: {type(error).__name__}: {error}"
+                " It is damaged, or was not written completely."
+            ) from error
+        if not mapped or not isinstance(checkpoint, dict):
+            return checkpoint
+        kept = {  # what callbacks may keep does not depend on the file any more
+            place: leaf.clone()
+            for place, leaf in leaves(checkpoint)
+            if isinstance(leaf, Tensor) and place[0] not in _MAPPED
+        }
+        copied: dict[str, Any] = replaced(checkpoint, kept)
+        return copied
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a file or a directory; nobody sees half of it."""
+        if _is_local(path):
+            discard(Path(path))
+        else:
+            super().remove_checkpoint(path)
+
+
+def _is_local(path: Any) -> bool:
+    return _is_local_file_protocol(path)

@@ -1,0 +1,76 @@
+"""Whose value of a tensor counts, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.placement import Placement
+
+__all__ = ["Ownership"]
+
+
+class Ownership:
+    """Knows of every tensor of the undivided module which pipeline rank's value counts, and its first name.
+
+    Holders of a parameter agree. Buffers outside the body are right on the last stage, where all of the user's step
+    runs.
+
+    Args:
+        module: The user's module, with stand-ins for what lives elsewhere.
+        placement: Which stage holds what.
+        mesh: The ranks.
+    """
+
+    def __init__(self, module: LightningModule, placement: Placement, mesh: Mesh) -> None:
+        self._module = module
+        self._placement = placement
+        self._mesh = mesh
+
+    def first_names(self) -> dict[str, str]:
+        """The names of all tensors of the module, and what a parameter with several names is stored as."""
+        first: dict[int, str] = {}
+        parameters = self._module.named_parameters(remove_duplicate=False)
+        buffers = self._module.named_buffers(remove_duplicate=False)
+        names = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
+        return names | {name: name for name, _ in buffers}
+
+    def owners(self, names: Iterable[str]) -> dict[str, int]:
+        """The pipeline rank whose value counts, for names of the module's state dict."""
+        by_parameter = self.parameter_owners()
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        return {
+            name: by_parameter[id(parameters[name])] if name in parameters else max(self._placement.ranks_of(name))
+            for name in names
+        }
+
+    def parameter_owners(self) -> dict[int, int]:
+        """The first pipeline rank that holds each parameter, by the parameter's identity."""
+        owners: dict[int, int] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            first = min(self._placement.ranks_of(name))
+            owners[id(parameter)] = min(first, owners.get(id(parameter), first))
+        return owners
+
+    def part(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What counts on this pipeline rank of a state dict of the module, or of a copy of it; tied tensors once."""
+        owners, first = self.owners(state), self.first_names()
+        return {
+            name: value
+            for name, value in state.items()
+            if owners[name] == self._mesh.pipeline_rank and first.get(name, name) == name
+        }
+
+    def owners_of_names(self) -> dict[str, int]:
+        """The first pipeline rank that holds each parameter, by its first name."""
+        owners = self.parameter_owners()
+        return {name: owners[id(parameter)] for name, parameter in self._module.named_parameters()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers, or their stand-ins, by all their names."""
+        parameters = self._module.named_parameters(remove_duplicate=False)
+        return dict(parameters) | dict(self._module.named_buffers(remove_duplicate=False))

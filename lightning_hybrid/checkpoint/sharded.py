@@ -1,0 +1,256 @@
+"""A checkpoint as a directory: every rank writes its part under the names of the undivided model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.checkpoint.matching import check_match
+from lightning_hybrid.checkpoint.optimizers import OptimizerStates
+from lightning_hybrid.checkpoint.ownership import Ownership
+from lightning_hybrid.checkpoint.whole import check_number
+from lightning_hybrid.exchange import broadcast_object
+from lightning_hybrid.materialize import StandInBuffer, is_stand_in
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.places import Place, leaves, value_at, without
+from lightning_hybrid.storage import EXTRA, Directory, write_directory
+
+__all__ = ["ShardedCheckpoint"]
+
+_MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
+_OF_FSDP = "model"  # what Lightning's FSDP strategy calls the state of the module
+
+
+class SavedOptimizer:
+    """The state of one optimizer in a directory, not read yet.
+
+    Args:
+        directory: The directory.
+        number: The optimizer's.
+    """
+
+    def __init__(self, directory: Directory, number: int) -> None:
+        self._directory = directory
+        self._root = f"optimizer_{number}"
+
+    def read(self, like: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The state by name.
+
+        Args:
+            like: The parameters whose state is wanted; it is divided, and lies on the device, as they do.
+        """
+        targets: dict[Place, Tensor | None] = {}
+        for place, entry in self._directory.entries.items():
+            if place[0] != self._root or (place[1] == "state" and place[2] not in like):
+                continue
+            size = getattr(entry, "size", None)
+            if size is None:
+                targets[place] = None
+            elif place[1] == "state":
+                targets[place] = _empty_like(entry, like[place[2]])
+            else:
+                targets[place] = torch.empty(size, dtype=entry.properties.dtype)
+        found = targets | self._directory.read(targets)
+        return {"state": {}, **_tree({place[1:]: value for place, value in found.items()})}
+
+
+class ShardedCheckpoint:
+    """Writes and reads the parts of this rank.
+
+    Args:
+        module: The user's module, with stand-ins for what lives elsewhere.
+        ownership: Whose values count.
+        optimizers: The undivided optimizers.
+        mesh: The ranks.
+    """
+
+    def __init__(self, module: LightningModule, ownership: Ownership, optimizers: OptimizerStates, mesh: Mesh) -> None:
+        self._module = module
+        self._ownership = ownership
+        self._optimizers = optimizers
+        self._mesh = mesh
+
+    def writing(self, checkpoint: dict[str, Any], path: Path) -> Callable[[], None]:
+        """Prepare what this rank writes.
+
+        Args:
+            checkpoint: As the Trainer made it, with the state dict of the module and the states by name of the
+                optimizers as this rank knows them.
+            path: The place.
+
+        Returns:
+            What writes it, to be called on every rank.
+        """
+        group = self._mesh.world_group
+        found = (
+            [place for place in self._tables(checkpoint) if place[0] != _OPTIMIZERS] if self._mesh.is_first else None
+        )
+        tables: list[Place] = broadcast_object(found, 0, group)
+        entries = dict(self._entries(checkpoint, tables))
+        for number, state in enumerate(checkpoint.get(_OPTIMIZERS, [])):
+            entries |= dict(self._optimizer_entries(f"optimizer_{number}", state))
+        extra = without(checkpoint, [*tables, (_OPTIMIZERS,)]) if self._mesh.is_first else None
+        return lambda: write_directory(path, entries, extra, group)
+
+    @staticmethod
+    def _tables(checkpoint: dict[str, Any]) -> list[Place]:
+        """The dicts that hold parts of the model: its state dict, and copies of it that callbacks keep."""
+        divided = (place[:-1] for place, leaf in leaves(checkpoint) if isinstance(leaf, DTensor) or _is_meta(leaf))
+        return list(dict.fromkeys([(_MODEL,), *divided]))
+
+    def _entries(self, checkpoint: dict[str, Any], tables: Sequence[Place]) -> Iterator[tuple[Place, Any]]:
+        """What this rank writes: parameters on every holder, as torch chooses who does; the rest on one rank."""
+        first, owners = self._ownership.first_names(), self._ownership.owners_of_names()
+        is_one = self._mesh.data_rank == 0 and self._mesh.tensor_rank == 0
+        for place in tables:
+            table = value_at(checkpoint, place) or {}
+            others = self._ownership.owners([name for name in table if name not in owners])
+            for name, value in table.items():
+                if _is_meta(value) or first.get(name, name) != name:
+                    continue
+                is_owner = is_one and (others.get(name) == self._mesh.pipeline_rank or name not in first)
+                if name in owners or isinstance(value, DTensor) or is_owner:
+                    yield (*place, name), value
+
+    def _optimizer_entries(self, root: str, state: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
+        for name, values in state.get("state", {}).items():
+            for key, value in values.items():
+                yield (root, "state", name, key), value
+        if self._mesh.is_first:
+            for key in state:
+                if key != "state":
+                    yield from _flat(state[key], (root, key))
+
+    def load(self, path: Path, *, strict: bool, read_extra: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """Read the weights into the module, after everything was compared; the same outcome on every rank.
+
+        Args:
+            path: The directory.
+            strict: Whether names that only one of module and checkpoint has are an error.
+            read_extra: Reads a file that `torch.save` has written.
+
+        Returns:
+            The checkpoint: its state dict is that of the module, and its optimizers' states are not read yet.
+
+        Raises:
+            FileNotFoundError, ValueError: If there is no complete checkpoint.
+            RuntimeError: If names or shapes do not fit.
+        """
+        directory = Directory(path)
+        root = _MODEL if directory.below(_MODEL) else _OF_FSDP
+        saved = directory.below(root)
+        state = self._module.state_dict()
+        sources = self._sources(state, {place[0] for place in saved})
+        shapes = {name: _size(saved[(source,)]) for name, source in sources.items()}
+        unexpected = {place[0]: torch.Size() for place in saved if place[0] not in state}
+        own = {name: _size_of(value) for name, value in state.items()}
+        check_match(self._module, own, shapes | unexpected, strict=strict)
+        directory.check_files()
+        extra = directory.path / EXTRA
+        checkpoint = read_extra(extra) if extra.is_file() else {}
+        self._read_module(directory, root, state, sources)
+        checkpoint[_MODEL] = {name: state[name] for name in sources}
+        numbers = {place[0] for place in directory.entries if str(place[0]).startswith("optimizer_")}
+        if numbers:
+            checkpoint[_OPTIMIZERS] = [SavedOptimizer(directory, number) for number in range(len(numbers))]
+        self._read_tables(directory, {root, *numbers}, checkpoint)
+        return checkpoint
+
+    def _sources(self, state: Mapping[str, Any], saved: set[str]) -> dict[str, str]:
+        """Under which name the value of each name was saved: tied tensors have several, and any of them will do."""
+        first = self._ownership.first_names()
+        alias = {first.get(name, name): name for name in reversed(list(state)) if name in saved}
+        return {name: alias[first.get(name, name)] for name in state if first.get(name, name) in alias}
+
+    def _read_module(self, directory: Directory, root: str, state: dict[str, Any], sources: Mapping[str, str]) -> None:
+        targets: dict[Place, Tensor | None] = {}
+        for name, source in sources.items():
+            if not isinstance(state[name], Tensor):
+                targets[root, source] = None
+            elif not is_stand_in(state[name]) and not state[name].is_meta:
+                targets[root, source] = state[name]
+        values = directory.read(targets)
+        state.update({name: values[root, source] for name, source in sources.items() if (root, source) in values})
+
+    def _read_tables(self, directory: Directory, known: set[str], checkpoint: dict[str, Any]) -> None:
+        """Copies of the model that callbacks keep: divided as the module is, and without values for other stages."""
+        like = self._ownership.tensors()
+        targets: dict[Place, Tensor | None] = {}
+        for place, entry in directory.entries.items():
+            if place[0] not in known:
+                targets[place] = _empty_like(entry, like.get(place[-1])) if _size(entry) is not None else None
+        values = directory.read({place: target for place, target in targets.items() if not _is_meta(target)})
+        for place, value in (targets | values).items():
+            node = checkpoint
+            for key in place[:-1]:
+                node = node.setdefault(key, {})
+            node[place[-1]] = value
+
+    @staticmethod
+    def wrote(states: Sequence[Any]) -> bool:
+        """Whether these states of optimizers come from a directory."""
+        return any(isinstance(state, SavedOptimizer) for state in states)
+
+    def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
+        """Read the states of this rank's parameters.
+
+        Raises:
+            ValueError: If the optimizers, or their groups, are not those of the checkpoint.
+        """
+        check_number(optimizers, states)
+        for optimizer, saved in zip(optimizers, states, strict=True):
+            self._optimizers.load(optimizer, saved.read(self._optimizers.held(optimizer)))
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _size(entry: Any) -> torch.Size | None:
+    """The shape of a tensor that was written; nothing for another value."""
+    return getattr(entry, "size", None)
+
+
+def _size_of(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, Tensor) else None
+
+
+def _empty_like(entry: Any, tensor: Tensor | None) -> Tensor:
+    """Where to read what was saved for a tensor: divided as that is, if it has its shape."""
+    size, dtype = entry.size, entry.properties.dtype
+    if tensor is None or tensor.shape != size:
+        return torch.empty(size, dtype=dtype)
+    if is_stand_in(tensor):
+        return torch.empty(size, dtype=dtype, device="meta").as_subclass(StandInBuffer)
+    return torch.empty_like(tensor.detach(), dtype=dtype)
+
+
+def _flat(tree: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+    """Values with their places; a list of plain values is one value."""
+    if isinstance(tree, dict):
+        for key, child in tree.items():
+            yield from _flat(child, (*place, key))
+    elif isinstance(tree, list) and any(isinstance(child, (dict, Tensor)) for child in tree):
+        for index, child in enumerate(tree):
+            yield from _flat(child, (*place, index))
+    else:
+        yield place, tree
+
+
+def _tree(values: Mapping[Place, Any]) -> Any:
+    """The tree of values with their places; containers whose keys are 0, 1, 2 ... are lists."""
+    if set(values) == {()}:
+        return values[()]
+    children: dict[Any, dict[Place, Any]] = {}
+    for place, value in values.items():
+        children.setdefault(place[0], {})[place[1:]] = value
+    if all(isinstance(key, int) for key in children):
+        return [_tree(children[key]) for key in sorted(children)]
+    return {key: _tree(child) for key, child in children.items()}

@@ -1,0 +1,39 @@
+"""What a checkpoint says of how it was made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.placement import Placement
+from lightning_hybrid.settings import Settings
+from lightning_hybrid.version import __version__
+
+__all__ = ["RECORD", "record_of"]
+
+RECORD = "hybrid_parallel"  # its name in a checkpoint
+
+
+def record_of(mesh: Mesh, settings: Settings, placement: Placement) -> dict[str, Any]:
+    """The versions and the layout, of plain values.
+
+    Args:
+        mesh: The ranks.
+        settings: The settings.
+        placement: Which stage holds what.
+    """
+    layout = {
+        "data_parallel_size": mesh.data_parallel_size,
+        "tensor_parallel_size": mesh.tensor_parallel_size,
+        "pipeline_parallel_size": mesh.pipeline_parallel_size,
+        "num_chunks": settings.num_chunks,
+        "num_microbatches": settings.num_microbatches,
+        "schedule": settings.schedule,
+        "rank_order": settings.rank_order,
+        "body": placement.body,
+        "layers_of_stages": [len(layers) for layers in placement.stages] if placement.body is not None else [],
+    }
+    versions = {"lightning_hybrid": __version__, "torch": str(torch.__version__)}
+    return {"versions": versions, "layout": layout}

@@ -1,0 +1,88 @@
+"""The strategy's part in checkpoints: what the Trainer asks for when it saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from torch.optim import Optimizer
+
+from lightning_hybrid import refusals
+from lightning_hybrid.assembly import Assembly
+from lightning_hybrid.checkpoint import FileIO
+from lightning_hybrid.collectives import ReplicaCollectives, outside_of_steps
+from lightning_hybrid.settings import Settings
+
+__all__ = ["SavingStrategy"]
+
+
+class SavingStrategy(ReplicaCollectives):
+    """Checkpoints of the undivided model, whatever this rank holds of it."""
+
+    settings: Settings
+    _assembly: Assembly | None
+
+    @property
+    def _parts(self) -> Assembly:
+        if self._assembly is None:
+            raise RuntimeError("The device mesh exists only after the processes have been set up.")
+        return self._assembly
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Writes and reads checkpoint files."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FileIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = FileIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        refusals.check_plugin(io, sharded=self.settings.save_distributed_checkpoint)
+        self._checkpoint_io = io
+
+    @outside_of_steps
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint: a file on rank 0, or a directory on every rank."""
+        sharded = self.settings.save_distributed_checkpoint
+        refusals.check_storage(filepath, storage_options, sharded=sharded)
+        if self._assembly is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            self._parts.archive.save(checkpoint, self.broadcast(filepath), self.checkpoint_io, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a file or a directory, on rank 0."""
+        if self._assembly is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._parts.archive.remove(filepath, self.checkpoint_io)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a file, or from a directory the weights of this rank's part, straight into the module."""
+        return self._parts.archive.load(checkpoint_path, self.checkpoint_io, weights_only)
+
+    @outside_of_steps
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The undivided module's state on rank 0, empty on other ranks of a pipeline; for a directory, this rank's."""
+        if self._assembly is None:  # no run has begun, and nothing is divided
+            return super().lightning_module_state_dict()
+        return self._parts.archive.module_state()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part."""
+        self._parts.archive.load_module_state(checkpoint["state_dict"], strict=strict)
+
+    @outside_of_steps
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The undivided optimizer's state on rank 0, empty on other ranks; for a directory, this rank's."""
+        return self._parts.archive.optimizer_state(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part."""
+        self._parts.archive.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
+        _optimizers_to_device(self.optimizers, self.root_device)

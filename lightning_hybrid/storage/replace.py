@@ -1,0 +1,137 @@
+"""Files and directories that change at one moment: who looks finds the old one or the new one, whole.
+
+::
+
+    path                the old checkpoint ----------------.  exchanged in one operation of the file system
+    .path.unfinished    the new one, being written --------'  (where it has none: two renames)
+    .path.discarded     the old one, being removed
+
+A process that is killed leaves leftovers with these hidden names, never half of something under its own name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["discard", "new_file", "publish", "unfinished", "whole"]
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, <fcntl.h> and <linux/fs.h>
+
+
+def unfinished(path: Path) -> Path:
+    """Where what shall be at this path is written."""
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def _discarded(path: Path) -> Path:
+    return path.with_name(f".{path.name}.discarded")
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Write a file beside its place, and put it there when it is complete and on the disk.
+
+    Args:
+        path: The place; what is there stays until then, and for good if writing fails.
+
+    Yields:
+        Where to write.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = unfinished(path)
+    try:
+        yield new
+        with new.open("rb") as file:
+            os.fsync(file.fileno())
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    publish(path)
+
+
+def publish(path: Path) -> None:
+    """Put what :func:`unfinished` names, a file or a directory, in its place; what was there is removed.
+
+    Args:
+        path: The place.
+    """
+    new, old = unfinished(path), _discarded(path)
+    _remove(old)
+    if not os.path.lexists(path) or (path.is_file() and new.is_file()) or path.is_symlink():
+        if path.is_symlink() and new.is_dir():
+            path.unlink()
+        new.replace(path)
+    elif _exchange(new, path):
+        new.rename(old)
+    else:
+        path.rename(old)
+        new.rename(path)
+    _sync(path.parent)
+    _remove(old)
+
+
+def discard(path: Path) -> None:
+    """Remove a file or a directory; nobody sees half of it under its name.
+
+    Args:
+        path: The place; nothing need be there.
+    """
+    _remove(unfinished(path))
+    old = _discarded(path)
+    _remove(old)
+    if os.path.lexists(path):
+        path.rename(old)
+    _remove(old)
+
+
+def whole(path: Path, mark: str) -> Path:
+    """Where the directory of this name is: between the two renames of :func:`publish` it has its hidden name.
+
+    Args:
+        path: The place.
+        mark: The name of a file that a directory has only if it is complete.
+    """
+    new = unfinished(path)
+    return new if not path.exists() and (new / mark).is_file() else path
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Whether the file system has exchanged the two, which both exist, in one operation."""
+    if not sys.platform.startswith("linux"):
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def _sync(directory: Path) -> None:
+    """Bring the names in a directory to the disk, where directories can be opened."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
