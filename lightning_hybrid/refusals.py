@@ -43,6 +43,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "sequence_parallel": (bool,),
     "broadcast_batches": (bool,),
     "dynamic_shapes": (bool,),
+    "save_distributed_checkpoint": (bool,),
+    "async_save": (bool,),
     "rank_order": (str,),
     "process_group_backend": (str, type(None)),
     "timeout": (timedelta, type(None)),

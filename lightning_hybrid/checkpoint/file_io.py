@@ -35,8 +35,14 @@ class FileIO(TorchCheckpointIO):
         if storage_options is not None or not _is_local(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        with new_file(Path(path)) as new:
-            torch.save(checkpoint, new)
+        try:
+            with new_file(Path(path)) as new:
+                torch.save(checkpoint, new)
+        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+            raise OSError(
+                f"The checkpoint {path} could not be written; what was there before is as it was."
+                f" {type(error).__name__}: {error}"
+            ) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; of weights and states of optimizers, a rank reads what it uses.

@@ -182,6 +182,7 @@ class ShardedCheckpoint:
     def _read_tables(self, directory: Directory, known: set[str], checkpoint: dict[str, Any]) -> None:
         """Copies of the model that callbacks keep: divided as the module is, and without values for other stages."""
         like = self._ownership.tensors()
+        tied = [(name, own) for name, own in self._ownership.first_names().items() if name != own]
         targets: dict[Place, Tensor | None] = {}
         for place, entry in directory.entries.items():
             if place[0] not in known:
@@ -192,6 +193,7 @@ class ShardedCheckpoint:
             for key in place[:-1]:
                 node = node.setdefault(key, {})
             node[place[-1]] = value
+            node.update({name: value for name, own in tied if own == place[-1]})
 
     @staticmethod
     def wrote(states: Sequence[Any]) -> bool:

@@ -1,0 +1,384 @@
+"""Checkpoints as directories, and checkpoints that are written beside training, in the Trainer's hands."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch import Tensor, nn
+
+from lightning_hybrid import HybridStrategy
+from lightning_hybrid.checkpoint import FileIO
+from lightning_hybrid.storage import directory as storage_directory
+from tests.pool import Pools
+from tests.test_checkpoint import Resumable, Tested, everything, trained
+from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer, plain, together, weights
+
+SHARDED: dict[str, Any] = {**PP2, "save_distributed_checkpoint": True}
+TP2: dict[str, Any] = {"tensor_parallel_size": 2, "save_distributed_checkpoint": True}
+
+
+# -- callbacks that save -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["at once", "beside"])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"save_weights_only": True}, {"every_n_epochs": 1, "save_last": "link"}], ids=str
+)
+def test_the_best_and_the_last_are_found(ranks: Pools, tmp_path: Path, arguments: Any, beside: bool) -> None:
+    arguments = {"every_n_epochs": 1, **arguments}
+    link = {"save_last": arguments.pop("save_last")} if "save_last" in arguments else {}
+    expected = evaluate_best_of(None, str(tmp_path / "one"), {**arguments, **link})
+    layout = {**SHARDED, "async_save": beside}
+    for result in ranks(2, lightning=True).run(evaluate_best_of, layout, str(tmp_path / "two"), {**arguments, **link}):
+        assert_same(result, expected)
+    saved = sorted(path.name for path in (tmp_path / "two").iterdir())
+    assert saved == sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert all((tmp_path / "two" / name / ".metadata").is_file() for name in saved)
+
+
+def evaluate_best_of(layout: Any, directory: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    given = {"save_last": True, **arguments}
+    saver = ModelCheckpoint(directory, "{epoch}", monitor="val_loss", save_top_k=1, **given)
+    trainer = make_trainer(layout, max_epochs=4, enable_checkpointing=True, callbacks=[saver])
+    module = Tested(learning_rate=0.05)
+    trainer.fit(module, loader(8), loader(8, seed=2))
+    last = trainer.test(module, loader(8, seed=2))[0]
+    best = trainer.test(ckpt_path="best", dataloaders=loader(8, seed=2))[0]
+    named = trainer.test(ckpt_path="last", dataloaders=loader(8, seed=2))[0]
+    other = make_trainer(layout).test(Tested(), loader(8, seed=2), ckpt_path=saver.best_model_path)[0]
+    return {"last": last, "best": best, "named": named, "other": other, "score": float(saver.best_model_score)}
+
+
+def averaged(layout: Any, path: str, resume: bool) -> dict[str, Any]:
+    trainer = make_trainer(layout, max_epochs=4 if resume else 2, callbacks=[EMAWeightAveraging(decay=0.5)])
+    module = Resumable()
+    trainer.fit(module, loader(), ckpt_path=path if resume else None)
+    if not resume:
+        trainer.save_checkpoint(path)
+    return {"weights": _whole(module), "metrics": plain(trainer.callback_metrics)}
+
+
+def _whole(module: nn.Module) -> dict[str, Tensor]:
+    named = weights(module)
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in named.items()}
+
+
+@pytest.mark.parametrize("layout", [SHARDED, TP2], ids=["pp2", "tp2"])
+def test_averages_of_the_model_are_in_a_directory_too(ranks: Pools, tmp_path: Path, layout: Any) -> None:
+    averaged(None, str(tmp_path / "one.ckpt"), False)
+    expected = averaged(None, str(tmp_path / "one.ckpt"), True)
+    pool = ranks(2, lightning=True)
+    pool.run(averaged, layout, str(tmp_path / "two.ckpt"), False)
+    results = pool.run(averaged, layout, str(tmp_path / "two.ckpt"), True)
+    assert_same(together([result["weights"] for result in results]), expected["weights"])
+
+
+class Extra(nn.Module):
+    """A layer with state that is no tensor, and a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.note = "new"
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state["note"]
+
+
+class WithExtra(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[5].append(Extra())
+        self.outside = Extra()
+
+    def on_train_start(self) -> None:
+        self.found = (self.body[5][-1].note, self.outside.note)
+        for extra in (self.body[5][-1], self.outside):
+            extra.note = "old"
+
+
+def noted(layout: Any, path: str) -> Any:
+    trainer = make_trainer(layout)
+    trainer.fit(WithExtra(), loader())
+    trainer.save_checkpoint(path)
+    module = WithExtra()
+    make_trainer(layout, max_epochs=2).fit(module, loader(), ckpt_path=path)
+    return module.found
+
+
+def test_state_of_layers_that_is_no_tensor(ranks: Pools, tmp_path: Path) -> None:
+    results = ranks(2, lightning=True).run(noted, SHARDED, str(tmp_path / "c.ckpt"))
+    assert results[1] == ("old", "old")
+    assert results[0][1] == "old"
+
+
+# -- strictness, and what does not fit ---------------------------------------------------------------------------------
+
+
+def load_wrong(layout: Any, path: str, strict: bool, kind: str) -> Any:
+    module = {"another": WithExtra, "fewer": Regression, "same": Resumable}[kind]()
+    module.strict_loading = strict
+    before = weights(module)
+    try:
+        make_trainer(layout, max_epochs=3).fit(module, loader(), ckpt_path=path)
+    except Exception as error:
+        unchanged = all(torch.equal(value, before[name]) for name, value in weights(module).items())
+        return type(error).__name__, str(error), unchanged
+    return "", "", False
+
+
+@pytest.mark.parametrize("form", ["file", "directory"])
+@pytest.mark.parametrize(
+    ("kind", "strict", "fault", "words"),
+    [
+        ("another", True, "", ["Missing key(s)", '"outside.count"', "Unexpected key(s)", '"steps"']),
+        ("same", True, "rename", ["body.1.0.bias", "no 'body.1.0.bias', but 'body.1.0.bios'"]),
+        ("same", True, "shape", ["size mismatch for body.5.0.weight", "torch.Size([8, 9])"]),
+        ("same", False, "shape", ["size mismatch for body.5.0.weight", "torch.Size([8, 9])"]),
+    ],
+    ids=["another model", "another name", "another shape", "another shape, not strict"],
+)
+def test_another_models_checkpoint_is_refused_and_nothing_is_loaded(
+    ranks: Pools, tmp_path: Path, kind: str, strict: bool, fault: str, words: list[str], form: str
+) -> None:
+    path = str(tmp_path / "c.ckpt")
+    layout = SHARDED if form == "directory" else PP2
+    ranks(2, lightning=True).run(changed, layout, path, fault)
+    results = ranks(2, lightning=True).run(load_wrong, layout, path, strict, kind)
+    assert results[0] == results[1]
+    name, text, unchanged = results[0]
+    assert name == "RuntimeError"
+    assert unchanged
+    for word in words:
+        assert word in text, text
+
+
+class Renamed(Resumable):
+    """With one name, or one shape, that is another."""
+
+    fault = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if self.fault == "rename":
+            bias = self.body[1][0].bias
+            del self.body[1][0].bias
+            self.body[1][0].register_parameter("bias", None)
+            self.body[1][0].bios = bias
+        elif self.fault == "shape":
+            self.body[5][0].spare = nn.Parameter(torch.zeros(8, 9, dtype=torch.float64))
+
+
+def changed(layout: Any, path: str, fault: str) -> None:
+    Renamed.fault = fault
+    trainer = make_trainer(layout)
+    module = Renamed()
+    trainer.fit(module, loader())
+    original = trainer.strategy.lightning_module_state_dict
+
+    def other() -> dict[str, Any]:
+        state = original()
+        if fault == "shape" and state:
+            state["body.5.0.weight"] = state.pop("body.5.0.spare")
+        return state
+
+    with mock.patch.object(trainer.strategy, "lightning_module_state_dict", other):
+        trainer.save_checkpoint(path)
+
+
+def test_names_that_differ_are_left_out_where_loading_is_not_strict(ranks: Pools, tmp_path: Path) -> None:
+    path = str(tmp_path / "c.ckpt")
+    ranks(2, lightning=True).run(trained, SHARDED, 8, 1, path, None)
+    for found in ranks(2, lightning=True).run(evaluated_without_strictness, PP2, path):
+        assert found
+
+
+def evaluated_without_strictness(layout: Any, path: str) -> bool:
+    module = Tested()
+    module.strict_loading = False
+    trainer = make_trainer(layout)
+    before = weights(module)["head.weight"]
+    trainer.test(module, loader(), ckpt_path=path)
+    return not torch.equal(before, weights(module)["head.weight"])
+
+
+# -- beside training ---------------------------------------------------------------------------------------------------
+
+
+def save_beside(layout: Any, path: str) -> tuple[bool, dict[str, Tensor]]:
+    """Save, go on at once, and change the weights while the save waits."""
+    trainer = make_trainer({**layout, "async_save": True})
+    module = Regression()
+    trainer.fit(module, loader())
+    before, gate, write = weights(module), threading.Event(), storage_directory.write_directory
+    plugin_write = FileIO.save_checkpoint
+
+    def waiting(*args: Any, **kwargs: Any) -> None:
+        assert gate.wait(30)
+        (plugin_write if isinstance(args[0], FileIO) else write)(*args, **kwargs)
+
+    with (
+        mock.patch("lightning_hybrid.checkpoint.sharded.write_directory", waiting),
+        mock.patch.object(FileIO, "save_checkpoint", waiting),
+    ):
+        trainer.save_checkpoint(path)
+        was_there = Path(path).exists()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(1.0)
+        gate.set()
+        trainer.strategy.teardown()
+    return was_there, before
+
+
+@pytest.mark.parametrize("layout", [PP2, SHARDED], ids=["file", "directory"])
+def test_training_goes_on_while_a_copy_is_written(ranks: Pools, tmp_path: Path, layout: Any) -> None:
+    path = tmp_path / "c.ckpt"
+    results = ranks(2, lightning=True).run(save_beside, layout, str(path))
+    assert [was_there for was_there, _ in results] == [False, False]
+    assert path.exists()
+    (found, *_) = ranks(2, lightning=True).run(loaded_weights, PP2, str(path))
+    assert_same(found, together([before for _, before in results]), 0.0)
+
+
+def loaded_weights(layout: Any, path: str) -> dict[str, Tensor]:
+    trainer = make_trainer(layout, max_steps=0, max_epochs=None)
+    trainer.validate(Regression(), loader(), ckpt_path=path, verbose=False)
+    return dict(trainer.strategy.lightning_module_state_dict())
+
+
+def fail_beside(layout: Any, path: str) -> str:
+    trainer = make_trainer({**layout, "async_save": True})
+    trainer.fit(Regression(), loader())
+    if trainer.global_rank == 0:
+        Path(path).write_text("a file in the place of a directory")
+    trainer.strategy.barrier()
+    trainer.save_checkpoint(f"{path}/below.ckpt")
+    with pytest.raises(OSError, match="could not be written") as caught:
+        trainer.save_checkpoint(f"{path}.next")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [PP2, SHARDED], ids=["file", "directory"])
+def test_a_failure_beside_is_an_error_of_the_next_save_on_every_rank(ranks: Pools, tmp_path: Path, layout: Any) -> None:
+    texts = ranks(2, lightning=True).run(fail_beside, layout, str(tmp_path / "c.ckpt"))
+    assert texts[0] == texts[1]
+
+
+def overlapped(layout: Any, path: str) -> tuple[bool, str]:
+    """With Lightning's plugin directories are written beside training too."""
+    trainer = make_trainer(layout, plugins=[AsyncCheckpointIO()])
+    trainer.fit(Regression(), loader())
+    names = []
+    write = storage_directory.write_directory
+
+    def named(*args: Any) -> None:
+        names.append(threading.current_thread().name)
+        write(*args)
+
+    with mock.patch("lightning_hybrid.checkpoint.sharded.write_directory", named):
+        trainer.save_checkpoint(path)
+        trainer.strategy.teardown()
+    return names[0] != threading.main_thread().name, type(trainer.strategy.checkpoint_io).__name__
+
+
+def test_lightnings_asynchronous_plugin_works_with_directories(ranks: Pools, tmp_path: Path) -> None:
+    for beside, plugin in ranks(2, lightning=True).run(overlapped, SHARDED, str(tmp_path / "c.ckpt")):
+        assert beside
+        assert plugin == "AsyncCheckpointIO"
+
+
+# -- plugins and options -----------------------------------------------------------------------------------------------
+
+
+class Plugin(TorchCheckpointIO):
+    """A user's way of writing files."""
+
+
+def test_a_plugin_that_would_not_be_used_is_refused() -> None:
+    with pytest.raises(ValueError, match="the plugin would not be used"):
+        make_trainer_alone(plugins=[Plugin()])
+
+
+def make_trainer_alone(**arguments: Any) -> Any:
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": "1"}):
+        return make_trainer({"save_distributed_checkpoint": True}, **arguments)
+
+
+def refused_options(path: str) -> list[str]:
+    trainer = make_trainer(SHARDED)
+    trainer.fit(Regression(), loader())
+    texts = []
+    for kind, arguments in ((TypeError, {"storage_options": {"a": 1}}), (ValueError, {})):
+        with pytest.raises(kind) as caught:
+            trainer.save_checkpoint(path if arguments else "memory://c.ckpt", **arguments)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_options_and_other_file_systems_are_refused(ranks: Pools, tmp_path: Path) -> None:
+    results = ranks(2, lightning=True).run(refused_options, str(tmp_path / "c.ckpt"))
+    assert results[0] == results[1]
+    assert "storage_options" in results[0][0]
+    assert "memory://c.ckpt" in results[0][1]
+
+
+def test_arguments_reach_the_settings() -> None:
+    settings = HybridStrategy(save_distributed_checkpoint=True, async_save=True).settings
+    assert (settings.save_distributed_checkpoint, settings.async_save) == (True, True)
+    for wrong in ("save_distributed_checkpoint", "async_save"):
+        with pytest.raises(TypeError, match=wrong):
+            HybridStrategy(**{wrong: "yes"})  # type: ignore[arg-type]
+
+
+# -- damaged files -----------------------------------------------------------------------------------------------------
+
+
+def load_damaged(layout: Any, path: str) -> tuple[str, str]:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the test looks at it
+        make_trainer(layout, max_epochs=3).fit(Resumable(), loader(), ckpt_path=path)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault", "words"),
+    [
+        (PP2, "short", "cannot be read"),
+        (PP2, "empty", "cannot be read"),
+        (SHARDED, "unfinished", "no complete checkpoint"),
+        (SHARDED, "missing shard", "lacks the file"),
+        (SHARDED, "short shard", "is damaged"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_damaged_checkpoint_is_an_error_on_every_rank(
+    ranks: Pools, tmp_path: Path, layout: Any, fault: str, words: str
+) -> None:
+    path = tmp_path / "c.ckpt"
+    everything(ranks(2, lightning=True).run(trained, layout, 8, 1, str(path), None))
+    if fault in ("short", "empty"):
+        os.truncate(path, path.stat().st_size // 2 if fault == "short" else 0)
+    elif fault == "unfinished":
+        (path / ".metadata").unlink()
+    else:
+        shard = path / "__1_0.distcp"
+        os.truncate(shard, 100) if fault == "short shard" else shard.unlink()
+    texts = ranks(2, lightning=True).run(load_damaged, layout, str(path))
+    assert texts[0] == texts[1]
+    assert texts[0][0] == "ValueError"
+    assert words in texts[0][1]
