@@ -53,7 +53,7 @@ class SavingStrategy(ReplicaCollectives):
         if self._assembly is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
-            self._parts.archive.save(checkpoint, self.broadcast(filepath), self.checkpoint_io, storage_options)
+            self._parts.archive.save(checkpoint, filepath, self.checkpoint_io, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file or a directory, on rank 0."""

@@ -24,7 +24,7 @@ from tests.pool import Pools
 
 # -- replacing ---------------------------------------------------------------------------------------------------------
 
-STEPS = ("_remove", "_exchange", "_sync")
+STEPS = ("_remove", "_exchange")
 RENAMES = ("rename", "replace")
 
 
@@ -91,7 +91,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path: Path, old: 
     assert found[0] == "old"
     assert found[-1] == "new"
     path = tmp_path / "0"  # leftovers are no obstacle
-    replace.discard(replace.unfinished(path))
+    replace.abandon(path)
     make(replace.unfinished(path), new, "newer")
     replace.publish(path)
     assert content(path) == "newer"

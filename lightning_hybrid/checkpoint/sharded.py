@@ -83,16 +83,14 @@ class ShardedCheckpoint:
         Args:
             checkpoint: As the Trainer made it, with the state dict of the module and the states by name of the
                 optimizers as this rank knows them.
-            path: The place.
+            path: The place; the first rank's counts.
 
         Returns:
             What writes it, to be called on every rank.
         """
         group = self._mesh.world_group
-        found = (
-            [place for place in self._tables(checkpoint) if place[0] != _OPTIMIZERS] if self._mesh.is_first else None
-        )
-        tables: list[Place] = broadcast_object(found, 0, group)
+        tables = [place for place in self._tables(checkpoint) if place[0] != _OPTIMIZERS]
+        path, tables = broadcast_object((path, tables), 0, group)
         entries = dict(self._entries(checkpoint, tables))
         for number, state in enumerate(checkpoint.get(_OPTIMIZERS, [])):
             entries |= dict(self._optimizer_entries(f"optimizer_{number}", state))

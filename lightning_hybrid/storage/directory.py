@@ -14,7 +14,7 @@ So it can be opened with torch alone: `torch.distributed.checkpoint.format_utils
 from __future__ import annotations
 
 import io
-import pickle
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_hybrid.exchange import broadcast_object
 from lightning_hybrid.places import Place
 from lightning_hybrid.storage.pieces import pieces
-from lightning_hybrid.storage.replace import discard, publish, unfinished, whole
+from lightning_hybrid.storage.replace import abandon, publish, unfinished, whole
 
 __all__ = ["EXTRA", "Directory", "write_directory"]
 
@@ -67,49 +66,44 @@ def write_directory(path: Path, entries: Mapping[Place, Any], extra: Any, group:
     Raises:
         OSError: If a rank could not write; on every rank.
     """
-    new = unfinished(path)
-    _on_first(group, path, lambda: _begin(path))
     names = {_name(place): place for place in entries}
     flat = {_name(place): value for place, value in entries.items()}
     try:
-        save(flat, storage_writer=FileSystemWriter(new), planner=_Planner(names), process_group=group)
+        save(flat, storage_writer=_Writer(path, extra), planner=_Planner(names), process_group=group)
     except CheckpointException as error:
-        _on_first(group, path, lambda: discard(new))
-        raise OSError(_failure_text(path, error)) from error
-    _on_first(group, path, lambda: _finish(path, extra))
+        if dist.get_rank(group) == 0:
+            abandon(path)
+        failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+        raise OSError(
+            f"The checkpoint {path} could not be written; what was there before is as it was. {'; '.join(failures[:4])}"
+        ) from error
 
 
-def _begin(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    discard(unfinished(path))
-    unfinished(path).mkdir()
+class _Writer(FileSystemWriter):
+    """Writes into a hidden directory, which the first rank makes and puts in its place when all have written.
 
+    The first rank's part is done where torch waits for it, and tells all ranks if it fails.
+    """
 
-def _finish(path: Path, extra: Any) -> None:
-    torch.save(extra, unfinished(path) / EXTRA)
-    publish(path)
+    def __init__(self, path: Path, extra: Any) -> None:
+        super().__init__(unfinished(path))
+        self._place, self._extra = path, extra
 
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin: nobody writes before the first rank has made its plan."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if is_coordinator:
+            abandon(self._place)
+            unfinished(self._place).mkdir(parents=True, exist_ok=True)
 
-def _on_first(group: dist.ProcessGroup, path: Path, job: Any) -> None:
-    """Do something on the first rank; all wait for it, and raise if it failed."""
-    error = None
-    if dist.get_rank(group) == 0:
-        try:
-            job()
-        except (OSError, pickle.PicklingError, RuntimeError) as raised:
-            error = raised
-    text = broadcast_object(None if error is None else f"{type(error).__name__}: {error}", 0, group)
-    if text is not None:
-        raise OSError(_unwritten(path, f"rank 0: {text}")) from error
-
-
-def _unwritten(path: Path, why: str) -> str:
-    return f"The checkpoint {path} could not be written; what was there before is as it was. {why}"
-
-
-def _failure_text(path: Path, error: CheckpointException) -> str:
-    failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
-    return _unwritten(path, "; ".join(failures[:4]))
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """End, on the first rank, after all have written."""
+        with (unfinished(self._place) / EXTRA).open("wb") as file:
+            torch.save(self._extra, file)
+            file.flush()
+            os.fsync(file.fileno())
+        super().finish(metadata, results)
+        publish(self._place)
 
 
 def _name(place: Place) -> str:

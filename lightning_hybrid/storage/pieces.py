@@ -32,7 +32,8 @@ def pieces(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
         return
     with torch.no_grad():
         local = tensor.to_local()
-    runs = [_runs(indices) for indices in _indices(tensor)]
+    divided = _indices(tensor)
+    runs = [_runs(divided[dim]) if dim in divided else [(0, 0, size)] for dim, size in enumerate(tensor.shape)]
     for rectangle in itertools.product(*runs):
         view = local.detach()
         for dim, (_, begin, length) in enumerate(rectangle):
@@ -40,12 +41,12 @@ def pieces(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
         yield torch.Size([first for first, _, _ in rectangle]), view
 
 
-def _indices(tensor: DTensor) -> list[Tensor]:
-    """For each dimension the places in the whole tensor of what is here, in the order in which it is here.
+def _indices(tensor: DTensor) -> dict[int, Tensor]:
+    """For each divided dimension the places in the whole tensor of what is here, in the order in which it is here.
 
     Of the mesh's axes the outermost divides first; `chunk` is how torch divides what cannot be divided evenly.
     """
-    indices = [torch.arange(size) for size in tensor.shape]
+    indices: dict[int, Tensor] = {}
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is in the mesh"
@@ -53,7 +54,7 @@ def _indices(tensor: DTensor) -> list[Tensor]:
         dim = getattr(placement, "dim", None)  # a replica has none
         if dim is None:
             continue
-        blocks = indices[dim].chunk(getattr(placement, "split_factor", 1))
+        blocks = indices.get(dim, torch.arange(tensor.shape[dim])).chunk(getattr(placement, "split_factor", 1))
         shares = [block.chunk(size) for block in blocks]
         indices[dim] = torch.cat([share[place] if place < len(share) else share[0][:0] for share in shares])
     return indices

@@ -17,10 +17,10 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["discard", "new_file", "publish", "unfinished", "whole"]
+__all__ = ["abandon", "discard", "new_file", "publish", "unfinished", "whole"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, <fcntl.h> and <linux/fs.h>
 
@@ -51,7 +51,7 @@ def new_file(path: Path) -> Iterator[Path]:
         with new.open("rb") as file:
             os.fsync(file.fileno())
     except BaseException:
-        new.unlink(missing_ok=True)
+        abandon(path)
         raise
     publish(path)
 
@@ -73,8 +73,17 @@ def publish(path: Path) -> None:
     else:
         path.rename(old)
         new.rename(path)
-    _sync(path.parent)
     _remove(old)
+
+
+def abandon(path: Path) -> None:
+    """Remove what is unfinished, as far as that is possible."""
+    new = unfinished(path)
+    if new.is_dir():
+        shutil.rmtree(new, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            new.unlink()
 
 
 def discard(path: Path) -> None:
@@ -83,7 +92,7 @@ def discard(path: Path) -> None:
     Args:
         path: The place; nothing need be there.
     """
-    _remove(unfinished(path))
+    abandon(path)
     old = _discarded(path)
     _remove(old)
     if os.path.lexists(path):
@@ -116,18 +125,6 @@ def _exchange(one: Path, other: Path) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code), str(one), None, str(other))
-
-
-def _sync(directory: Path) -> None:
-    """Bring the names in a directory to the disk, where directories can be opened."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:
