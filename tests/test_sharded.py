@@ -19,6 +19,7 @@ from lightning_hybrid.checkpoint import FileIO
 from lightning_hybrid.storage import directory as storage_directory
 from tests.pool import Pools
 from tests.test_checkpoint import Resumable, Tested, everything, trained
+from tests.test_trainer_features import tuned
 from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer, plain, together, weights
 
 SHARDED: dict[str, Any] = {**PP2, "save_distributed_checkpoint": True}
@@ -382,3 +383,12 @@ def test_a_damaged_checkpoint_is_an_error_on_every_rank(
     assert texts[0] == texts[1]
     assert texts[0][0] == "ValueError"
     assert words in texts[0][1]
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["at once", "beside"])
+def test_the_learning_rate_finder_saves_and_restores_a_directory(ranks: Pools, tmp_path: Path, beside: bool) -> None:
+    expected = tuned(None, str(tmp_path), False)
+    layout = {**SHARDED, "async_save": beside}
+    results = ranks(2, lightning=True).run(tuned, layout, str(tmp_path), False)
+    assert_same(results, [expected, expected], rtol=1e-8)
+    assert [path.name for path in tmp_path.iterdir() if "lr_find" in path.name] == []
