@@ -66,8 +66,8 @@ class Assembly:
         world = dist.group.WORLD
         assert world is not None
         self.board = FailureBoard(world.get_group_store(), broadcast_object(str(next(_RUNS)), 0, world))
-        seed = broadcast_object(torch.initial_seed(), 0, world)
-        self._streams = RandomStreams(seed, self.mesh.data_rank, device)
+        self._seed: int = broadcast_object(torch.initial_seed(), 0, world)
+        self._streams = RandomStreams(self._seed, self.mesh.data_rank, device)
         if dist.get_backend() == "nccl":
             self.board.watch(close_groups)
         self._engine: Engine | None = None
@@ -87,7 +87,8 @@ class Assembly:
     def attach(self, module: LightningModule) -> None:
         """From here on this is the user's module."""
         if module is not self._module:
-            self._module, self._division = module, Division(module, self._settings, self.mesh, self._device)
+            self._module = module
+            self._division = Division(module, self._settings, self.mesh, self._device, self._seed)
             self.is_cut = self._settings.cut(self._sizes, module)
         # Lightning's own sampler shuffles training data whether or not the user's loader does; ours keeps its order.
         connector = module.trainer._accelerator_connector

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_hybrid.materialize import is_stand_in, put_stand_ins, refuse_call
+from lightning_hybrid.materialize import Initialization, is_stand_in, lacks_values, put_stand_ins, refuse_call
 from lightning_hybrid.mesh import AXES, Mesh
 from lightning_hybrid.partition import partition
 from lightning_hybrid.placement import Placement
@@ -34,6 +34,7 @@ class Division:
         settings: The settings.
         mesh: The ranks.
         device: Where this rank computes.
+        seed: The global seed, equal on all ranks.
 
     Attributes:
         num_stages: Stages over all ranks; chunks on a single rank would be neighbours and are one stage.
@@ -43,8 +44,11 @@ class Division:
         is_done: Whether the module has been divided.
     """
 
-    def __init__(self, module: LightningModule, settings: Settings, mesh: Mesh, device: torch.device) -> None:
+    def __init__(
+        self, module: LightningModule, settings: Settings, mesh: Mesh, device: torch.device, seed: int
+    ) -> None:
         self._module = module
+        self._seed = seed
         self._device = device
         self._settings = settings
         self._mesh = mesh
@@ -53,22 +57,27 @@ class Division:
         self.body: tuple[str, nn.Sequential] | None = None
         self.placement = Placement(None, (), (range(0),), 1)
         self.plan: Plan | None = None
-        self.is_done = False
+        self.is_done = self._was_shared = False
 
     def __call__(self) -> None:
         """Put stand-ins for what other stages hold, and divide the layers that are left; once.
 
         Raises:
-            ValueError: If there is no body, it has fewer layers than there are stages, or layers cannot be shared as
-                the plan says; on every rank.
+            ValueError: If there is no body, it has fewer layers than there are stages, layers cannot be shared as the
+                plan says, or what was made on the meta device cannot get values; on every rank.
             TypeError: If the body cannot be divided; on every rank.
         """
+        lacks = lacks_values(self._module)
         if self.num_stages > 1 and not self.is_done:
             agree(self._plan)
             rank_zero_info(self.text())
             self._put_stand_ins()
         if not self.is_done:
-            self._share_layers()
+            self._plan_sharing()
+            if lacks:
+                agree(self._bring_to_life)
+            else:
+                self._share_layers()
         self.is_done = True
 
     @property
@@ -76,11 +85,26 @@ class Division:
         """Names of parameters whose gradients are parts of a sum over the tensor-parallel ranks."""
         return self.plan.adds_up if self.plan else ()
 
-    def _share_layers(self) -> None:
+    def _bring_to_life(self) -> None:
+        """Give values to what has none, and divide it layer by layer: no other layer is whole at the same time."""
+        initialize = Initialization(self._module, self._device, self._seed, frames=self._frames())
+        self._share_layers(prepare=initialize)
+        initialize.finish()
+
+    def _frames(self) -> list[str]:
+        """The names of the modules that hold the body: of the same ones under every layout."""
+        try:
+            name, _ = self.body or _find_body(self._module, self._settings)
+        except (ValueError, TypeError):
+            return [""]
+        return ["", *(name.rsplit(".", count)[0] for count in range(name.count(".") + 1))]
+
+    def _plan_sharing(self) -> None:
         size = self._mesh.tensor_parallel_size
         wish = size, self._settings.tensor_parallel_plan, self._settings.sequence_parallel
         known: Plan | None
         before, known = vars(self._module).get(_PLAN, (None, None))
+        self._was_shared = known is not None
         if known is None and size == 1:
             return
         if known is not None and before != wish:
@@ -93,11 +117,15 @@ class Division:
         if known is None:
             vars(self._module)[_PLAN] = wish, self.plan
             rank_zero_info(self.plan.text() if self.num_stages > 1 else f"{self.text()}\n{self.plan.text()}")
+
+    def _share_layers(self, prepare: Callable[[str], None] = lambda name: None) -> None:
+        if self.plan is None:
+            return
         group = TensorGroup(self._mesh.tensor_group)
-        if known is None:
-            self.plan.apply(self._module, self._mesh.device_mesh[AXES["tp"]], group, self._device)
-        else:
+        if self._was_shared:
             self.plan.join(self._module, group)
+        else:
+            self.plan.apply(self._module, self._mesh.device_mesh[AXES["tp"]], group, self._device, prepare)
 
     def _plan_layers(self) -> Plan:
         return find_plan(self._module, self._settings, self._mesh.tensor_parallel_size)
@@ -176,11 +204,15 @@ def find_stages(
         ValueError: If there is no body, or it has fewer layers than there are stages.
         TypeError: If the body cannot be divided.
     """
-    name, body = find_body(module, settings.body or getattr(module, "pipeline_body", None))
+    name, body = _find_body(module, settings)
     weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in body]
     stages = partition(settings.partition, weights, num_ranks * settings.num_chunks)
     layers = tuple(path for path, _ in body.named_modules(remove_duplicate=False) if path and "." not in path)
     return (name, body), Placement(name, layers, tuple(stages), num_ranks)
+
+
+def _find_body(module: LightningModule, settings: Settings) -> tuple[str, nn.Sequential]:
+    return find_body(module, settings.body or getattr(module, "pipeline_body", None))
 
 
 def find_plan(module: LightningModule, settings: Settings, size: int) -> Plan:

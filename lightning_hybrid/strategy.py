@@ -27,6 +27,7 @@ from lightning_hybrid.assembly import Assembly
 from lightning_hybrid.clipping import clip_by_total_norm, total_norm
 from lightning_hybrid.collectives import outside_of_steps
 from lightning_hybrid.failure import close_groups, is_transport
+from lightning_hybrid.materialize import lacks_values
 from lightning_hybrid.mesh import Mesh, resolve_sizes
 from lightning_hybrid.precision import adapt, check_optimizer
 from lightning_hybrid.saving import SavingStrategy
@@ -228,6 +229,12 @@ class HybridStrategy(SavingStrategy):
         self._assembly.divide_early()
 
     @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where tensors are made: with ``empty_init=True`` nowhere, until the module is divided."""
+        with torch.device("meta") if empty_init else self.root_device, self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Around `configure_model`; the module is divided when it leaves."""
         with super().model_sharded_context():
@@ -410,7 +417,11 @@ class HybridStrategy(SavingStrategy):
             optimization.uninstall(self.lightning_module.trainer)
             self._assembly.remove(self.lightning_module.trainer)
             self._assembly.close()
+        module = self._lightning_module
+        if module is not None and lacks_values(module):  # after an error, which torch's about moving it would hide
+            self._lightning_module = None
         super().teardown()
+        self._lightning_module = module
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

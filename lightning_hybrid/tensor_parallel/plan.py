@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -50,7 +50,14 @@ class Plan:
     adds_up: frozenset[str]
     shapes: Mapping[str, torch.Size]
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, group: TensorGroup, device: torch.device) -> None:
+    def apply(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        group: TensorGroup,
+        device: torch.device,
+        prepare: Callable[[str], None] = lambda name: None,
+    ) -> None:
         """Divide what this rank holds of the module, and change its layers.
 
         Args:
@@ -58,8 +65,9 @@ class Plan:
             mesh: The tensor-parallel axis.
             group: The same ranks.
             device: Where shards live.
+            prepare: Called with the name of a layer before its parameters are divided.
         """
-        sharder = Sharder(mesh, group, device)
+        sharder = Sharder(module, mesh, group, device)
         for row in self.rows:
             layer = module.get_submodule(row.name)
             if row.style.startswith(_ATTRIBUTES):
@@ -69,10 +77,12 @@ class Plan:
             style = find_style(row.kind, layer)
             assert style is not None
             for division in row.divisions:
-                owner, _, name = division.path.rpartition(".")
-                sharder.shard(layer.get_submodule(owner), name, division.dim, blocks=division.blocks)
+                owner, _, name = _join(row.name, division.path).rpartition(".")
+                prepare(owner)
+                sharder.shard(module.get_submodule(owner), name, division.dim, blocks=division.blocks)
             style.transform(layer, tensor_group=group, sequence_dim=row.sequence_dim, **row.options)
         for name, foreign in self.foreign.items():
+            prepare(name)
             if not any(parameter.is_meta for parameter in module.get_submodule(name).parameters()):
                 parallelize_module(module, mesh, {name: foreign})
         _leave_fast_paths(module)

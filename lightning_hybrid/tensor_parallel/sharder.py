@@ -17,16 +17,21 @@ class Sharder:
     """Divides parameters; one that is tied stays tied.
 
     Args:
+        module: The whole module. Parameters without values may get some until they are divided, but no other ties.
         mesh: The tensor-parallel axis, for torch.
         group: The same ranks.
         device: Where shards live.
     """
 
-    def __init__(self, mesh: DeviceMesh, group: TensorGroup, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, group: TensorGroup, device: torch.device) -> None:
         self._mesh = mesh
         self._group = group
         self._device = device
-        self._made: dict[int, tuple[nn.Parameter, nn.Parameter, int, int]] = {}
+        by_parameter: dict[int, list[tuple[nn.Module, str]]] = {}
+        for layer in module.modules():
+            for name, parameter in layer._parameters.items():
+                by_parameter.setdefault(id(parameter), []).append((layer, name))
+        self._places = {(id(layer), name): places for places in by_parameter.values() for layer, name in places}
 
     def shard(self, module: nn.Module, name: str, dim: int, *, blocks: int = 1) -> None:
         """Keep this rank's part of a parameter.
@@ -38,30 +43,26 @@ class Sharder:
             rank 0     q q     k k     v v
             rank 1         q q     k k     v v
 
-        Every rank takes the values of the group's first one.
+        Every rank takes the values of the group's first one. The undivided parameter is let go of, in all its places.
 
         Args:
             module: Whose parameter it is.
             name: Its name there.
             dim: The dimension to divide.
             blocks: Into how many equal blocks the dimension falls.
-
         """
         parameter = getattr(module, name)
         if parameter is None or parameter.is_meta or isinstance(parameter, DTensor):
             return  # there is none, it lives elsewhere, or it was divided before
-        known = self._made.get(id(parameter))
-        if known is None:
-            known = parameter, self._divided(parameter, dim, blocks), dim, blocks
-            self._made[id(parameter)] = known
-        assert known[2:] == (dim, blocks), "tied parameters are divided alike"
-        setattr(module, name, known[1])
+        made = self._divided(parameter, dim, blocks)
+        for owner, leaf in self._places[id(module), name]:
+            setattr(owner, leaf, made)
 
     def _divided(self, parameter: nn.Parameter, dim: int, blocks: int) -> nn.Parameter:
         size = parameter.shape[dim]
         assert size % (self._group.size * blocks) == 0, "a plan divides what can be divided"
         with torch.no_grad():
-            values = parameter.detach().to(self._device, copy=True).contiguous()
+            values = parameter.detach().to(self._device).contiguous()
             dist.broadcast(values.view(-1).view(torch.uint8), group=self._group.group, group_src=0)
             seen = values.view(*values.shape[:dim], blocks, size // blocks, *values.shape[dim + 1 :])
             own = seen.chunk(self._group.size, dim + 1)[self._group.rank].clone(memory_format=torch.contiguous_format)
