@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from contextlib import ExitStack
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from lightning_hybrid.epoch import EpochBoundary
 from lightning_hybrid.evaluation import EvaluationStep
 from lightning_hybrid.exchange import broadcast_object
 from lightning_hybrid.failure import FailureBoard, close_groups
+from lightning_hybrid.gathering import refuse_step
 from lightning_hybrid.gradients import Replication
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline import Pipeline, make_channels
@@ -52,6 +53,8 @@ class Assembly:
         replication: What this rank has in common with others.
         archive: Saves and loads; there once the module has been divided.
         transfer: Around batch-transfer hooks.
+        is_cut: Whether steps are.
+        is_gathered: Whether the module was divided and is whole again.
         pipeline: What a step is made of; ``None`` if Lightning's own way is right, because nothing is cut.
         training: Runs training batches, likewise.
         evaluation: Runs evaluation batches, likewise.
@@ -61,7 +64,7 @@ class Assembly:
         self._settings = settings
         self._device = device
         self._sizes = sizes
-        self.is_cut = False
+        self.is_cut = self.is_gathered = False
         self.mesh = Mesh(*sizes, rank_order=settings.rank_order, device_type=device.type, timeout=settings.timeout)
         world = dist.group.WORLD
         assert world is not None
@@ -87,8 +90,7 @@ class Assembly:
     def attach(self, module: LightningModule) -> None:
         """From here on this is the user's module."""
         if module is not self._module:
-            self._module = module
-            self._division = Division(module, self._settings, self.mesh, self._device, self._seed)
+            self._module, self._division = module, self._new_division(module)
             self.is_cut = self._settings.cut(self._sizes, module)
         # Lightning's own sampler shuffles training data whether or not the user's loader does; ours keeps its order.
         connector = module.trainer._accelerator_connector
@@ -142,7 +144,24 @@ class Assembly:
             return
         assert self._module is not None
         self._division()
+        self.is_gathered = False
         self.archive = Archive(self._module, self._division.placement, self.mesh, self._settings)
+
+    def _new_division(self, module: LightningModule) -> Division:
+        return Division(module, self._settings, self.mesh, self._device, self._seed)
+
+    def gather(self) -> None:
+        """Undo the division, on every rank.
+
+        Raises:
+            ValueError: If others have divided layers of the module; on every rank.
+        """
+        if self.mesh.model_group.size() == 1 or self._module is None or not self._division.is_done:
+            return
+        self._division.undo()
+        self._division, self.is_gathered = self._new_division(self._module), True
+        self.archive = Archive(self._module, self._division.placement, self.mesh, self._settings)
+        self.training = self.evaluation = cast(Any, refuse_step)
 
     # -- putting the parts together ------------------------------------------------------------------------------------
 

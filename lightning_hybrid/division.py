@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_hybrid.gathering import check_gathering, gather_module
 from lightning_hybrid.materialize import Initialization, is_stand_in, lacks_values, put_stand_ins, refuse_call
 from lightning_hybrid.mesh import AXES, Mesh
 from lightning_hybrid.partition import partition
@@ -78,6 +79,8 @@ class Division:
                 agree(self._bring_to_life)
             else:
                 self._share_layers()
+        if self._settings.gather_module_on_teardown and not self.is_done:
+            agree(lambda: check_gathering(self._module, self.plan))
         self.is_done = True
 
     @property
@@ -129,6 +132,15 @@ class Division:
 
     def _plan_layers(self) -> Plan:
         return find_plan(self._module, self._settings, self._mesh.tensor_parallel_size)
+
+    def undo(self) -> None:
+        """Make the module whole again on every rank, so that it can be divided in another way.
+
+        Raises:
+            ValueError: If others have divided layers of it; on every rank.
+        """
+        gather_module(self._module, self.placement, self.plan, self._mesh)
+        vars(self._module).pop(_PLAN, None)
 
     def check(self) -> None:
         """The body is still what was divided.

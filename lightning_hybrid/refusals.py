@@ -42,6 +42,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "tensor_parallel_plan": (str, dict, type(None)),
     "sequence_parallel": (bool,),
     "broadcast_batches": (bool,),
+    "gather_module_on_teardown": (bool,),
     "dynamic_shapes": (bool,),
     "save_distributed_checkpoint": (bool,),
     "async_save": (bool,),

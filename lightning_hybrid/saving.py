@@ -73,6 +73,25 @@ class SavingStrategy(ReplicaCollectives):
             return super().lightning_module_state_dict()
         return self._parts.archive.module_state()
 
+    @outside_of_steps
+    def gather_module(self) -> None:
+        """Make the module whole again in place, on every rank: ordinary parameters and layers, all with their values.
+
+        To be called on every rank after a run, or in a hook at its very end (`teardown`). The module is then as if it
+        had never been divided: it runs in one process, and another Trainer may divide it in another way. Parameters
+        that lived elsewhere or were divided are new objects: optimizers of the run know the old ones, so their states
+        must be saved before. What torchmetrics in steps have counted stays on the last stage.
+
+        Raises:
+            ValueError: If layers were divided by styles of torch or by the user; on every rank.
+            RuntimeError: If the processes are no longer connected.
+        """
+        if self._assembly is None:
+            return
+        if self.is_alone:
+            raise RuntimeError("`gather_module` needs the process groups of the run, and they were destroyed.")
+        self._assembly.gather()
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part."""
         self._parts.archive.load_module_state(checkpoint["state_dict"], strict=strict)
@@ -80,6 +99,11 @@ class SavingStrategy(ReplicaCollectives):
     @outside_of_steps
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The undivided optimizer's state on rank 0, empty on other ranks; for a directory, this rank's."""
+        if self._parts.is_gathered:
+            raise RuntimeError(
+                "The module was made whole by `gather_module`, and the optimizer has parameters that are no longer in"
+                " it. Save before that, or with `trainer.save_checkpoint(path, weights_only=True)`."
+            )
         return self._parts.archive.optimizer_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

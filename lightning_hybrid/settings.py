@@ -28,6 +28,7 @@ class Settings:
     dynamic_shapes: bool
     save_distributed_checkpoint: bool
     async_save: bool
+    gather_module_on_teardown: bool
     rank_order: str
     timeout: timedelta | None
 

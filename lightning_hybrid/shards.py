@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 __all__ = [
@@ -13,12 +15,23 @@ __all__ = [
     "full",
     "give_gradient",
     "is_sharded",
+    "keeping_marks",
     "local_gradient",
     "local_of",
     "local_view",
     "settle_gradient",
     "shard_of",
 ]
+
+
+@contextmanager
+def keeping_marks(module: nn.Module | None) -> Iterator[None]:
+    """Keep marks such as `no_weight_decay` on divided parameters while their module is moved: torch loses them."""
+    parameters = [] if module is None else [each for each in module.parameters() if isinstance(each, DTensor)]
+    marks = [dict(vars(parameter)) for parameter in parameters]
+    yield
+    for parameter, each in zip(parameters, marks, strict=True):
+        vars(parameter).update(each)
 
 
 def is_sharded(tensor: object) -> bool:

@@ -32,6 +32,7 @@ from lightning_hybrid.mesh import Mesh, resolve_sizes
 from lightning_hybrid.precision import adapt, check_optimizer
 from lightning_hybrid.saving import SavingStrategy
 from lightning_hybrid.settings import Settings
+from lightning_hybrid.shards import keeping_marks
 from lightning_hybrid.transfer import pinned
 
 __all__ = ["HybridStrategy"]
@@ -72,6 +73,7 @@ class HybridStrategy(SavingStrategy):
         save_distributed_checkpoint: Whether a checkpoint is a directory to which every rank adds its part, instead of
             one file that rank 0 writes. Either can be loaded under any layout.
         async_save: Whether checkpoints are written beside training, from a copy on the host.
+        gather_module_on_teardown: Whether every rank has the whole module after a run, as by :meth:`gather_module`.
         rank_order: The axes from the outermost to the innermost: ``"pp-dp-tp"`` or another order.
         process_group_backend: The backend of the process groups; by default nccl on CUDA and gloo elsewhere.
         timeout: Of the process groups.
@@ -101,6 +103,7 @@ class HybridStrategy(SavingStrategy):
         dynamic_shapes: bool = False,
         save_distributed_checkpoint: bool = False,
         async_save: bool = False,
+        gather_module_on_teardown: bool = False,
         rank_order: str = "pp-dp-tp",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -122,6 +125,7 @@ class HybridStrategy(SavingStrategy):
             dynamic_shapes=dynamic_shapes,
             save_distributed_checkpoint=save_distributed_checkpoint,
             async_save=async_save,
+            gather_module_on_teardown=gather_module_on_teardown,
             rank_order=rank_order,
             timeout=timeout,
         )
@@ -247,8 +251,9 @@ class HybridStrategy(SavingStrategy):
         self.accelerator.setup(trainer)
         self._parts.divide()
         assert self.model is not None
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
+        with keeping_marks(self.model):
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.model_to_device()
         self._parts.assemble(sync_batch_norm=self._layer_sync is not None)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -417,10 +422,13 @@ class HybridStrategy(SavingStrategy):
             optimization.uninstall(self.lightning_module.trainer)
             self._assembly.remove(self.lightning_module.trainer)
             self._assembly.close()
+            if self.settings.gather_module_on_teardown and not self.lightning_module.trainer.interrupted:
+                self._assembly.gather()
         module = self._lightning_module
         if module is not None and lacks_values(module):  # after an error, which torch's about moving it would hide
             self._lightning_module = None
-        super().teardown()
+        with keeping_marks(module):
+            super().teardown()
         self._lightning_module = module
 
     @classmethod

@@ -23,8 +23,8 @@ FLOORS = (
     {"step", "optimization", "logging", "logger_calls", "metrics", "data", "transfer", "precision", "checkpoint"}
     | {"refusals", "settings", "summary", "processes", "attributes", "adjustments", "collectives", "batch_start"},
     # 6 to 8: a step through the pipeline, put together
-    {"completion", "division", "pipeline", "epoch", "record"},
-    {"training", "evaluation", "archive"},
+    {"completion", "gathering", "pipeline", "epoch", "record"},
+    {"division", "training", "evaluation", "archive"},
     {"assembly"},
     {"saving"},
     {"strategy"},  # 10

@@ -6,6 +6,7 @@ from lightning_hybrid.materialize.initialize import Initialization, lacks_values
 from lightning_hybrid.materialize.stand_ins import (
     StandInBuffer,
     StandInParameter,
+    forget_stand_ins,
     is_stand_in,
     put_stand_ins,
     refuse_call,
@@ -16,6 +17,7 @@ __all__ = [
     "Initialization",
     "StandInBuffer",
     "StandInParameter",
+    "forget_stand_ins",
     "is_stand_in",
     "lacks_values",
     "put_stand_ins",

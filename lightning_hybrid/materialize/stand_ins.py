@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from lightning_hybrid.placement import Placement
 
-__all__ = ["StandInBuffer", "StandInParameter", "is_stand_in", "put_stand_ins", "refuse_call", "without_value_text"]
+__all__ = [
+    "StandInBuffer",
+    "StandInParameter",
+    "forget_stand_ins",
+    "is_stand_in",
+    "put_stand_ins",
+    "refuse_call",
+    "without_value_text",
+]
 
 _T = TypeVar("_T", bound=Tensor)
 
@@ -108,6 +116,16 @@ def put_stand_ins(module: nn.Module, placement: Placement, rank: int) -> None:
     _replace(module, buffers, kept, lambda tensor: tensor.detach().to("meta").as_subclass(StandInBuffer))
     if not any(getattr(hook, "hook", None) is _load_into_themselves for hook in _loading_hooks(module)):
         module.register_load_state_dict_pre_hook(_load_into_themselves)  # type: ignore[no-untyped-call]
+
+
+def forget_stand_ins(module: nn.Module) -> None:
+    """Undo what was done for stand-ins, once there are none: layers may be called, and any state dict is loaded."""
+    for layer in module.modules():
+        for key in [key for key, hook in layer._forward_pre_hooks.items() if isinstance(hook, _Refusal)]:
+            del layer._forward_pre_hooks[key]
+    hooks = module._load_state_dict_pre_hooks
+    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is _load_into_themselves]:
+        del hooks[key]
 
 
 def _loading_hooks(module: nn.Module) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import lightning_hybrid.tensor_parallel.operations  # noqa: F401  registers what logits in shards can do
 from lightning_hybrid.tensor_parallel.collectives import TensorGroup
 from lightning_hybrid.tensor_parallel.plan import Plan, UserPlan, make_plan
+from lightning_hybrid.tensor_parallel.sharder import joined
 from lightning_hybrid.tensor_parallel.vocabulary import VocabularyShards, whole
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "TensorGroup",
     "UserPlan",
     "VocabularyShards",
+    "joined",
     "make_plan",
     "whole",
 ]

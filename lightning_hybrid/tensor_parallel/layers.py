@@ -36,6 +36,7 @@ __all__ = [
     "VocabularyEmbedding",
     "VocabularyHead",
     "become",
+    "become_again",
 ]
 
 
@@ -74,9 +75,19 @@ def become(layer: nn.Module, kind: type, **attributes: Any) -> None:
     """
     if not isinstance(layer, kind):
         layer.__class__ = _mixed(kind, type(layer))
+    vars(layer).setdefault(_ADDED, set()).update(attributes)
     vars(layer).update(attributes)
 
 
+def become_again(layer: nn.Module) -> None:
+    """Turn a parallel layer into what it was."""
+    while type(layer) in _MIXED.values():
+        layer.__class__ = type(layer).__bases__[1]
+    for attribute in vars(layer).pop(_ADDED, ()):
+        vars(layer).pop(attribute, None)
+
+
+_ADDED = "_added_by_sharing"  # where a layer remembers the attributes that it has got
 _MIXED: dict[tuple[type, type], type] = {}
 
 

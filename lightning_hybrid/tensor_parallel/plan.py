@@ -16,10 +16,11 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_hybrid.tensor_parallel.auto import automatic_plan
 from lightning_hybrid.tensor_parallel.collectives import TensorGroup
-from lightning_hybrid.tensor_parallel.layers import ParallelLayer
+from lightning_hybrid.tensor_parallel.fast_paths import leave_fast_paths, take_fast_paths
+from lightning_hybrid.tensor_parallel.layers import ParallelLayer, become_again
 from lightning_hybrid.tensor_parallel.regions import PlanRow, in_regions
 from lightning_hybrid.tensor_parallel.sharder import Sharder
-from lightning_hybrid.tensor_parallel.styles import STYLES, find_style
+from lightning_hybrid.tensor_parallel.styles import STYLES, Division, find_style
 
 __all__ = ["Plan", "PlanRow", "UserPlan", "make_plan"]
 
@@ -85,13 +86,28 @@ class Plan:
             prepare(name)
             if not any(parameter.is_meta for parameter in module.get_submodule(name).parameters()):
                 parallelize_module(module, mesh, {name: foreign})
-        _leave_fast_paths(module)
+        leave_fast_paths(module)
 
     def join(self, module: nn.Module, group: TensorGroup) -> None:
         """Let a module that was divided before, by another Trainer, communicate in this one's group."""
         for layer in module.modules():
             if isinstance(layer, ParallelLayer):
                 layer.tensor_group = group
+
+    def undo(self, module: nn.Module) -> None:
+        """Make the layers what they were; their parameters are joined elsewhere."""
+        for row in self.rows:
+            layer = module.get_submodule(row.name)
+            if row.style.startswith(_ATTRIBUTES):
+                for attribute in _attributes(row.style):
+                    setattr(layer, attribute, getattr(layer, attribute) * self.size)
+            else:
+                become_again(layer)
+        take_fast_paths(module)
+
+    def divisions(self) -> dict[str, Division]:
+        """How parameters are divided, by the names that the plan has for them."""
+        return {_join(row.name, each.path): each for row in self.rows for each in row.divisions}
 
     def text(self) -> str:
         """The plan as a table: module, style, full and local shape; layers alike in one line."""
@@ -244,19 +260,6 @@ def _adding_up(module: nn.Module, rows: Iterable[PlanRow], divided: set[str]) ->
         if row.kind == "sequence_region" or (row.kind in STYLES and STYLES[row.kind].adds_up):
             names = (_join(row.name, path) for path, _ in layer.named_parameters(remove_duplicate=False))
             yield from (name for name in names if name not in divided)
-
-
-def _leave_fast_paths(module: nn.Module) -> None:
-    """Torch's fused inference reads weights of layers directly, which are shards now."""
-    for layer in module.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer) and _is_divided(layer.self_attn, layer.linear1):
-            layer.activation_relu_or_gelu = 0
-        elif isinstance(layer, nn.TransformerEncoder):
-            layer.use_nested_tensor = False
-
-
-def _is_divided(*layers: nn.Module) -> bool:
-    return any(isinstance(layer, ParallelLayer) for layer in layers)
 
 
 def _alike(rows: Iterable[PlanRow]) -> Iterator[tuple[str, PlanRow]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_hybrid.tensor_parallel.collectives import TensorGroup
 
-__all__ = ["Sharder"]
+__all__ = ["Sharder", "joined"]
 
 
 class Sharder:
@@ -73,3 +75,16 @@ class Sharder:
         made = nn.Parameter(shards, requires_grad=parameter.requires_grad)
         vars(made).update(vars(parameter))  # marks such as `no_weight_decay`, by which users choose parameter groups
         return made
+
+
+def joined(shards: Sequence[Tensor], dim: int, *, blocks: int = 1) -> Tensor:
+    """The whole of a tensor that a :class:`Sharder` has divided.
+
+    Args:
+        shards: Of all ranks, in their order.
+        dim: The dimension that was divided.
+        blocks: Into how many equal blocks it had fallen.
+    """
+    shape = shards[0].shape
+    seen = [shard.view(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :]) for shard in shards]
+    return torch.cat(seen, dim + 1).flatten(dim, dim + 1)
