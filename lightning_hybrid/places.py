@@ -6,7 +6,7 @@ import copy
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-__all__ = ["Place", "leaves", "replaced", "value_at", "without"]
+__all__ = ["Place", "leaves", "replaced", "tree_of", "value_at", "without"]
 
 #: Keys and indices from the root.
 Place = tuple[Any, ...]
@@ -54,6 +54,18 @@ def without(tree: dict[str, Any], places: Collection[Place]) -> dict[str, Any]:
             node = node[key]
         node.pop(place[-1], None)
     return new
+
+
+def tree_of(values: Mapping[Place, Any]) -> Any:
+    """The tree of values with their places; containers whose keys are 0, 1, 2 ... are lists."""
+    if set(values) == {()}:
+        return values[()]
+    children: dict[Any, dict[Place, Any]] = {}
+    for place, value in values.items():
+        children.setdefault(place[0], {})[place[1:]] = value
+    if all(isinstance(key, int) for key in children):
+        return [tree_of(children[key]) for key in sorted(children)]
+    return {key: tree_of(child) for key, child in children.items()}
 
 
 def _children(tree: Any) -> list[tuple[Any, Any]]:

@@ -19,7 +19,7 @@ from lightning_hybrid.checkpoint.whole import check_number
 from lightning_hybrid.exchange import broadcast_object
 from lightning_hybrid.materialize import StandInBuffer, is_stand_in
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.places import Place, leaves, value_at, without
+from lightning_hybrid.places import Place, leaves, tree_of, value_at, without
 from lightning_hybrid.storage import EXTRA, Directory, write_directory
 
 __all__ = ["ShardedCheckpoint"]
@@ -58,7 +58,7 @@ class SavedOptimizer:
             else:
                 targets[place] = torch.empty(size, dtype=entry.properties.dtype)
         found = targets | self._directory.read(targets)
-        return {"state": {}, **_tree({place[1:]: value for place, value in found.items()})}
+        return {"state": {}, **tree_of({place[1:]: value for place, value in found.items()})}
 
 
 class ShardedCheckpoint:
@@ -242,15 +242,3 @@ def _flat(tree: Any, place: Place) -> Iterator[tuple[Place, Any]]:
             yield from _flat(child, (*place, index))
     else:
         yield place, tree
-
-
-def _tree(values: Mapping[Place, Any]) -> Any:
-    """The tree of values with their places; containers whose keys are 0, 1, 2 ... are lists."""
-    if set(values) == {()}:
-        return values[()]
-    children: dict[Any, dict[Place, Any]] = {}
-    for place, value in values.items():
-        children.setdefault(place[0], {})[place[1:]] = value
-    if all(isinstance(key, int) for key in children):
-        return [_tree(children[key]) for key in sorted(children)]
-    return {key: _tree(child) for key, child in children.items()}
