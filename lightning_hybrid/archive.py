@@ -83,7 +83,8 @@ class Archive:
         """
         self.finish()
         sharded = self._settings.save_distributed_checkpoint
-        checkpoint = {**checkpoint, RECORD: record_of(self._mesh, self._settings, self._placement)}
+        names = self._ownership.stored_names(checkpoint["state_dict"]) if sharded else None
+        checkpoint = {**checkpoint, RECORD: record_of(self._mesh, self._settings, self._placement, names)}
         if self._mesh.pipeline_parallel_size > 1:
             checkpoint = name_whole_groups(checkpoint, self._module.trainer, self.optimizers)
         if not sharded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,13 +17,17 @@ __all__ = ["RECORD", "record_of"]
 RECORD = "hybrid_parallel"  # its name in a checkpoint
 
 
-def record_of(mesh: Mesh, settings: Settings, placement: Placement) -> dict[str, Any]:
+def record_of(
+    mesh: Mesh, settings: Settings, placement: Placement, names: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The versions and the layout, of plain values.
 
     Args:
         mesh: The ranks.
         settings: The settings.
         placement: Which stage holds what.
+        names: All names of the state dict, in its order, and what each is stored as, where tied tensors are stored
+            under one of theirs.
     """
     layout = {
         "data_parallel_size": mesh.data_parallel_size,
@@ -36,4 +41,5 @@ def record_of(mesh: Mesh, settings: Settings, placement: Placement) -> dict[str,
         "layers_of_stages": [len(layers) for layers in placement.stages] if placement.body is not None else [],
     }
     versions = {"lightning_hybrid": __version__, "torch": str(torch.__version__)}
-    return {"versions": versions, "layout": layout}
+    record: dict[str, Any] = {"versions": versions, "layout": layout}
+    return record if names is None else {**record, "names": dict(names)}

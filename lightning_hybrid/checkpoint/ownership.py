@@ -39,6 +39,11 @@ class Ownership:
         names = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
         return names | {name: name for name, _ in buffers}
 
+    def stored_names(self, state: Iterable[str]) -> dict[str, str]:
+        """What each name of a state dict of the module is stored as, where what is tied is stored once."""
+        first = self.first_names()
+        return {name: first.get(name, name) for name in state}
+
     def owners(self, names: Iterable[str]) -> dict[str, int]:
         """The pipeline rank whose value counts, for names of the module's state dict."""
         by_parameter = self.parameter_owners()
