@@ -1,4 +1,4 @@
-"""The command line: training from a YAML file, and pictures of schedules."""
+"""The command line: training from a YAML file, pictures of schedules, and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from lightning_hybrid.consolidate import consolidate
 from lightning_hybrid.division import describe
 from lightning_hybrid.schedule import SCHEDULES, build
 from lightning_hybrid.strategy import HybridStrategy
@@ -149,7 +152,53 @@ def _plan(words: Sequence[str]) -> None:
         parser.error(str(error))
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"timeline": _timeline, "plan": _plan}
+def _consolidate(words: Sequence[str]) -> None:
+    """Make one file of a directory."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} consolidate",
+        description="Turn a checkpoint that is a directory into one ordinary Lightning file. It may be larger than the"
+        " memory. Directories of Lightning's FSDPStrategy and ModelParallelStrategy are understood too.",
+        epilog="It unpickles what it reads: only use checkpoints that you trust.",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    parser.add_argument("file", type=Path, metavar="FILE", help="the file to write")
+    parser.add_argument("--weights-only", action="store_true", help="leave out optimizers, schedulers and callbacks")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    options = parser.parse_args(words)
+    with _progress_bar() as bar:
+        task = bar.add_task(options.file.name, total=None)
+        try:
+            consolidate(
+                options.directory,
+                options.file,
+                weights_only=options.weights_only,
+                overwrite=options.overwrite,
+                progress=lambda done, total: bar.update(task, advance=done, total=total),
+            )
+        except (OSError, ValueError) as error:
+            bar.stop()
+            parser.exit(2, f"{parser.prog}: {error}\n")
+    print(f"{options.file}: {options.file.stat().st_size:,} bytes")
+
+
+def _progress_bar() -> Progress:
+    """A bar of bytes; where nobody watches there is none."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "timeline": _timeline,
+    "plan": _plan,
+    "consolidate": _consolidate,
+}
 
 HELP = f"""\
 usage: {PROGRAM} COMMAND [OPTIONS]
@@ -162,5 +211,7 @@ Train a LightningModule with hybrid parallelism.
   predict   run on new data
   plan      show who would hold what:     {PROGRAM} plan --config FILE
   timeline  draw a pipeline schedule:     {PROGRAM} timeline --schedule 1f1b --ranks 4 --microbatches 8
+
+  consolidate  make one file of a checkpoint that is a directory:     {PROGRAM} consolidate DIR FILE
 
 {PROGRAM} COMMAND --help tells the options of a command."""

@@ -24,7 +24,7 @@ FLOORS = (
     | {"refusals", "settings", "summary", "processes", "attributes", "adjustments", "collectives", "batch_start"},
     # 6 to 8: a step through the pipeline, put together
     {"completion", "gathering", "pipeline", "epoch", "record"},
-    {"division", "training", "evaluation", "archive"},
+    {"division", "training", "evaluation", "archive", "consolidate"},
     {"assembly"},
     {"saving"},
     {"strategy"},  # 10
