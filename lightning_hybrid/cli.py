@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from lightning_hybrid.consolidate import consolidate
 from lightning_hybrid.division import describe
+from lightning_hybrid.inspection import inspect_checkpoint
 from lightning_hybrid.schedule import SCHEDULES, build
 from lightning_hybrid.strategy import HybridStrategy
 from lightning_hybrid.timeline import Timeline, simulate
@@ -152,6 +153,23 @@ def _plan(words: Sequence[str]) -> None:
         parser.error(str(error))
 
 
+def _inspect(words: Sequence[str]) -> None:
+    """Say what a checkpoint holds."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} inspect",
+        description="Show what a checkpoint holds: tensors, optimizers, the layout it was written under. No tensor is"
+        " read. Layers that are alike share a line.",
+        epilog="It unpickles what it reads: only use checkpoints that you trust.",
+    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="a file, or a directory of shards")
+    parser.add_argument("--every-name", action="store_true", help="a line for each tensor")
+    options = parser.parse_args(words)
+    try:
+        print(inspect_checkpoint(options.path).text(every_name=options.every_name))
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
 def _consolidate(words: Sequence[str]) -> None:
     """Make one file of a directory."""
     parser = argparse.ArgumentParser(
@@ -197,6 +215,7 @@ def _progress_bar() -> Progress:
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "timeline": _timeline,
     "plan": _plan,
+    "inspect": _inspect,
     "consolidate": _consolidate,
 }
 
@@ -205,13 +224,13 @@ usage: {PROGRAM} COMMAND [OPTIONS]
 
 Train a LightningModule with hybrid parallelism.
 
-  fit       train:     {PROGRAM} fit --config FILE
-  validate  evaluate on the validation data
-  test      evaluate on the test data
-  predict   run on new data
-  plan      show who would hold what:     {PROGRAM} plan --config FILE
-  timeline  draw a pipeline schedule:     {PROGRAM} timeline --schedule 1f1b --ranks 4 --microbatches 8
-
+  fit          train:     {PROGRAM} fit --config FILE
+  validate     evaluate on the validation data
+  test         evaluate on the test data
+  predict      run on new data
+  plan         show who would hold what:     {PROGRAM} plan --config FILE
+  timeline     draw a pipeline schedule:     {PROGRAM} timeline --schedule 1f1b --ranks 4 --microbatches 8
+  inspect      show what a checkpoint holds:     {PROGRAM} inspect PATH
   consolidate  make one file of a checkpoint that is a directory:     {PROGRAM} consolidate DIR FILE
 
 {PROGRAM} COMMAND --help tells the options of a command."""

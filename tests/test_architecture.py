@@ -25,7 +25,7 @@ FLOORS = (
     # 6 to 8: a step through the pipeline, put together
     {"completion", "gathering", "pipeline", "epoch", "record"},
     {"division", "training", "evaluation", "archive", "consolidate"},
-    {"assembly"},
+    {"assembly", "inspection"},
     {"saving"},
     {"strategy"},  # 10
     {"cli"},  # 11: the door

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_hybrid.cli import main
+from lightning_hybrid.cli import COMMANDS, HybridCLI, main
 from lightning_hybrid.schedule import build
 from lightning_hybrid.timeline import simulate
 
@@ -36,7 +36,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert exit_.value.code == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {command} " in out for command in ("fit", "validate", "test", "predict", "plan", "timeline"))
+    assert all(f"\n  {command} " in out for command in (*HybridCLI.subcommands(), *COMMANDS))
 
 
 @pytest.mark.parametrize(
