@@ -94,7 +94,9 @@ class ShardedCheckpoint:
         entries = dict(self._entries(checkpoint, tables))
         for number, state in enumerate(checkpoint.get(_OPTIMIZERS, [])):
             entries |= dict(self._optimizer_entries(f"optimizer_{number}", state))
-        extra = without(checkpoint, [*tables, (_OPTIMIZERS,)]) if self._mesh.is_first else None
+        if any(checkpoint.get(_OPTIMIZERS, [])):  # otherwise nothing is optimized, which is worth knowing too
+            tables.append((_OPTIMIZERS,))
+        extra = without(checkpoint, tables) if self._mesh.is_first else None
         return lambda: write_directory(path, entries, extra, group)
 
     @staticmethod
