@@ -107,7 +107,9 @@ def _joined(extra: dict[str, Any], values: Mapping[Place, Any], root: str) -> di
         for key in parent:
             node = node.setdefault(key, {})
         node.update(_with_all_names(table, names))
-    if optimizers or "lr_schedulers" in extra:
+    if "lr_schedulers" in extra:  # not weights alone
+        checkpoint.setdefault(_OPTIMIZERS, [])
+    if optimizers:
         trees = [tree_of(optimizers[f"{_OPTIMIZER}{number}"]) for number in range(len(optimizers))]
         try:
             checkpoint[_OPTIMIZERS] = [numbered({"state": {}, **tree}) for tree in trees]

@@ -127,6 +127,29 @@ def test_weights_alone_are_what_lightning_leaves_then(ranks: Pools, tmp_path: Pa
     Model.load_from_checkpoint(ours)
 
 
+class WithoutOptimizer(Regression):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def trained_without_optimizer(layout: Mapping[str, Any] | None, path: str, resume: bool) -> int:
+    trainer = make_trainer(layout, max_epochs=2 if resume else 1)
+    trainer.fit(WithoutOptimizer(), loader(), ckpt_path=path if resume else None)
+    if not resume:
+        trainer.save_checkpoint(path)
+    return int(trainer.current_epoch)
+
+
+def test_a_run_without_optimizer_goes_on(ranks: Pools, tmp_path: Path) -> None:
+    shards, ours = str(tmp_path / "shards"), str(tmp_path / "ours")
+    pool, layout = ranks(2, lightning=True), {**PP2, "save_distributed_checkpoint": True}
+    pool.run(trained_without_optimizer, layout, shards, False)
+    consolidate(Path(shards), Path(ours))
+    assert pool.run(trained_without_optimizer, layout, shards, True) == [2, 2]
+    assert pool.run(trained_without_optimizer, layout, ours, True) == [2, 2]
+    assert trained_without_optimizer(None, ours, True) == 2
+
+
 # -- directories of Lightning's own strategies ------------------------------------------------------------------------
 
 
@@ -328,7 +351,7 @@ def test_no_room_is_one_line_and_the_old_file_stays(
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read in /proc")
 def test_tensors_are_not_in_memory_together(tmp_path: Path) -> None:
     one = 8 * 2**20
-    shards = written(tmp_path / "shards", {str(index): torch.zeros(one // 4) for index in range(6)})
+    shards = written(tmp_path / "shards", {str(index): torch.zeros(one // 4) for index in range(10)})
     anonymous: list[int] = []
 
     def measure(*_: int) -> None:
@@ -338,5 +361,5 @@ def test_tensors_are_not_in_memory_together(tmp_path: Path) -> None:
 
     measure()
     consolidate(shards, tmp_path / "one.ckpt", progress=measure)
-    assert len(anonymous) == 13
-    assert max(anonymous) - anonymous[0] < 3 * one  # of 12
+    assert len(anonymous) == 21
+    assert max(anonymous) - anonymous[0] < 6 * one  # of 20; what was freed need not be given back
