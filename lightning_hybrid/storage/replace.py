@@ -46,6 +46,7 @@ def new_file(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = unfinished(path)
+    _remove(new)  # which may be a directory
     try:
         yield new
         with new.open("rb") as file:
