@@ -61,7 +61,7 @@ class Inspection:
         if tree.get("loops"):
             rest.append(("loops", ", ".join(map(str, tree["loops"]))))
         if tree.get("hyper_parameters"):
-            rest.append(("hyper-parameters", _values(tree["hyper_parameters"])))
+            rest.append(("hyper-parameters", _values(_public(tree["hyper_parameters"]))))
         rest += [(str(key), _value(tree[key])) for key in others]
         return "\n\n".join(section for section in (*sections, _columns(rest)) if section)
 
@@ -217,7 +217,7 @@ def _optimizers(states: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]
 
 def _schedulers(states: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     for number, state in enumerate(states):
-        yield f"scheduler {number}", _values({key: value for key, value in state.items() if key[:1] != "_"})
+        yield f"scheduler {number}", _values(_public(state))
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -256,6 +256,13 @@ def _values(values: Any) -> str:
     return ", ".join(
         f"{key} {_value(value)}" for key, value in values.items() if value is not None and value is not False
     )
+
+
+def _public(values: Any) -> Any:
+    """Without what Lightning and torch keep for themselves."""
+    if not isinstance(values, Mapping):
+        return values
+    return {key: value for key, value in values.items() if not str(key).startswith("_")}
 
 
 def _value(value: Any) -> str:
