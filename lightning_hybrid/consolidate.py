@@ -14,6 +14,7 @@ import io
 import mmap
 import os
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,8 @@ from lightning_hybrid.storage import EXTRA, Directory, new_file
 
 __all__ = ["Outline", "consolidate", "read_outline"]
 
-_MODEL, _OPTIMIZERS, _OPTIMIZER = "state_dict", "optimizer_states", "optimizer_"
+_MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
+_OPTIMIZER = re.compile(r"optimizer_\d+")
 _OF_FSDP = "model"  # what Lightning's FSDP strategy calls the state of the module
 _ORDER = ("epoch", "global_step", "pytorch-lightning_version", _MODEL, "loops", "callbacks", _OPTIMIZERS)
 _OF_TRAINING = ("callbacks", _OPTIMIZERS, "lr_schedulers")  # what Lightning leaves out where only weights are saved
@@ -78,11 +80,12 @@ def read_outline(
         for place, entry in wanted.items()
         if getattr(entry, "size", None) is not None
     }
+    values: dict[Place, Any] = dict.fromkeys(wanted)
     try:
-        values = directory.read({place: None for place in wanted if place not in tensors})
+        values |= tensors | directory.read({place: None for place in wanted if place not in tensors})
     except Exception as error:  # whatever unpickling raises
         raise ValueError(_unreadable(directory.path, error)) from error
-    checkpoint = _joined(checkpoint, {place: (tensors | values)[place] for place in wanted}, root)
+    checkpoint = _joined(checkpoint, values, root)
     if weights_only:
         checkpoint = {key: value for key, value in checkpoint.items() if key not in _OF_TRAINING}
     ordered = {key: checkpoint[key] for key in (*_ORDER, *checkpoint) if key in checkpoint}
@@ -97,7 +100,7 @@ def _joined(extra: dict[str, Any], values: Mapping[Place, Any], root: str) -> di
     optimizers: dict[str, dict[Place, Any]] = {}
     tables: dict[Place, dict[Any, Any]] = {}
     for place, value in values.items():
-        if str(place[0]).startswith(_OPTIMIZER):
+        if _OPTIMIZER.fullmatch(str(place[0])):
             optimizers.setdefault(place[0], {})[place[1:]] = value
         else:
             renamed = (_MODEL, *place[1:]) if place[0] == root else place
@@ -110,7 +113,7 @@ def _joined(extra: dict[str, Any], values: Mapping[Place, Any], root: str) -> di
     if "lr_schedulers" in extra:  # not weights alone
         checkpoint.setdefault(_OPTIMIZERS, [])
     if optimizers:
-        trees = [tree_of(optimizers[f"{_OPTIMIZER}{number}"]) for number in range(len(optimizers))]
+        trees = [tree_of(optimizers[name]) for name in sorted(optimizers, key=_number)]
         try:
             checkpoint[_OPTIMIZERS] = [numbered({"state": {}, **tree}) for tree in trees]
         except KeyError as error:
@@ -118,6 +121,10 @@ def _joined(extra: dict[str, Any], values: Mapping[Place, Any], root: str) -> di
                 f"There is the state of an optimizer for {error}, which is in none of its groups."
             ) from error
     return checkpoint
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("_")[2])
 
 
 def _with_all_names(table: Mapping[Any, Any], names: Mapping[str, str]) -> dict[Any, Any]:
