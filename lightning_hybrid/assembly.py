@@ -33,6 +33,7 @@ from lightning_hybrid.settings import Settings
 from lightning_hybrid.summary import batch_text
 from lightning_hybrid.training import TrainingStep
 from lightning_hybrid.transfer import SeededTransfer, onlookers
+from lightning_hybrid.weights import Source
 
 __all__ = ["Assembly"]
 
@@ -92,6 +93,8 @@ class Assembly:
         if module is not self._module:
             self._module, self._division = module, self._new_division(module)
             self.is_cut = self._settings.cut(self._sizes, module)
+            if module.trainer.ckpt_path is None:  # what is resumed wins
+                self._division.source = self._settings.initial_weights
         # Lightning's own sampler shuffles training data whether or not the user's loader does; ours keeps its order.
         connector = module.trainer._accelerator_connector
         self._divides_data = connector.use_distributed_sampler
@@ -150,12 +153,12 @@ class Assembly:
     def _new_division(self, module: LightningModule) -> Division:
         return Division(module, self._settings, self.mesh, self._device, self._seed)
 
-    def gather(self) -> None:
-        """Undo the division, on every rank.
+    def load_weights(self, source: Source) -> None:
+        """Take weights from elsewhere, on every rank."""
+        self._division.load(source)
 
-        Raises:
-            ValueError: If others have divided layers of the module; on every rank.
-        """
+    def gather(self) -> None:
+        """Undo the division, on every rank."""
         if self.mesh.model_group.size() == 1 or self._module is None or not self._division.is_done:
             return
         self._division.undo()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -21,6 +22,7 @@ from lightning_hybrid.step import BodyCallError, find_body, layer_call_text
 from lightning_hybrid.summary import layout_text, stage_rows, stage_table
 from lightning_hybrid.tensor_parallel import Plan, TensorGroup, make_plan
 from lightning_hybrid.timeline import simulate
+from lightning_hybrid.weights import Source, Weights
 
 __all__ = ["Division", "describe"]
 
@@ -43,6 +45,7 @@ class Division:
         placement: Which stage holds what.
         plan: How layers are shared by the tensor-parallel ranks; ``None`` if they are not, or before the division.
         is_done: Whether the module has been divided.
+        source: Where the weights come from; ``None`` if the module has them, or makes them.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Division:
         self.placement = Placement(None, (), (range(0),), 1)
         self.plan: Plan | None = None
         self.is_done = self._was_shared = False
+        self.source: Source | None = None
 
     def __call__(self) -> None:
         """Put stand-ins for what other stages hold, and divide the layers that are left; once.
@@ -75,10 +79,14 @@ class Division:
             self._put_stand_ins()
         if not self.is_done:
             self._plan_sharing()
+            weights = None if self.source is None else agree(lambda: Weights(cast(Source, self.source)))
             if lacks:
-                agree(self._bring_to_life)
+                agree(lambda: self._bring_to_life(weights))
             else:
                 self._share_layers()
+            if weights is not None:
+                agree(lambda: weights.load(self._module, self.placement, self._mesh))
+                self.source = None
         if self._settings.gather_module_on_teardown and not self.is_done:
             agree(lambda: check_gathering(self._module, self.plan))
         self.is_done = True
@@ -88,9 +96,23 @@ class Division:
         """Names of parameters whose gradients are parts of a sum over the tensor-parallel ranks."""
         return self.plan.adds_up if self.plan else ()
 
-    def _bring_to_life(self) -> None:
+    def load(self, source: Source) -> None:
+        """Take weights from elsewhere: now, or when the module is divided.
+
+        Raises:
+            FileNotFoundError, ValueError, RuntimeError: If they cannot be read, or do not fit; on every rank.
+        """
+        if not self.is_done:
+            self.source = source
+            return
+        weights = agree(lambda: Weights(source))
+        agree(lambda: weights.load(self._module, self.placement, self._mesh))
+
+    def _bring_to_life(self, weights: Weights | None) -> None:
         """Give values to what has none, and divide it layer by layer: no other layer is whole at the same time."""
-        initialize = Initialization(self._module, self._device, self._seed, frames=self._frames())
+        shapes = weights.shapes() if weights else {}
+        given = [name for name, value in self._module.state_dict().items() if shapes.get(name) == _shape(value)]
+        initialize = Initialization(self._module, self._device, self._seed, frames=self._frames(), given=given)
         self._share_layers(prepare=initialize)
         initialize.finish()
 
@@ -221,6 +243,10 @@ def find_stages(
     stages = partition(settings.partition, weights, num_ranks * settings.num_chunks)
     layers = tuple(path for path, _ in body.named_modules(remove_duplicate=False) if path and "." not in path)
     return (name, body), Placement(name, layers, tuple(stages), num_ranks)
+
+
+def _shape(value: object) -> torch.Size | None:
+    return value.shape if isinstance(value, torch.Tensor) else None
 
 
 def _find_body(module: LightningModule, settings: Settings) -> tuple[str, nn.Sequential]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -43,6 +44,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "sequence_parallel": (bool,),
     "broadcast_batches": (bool,),
     "gather_module_on_teardown": (bool,),
+    "initial_weights": (str, Path, type(None)),
     "dynamic_shapes": (bool,),
     "save_distributed_checkpoint": (bool,),
     "async_save": (bool,),

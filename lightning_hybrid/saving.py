@@ -15,6 +15,7 @@ from lightning_hybrid.assembly import Assembly
 from lightning_hybrid.checkpoint import FileIO
 from lightning_hybrid.collectives import ReplicaCollectives, outside_of_steps
 from lightning_hybrid.settings import Settings
+from lightning_hybrid.weights import Source
 
 __all__ = ["SavingStrategy"]
 
@@ -72,6 +73,24 @@ class SavingStrategy(ReplicaCollectives):
         if self._assembly is None:  # no run has begun, and nothing is divided
             return super().lightning_module_state_dict()
         return self._parts.archive.module_state()
+
+    @outside_of_steps
+    def load_weights(self, source: Source) -> None:
+        """Take weights from elsewhere, each rank what it holds of them; to be called on every rank.
+
+        In a hook, such as `setup` or `on_fit_start`. If the module is not divided yet, it happens when it is. What was
+        made on the meta device gets its values straight from there, and what is not there initialises itself.
+
+        Args:
+            source: The state dict of the undivided module; a file of `torch.save` with one, alone or in a checkpoint;
+                a ``.safetensors`` file; or a sharded directory. Names have to be the same, unless the module has
+                ``strict_loading=False``; of tied parameters one is enough.
+
+        Raises:
+            FileNotFoundError, ValueError: If they cannot be read; on every rank.
+            RuntimeError: If names or shapes do not fit; on every rank, and nothing is loaded.
+        """
+        self._parts.load_weights(source)
 
     @outside_of_steps
     def gather_module(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 from lightning.pytorch import LightningModule
 
@@ -29,6 +30,7 @@ class Settings:
     save_distributed_checkpoint: bool
     async_save: bool
     gather_module_on_teardown: bool
+    initial_weights: str | Path | None
     rank_order: str
     timeout: timedelta | None
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -74,6 +75,7 @@ class HybridStrategy(SavingStrategy):
             one file that rank 0 writes. Either can be loaded under any layout.
         async_save: Whether checkpoints are written beside training, from a copy on the host.
         gather_module_on_teardown: Whether every rank has the whole module after a run, as by :meth:`gather_module`.
+        initial_weights: Where to take the weights from, unless a checkpoint is resumed: as for :meth:`load_weights`.
         rank_order: The axes from the outermost to the innermost: ``"pp-dp-tp"`` or another order.
         process_group_backend: The backend of the process groups; by default nccl on CUDA and gloo elsewhere.
         timeout: Of the process groups.
@@ -104,6 +106,7 @@ class HybridStrategy(SavingStrategy):
         save_distributed_checkpoint: bool = False,
         async_save: bool = False,
         gather_module_on_teardown: bool = False,
+        initial_weights: str | Path | None = None,
         rank_order: str = "pp-dp-tp",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -126,6 +129,7 @@ class HybridStrategy(SavingStrategy):
             save_distributed_checkpoint=save_distributed_checkpoint,
             async_save=async_save,
             gather_module_on_teardown=gather_module_on_teardown,
+            initial_weights=initial_weights,
             rank_order=rank_order,
             timeout=timeout,
         )

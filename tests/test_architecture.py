@@ -23,7 +23,7 @@ FLOORS = (
     {"step", "optimization", "logging", "logger_calls", "metrics", "data", "transfer", "precision", "checkpoint"}
     | {"refusals", "settings", "summary", "processes", "attributes", "adjustments", "collectives", "batch_start"},
     # 6 to 8: a step through the pipeline, put together
-    {"completion", "gathering", "pipeline", "epoch", "record"},
+    {"completion", "gathering", "pipeline", "epoch", "record", "weights"},
     {"division", "training", "evaluation", "archive", "consolidate"},
     {"assembly", "inspection"},
     {"saving"},
