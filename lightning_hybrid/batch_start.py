@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from itertools import count
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -32,7 +31,6 @@ class BatchStart(Callback):
     def __init__(self, streams: RandomStreams) -> None:
         self._streams = streams
         self._open = ExitStack()
-        self._evaluations = count()
 
     def close(self) -> None:
         """The hooks are over."""
@@ -51,7 +49,7 @@ class BatchStart(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Seed for this batch."""
-        self._begin(0, next(self._evaluations))
+        self._begin(0, self._streams.next_number("starts of evaluation batches"))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The epoch may have ended with a hook that skipped the rest of it; what comes now draws outside."""

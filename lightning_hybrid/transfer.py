@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import torch
@@ -78,7 +77,6 @@ class SeededTransfer:
     def __init__(self, streams: RandomStreams, *, alone: bool) -> None:
         self._streams = streams
         self._alone = alone
-        self._batches = count()
 
     @contextmanager
     def __call__(self, module: LightningModule, *, before: bool = False) -> Iterator[None]:
@@ -93,7 +91,10 @@ class SeededTransfer:
             return
         with self._streams.isolated():
             trainer = module.trainer
-            batch = trainer.fit_loop.epoch_loop.total_batch_idx if trainer.training else next(self._batches)
+            if trainer.training:
+                batch = trainer.fit_loop.epoch_loop.total_batch_idx
+            else:
+                batch = self._streams.next_number("transfers of evaluation batches")
             self._streams.seed_user(_TRANSFER, before, trainer.training, batch)
             yield
 
