@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from lightning_hybrid.exchange import TreeBroadcast, broadcast_object
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pytree import flatten
+from lightning_hybrid.retracing import LoaderWrapper
 
 __all__ = ["ComparedLoader", "ReplicaSampler", "SharedLoader", "prepare_loader"]
 
@@ -153,25 +154,7 @@ def _seed_workers(loader: object, data_rank: int) -> None:
 _END = object()
 
 
-class _Wrapper:
-    """Shows what Lightning reads of a loader."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        for name in ("state_dict", "load_state_dict"):  # where they are looked for without `__getattr__`
-            if callable(method := getattr(loader, name, None)):
-                setattr(self, name, method)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # while it is copied or unpickled
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-
-class SharedLoader(_Wrapper):
+class SharedLoader(LoaderWrapper):
     """Iterates the loader on one rank of the model group and gives its batches, and its end, to the others.
 
     Random augmentation, worker seeds and dropout make the loaders of several ranks diverge silently; then the first
@@ -226,7 +209,7 @@ class SharedLoader(_Wrapper):
         return sampler.seen_batch_indices if isinstance(sampler, _IndexBatchSamplerWrapper) else None
 
 
-class ComparedLoader(_Wrapper):
+class ComparedLoader(LoaderWrapper):
     """Iterates the loader on every rank, and compares checksums of the batches over the model group.
 
     Args:
