@@ -21,6 +21,7 @@ from lightning_hybrid.checkpoint import (
     load_module_state,
 )
 from lightning_hybrid.completion import check_values, fill, name_whole_groups
+from lightning_hybrid.continuation import Continuation
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.placement import Placement
 from lightning_hybrid.places import leaves, replaced
@@ -40,15 +41,24 @@ class Archive:
         placement: Which stage holds what.
         mesh: The ranks.
         settings: The settings.
+        continuation: Knows where training is.
 
     Attributes:
         optimizers: The undivided optimizers.
     """
 
-    def __init__(self, module: LightningModule, placement: Placement, mesh: Mesh, settings: Settings) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        placement: Placement,
+        mesh: Mesh,
+        settings: Settings,
+        continuation: Continuation,
+    ) -> None:
         self._module = module
         self._mesh = mesh
         self._settings = settings
+        self._continuation = continuation
         self._placement = placement
         self.optimizers = OptimizerStates(module)
         self._ownership = Ownership(module, placement, mesh)
@@ -85,6 +95,8 @@ class Archive:
         sharded = self._settings.save_distributed_checkpoint
         names = self._ownership.stored_names(checkpoint["state_dict"]) if sharded else None
         checkpoint = {**checkpoint, RECORD: record_of(self._mesh, self._settings, self._placement, names)}
+        if "optimizer_states" in checkpoint and "loops" in checkpoint:  # not the weights only
+            checkpoint = self._continuation.add_to(checkpoint, RECORD, self._module.trainer)
         if self._mesh.pipeline_parallel_size > 1:
             checkpoint = name_whole_groups(checkpoint, self._module.trainer, self.optimizers)
         if not sharded:
@@ -168,7 +180,9 @@ class Archive:
                 )
             return plugin.load_checkpoint(path, weights_only=weights_only)
 
-        return agree(read)
+        checkpoint = agree(read)
+        self._continuation.load(checkpoint, checkpoint.get(RECORD, {}), self._module.trainer)
+        return checkpoint
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Take this rank's part of the undivided module's state dict.

@@ -9,13 +9,14 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor.experimental import implicit_replication
 
 from lightning_hybrid.adjustments import Adjustments
 from lightning_hybrid.archive import Archive
 from lightning_hybrid.batch_start import BatchStart
+from lightning_hybrid.continuation import Continuation
 from lightning_hybrid.data import prepare_loader
 from lightning_hybrid.division import Division
 from lightning_hybrid.engine import Engine
@@ -29,6 +30,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline import Pipeline, make_channels
 from lightning_hybrid.random import RandomStreams
 from lightning_hybrid.refusals import agree, check_trainer
+from lightning_hybrid.retracing import TracedLoader
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.summary import batch_text
 from lightning_hybrid.training import TrainingStep
@@ -52,6 +54,7 @@ class Assembly:
         mesh: The ranks.
         board: Where failures are written.
         replication: What this rank has in common with others.
+        continuation: Goes on where a checkpoint was written.
         archive: Saves and loads; there once the module has been divided.
         transfer: Around batch-transfer hooks.
         is_cut: Whether steps are.
@@ -72,6 +75,7 @@ class Assembly:
         self.board = FailureBoard(world.get_group_store(), broadcast_object(str(next(_RUNS)), 0, world))
         self._seed: int = broadcast_object(torch.initial_seed(), 0, world)
         self._streams = RandomStreams(self._seed, self.mesh.data_rank, device)
+        self.continuation = Continuation(self.mesh, self._streams, device)
         if dist.get_backend() == "nccl":
             self.board.watch(close_groups)
         self._engine: Engine | None = None
@@ -83,7 +87,6 @@ class Assembly:
         self.batch_start = BatchStart(self._streams)
         self.transfer = SeededTransfer(self._streams, alone=self.mesh.model_group.size() == 1)
         self._mixing = ExitStack()
-        self._evaluations = count()
         self._moves_microbatches: bool | None = None
         self.training: TrainingStep | None = None
         self.evaluation: EvaluationStep | None = None
@@ -148,10 +151,13 @@ class Assembly:
         assert self._module is not None
         self._division()
         self.is_gathered = False
-        self.archive = Archive(self._module, self._division.placement, self.mesh, self._settings)
+        self.archive = self._new_archive(self._module)
 
     def _new_division(self, module: LightningModule) -> Division:
         return Division(module, self._settings, self.mesh, self._device, self._seed)
+
+    def _new_archive(self, module: LightningModule) -> Archive:
+        return Archive(module, self._division.placement, self.mesh, self._settings, self.continuation)
 
     def load_weights(self, source: Source) -> None:
         """Take weights from elsewhere, on every rank."""
@@ -163,7 +169,7 @@ class Assembly:
             return
         self._division.undo()
         self._division, self.is_gathered = self._new_division(self._module), True
-        self.archive = Archive(self._module, self._division.placement, self.mesh, self._settings)
+        self.archive = self._new_archive(self._module)
         self.training = self.evaluation = cast(Any, refuse_step)
 
     # -- putting the parts together ------------------------------------------------------------------------------------
@@ -211,7 +217,8 @@ class Assembly:
         )
 
     def install(self, trainer: Trainer) -> None:
-        """Take the places in the Trainer and the module that the pipeline needs during a run."""
+        """Take the places in the Trainer and the module that are needed during a run."""
+        trainer.callbacks.insert(0, self.continuation)  # type: ignore[attr-defined]
         if self.pipeline is None or self._module is None:
             return
         mesh = self.mesh
@@ -232,6 +239,9 @@ class Assembly:
         self._mixing.close()
         trainer._accelerator_connector.use_distributed_sampler = self._divides_data
         self._forget_hook()
+        self.continuation.close(trainer)
+        ours: tuple[Callback, ...] = (self.continuation, self.batch_start)
+        trainer.callbacks = [each for each in trainer.callbacks if each not in ours]  # type: ignore[attr-defined]
         if hasattr(self, "replication"):
             self.replication.remove()
         if self.pipeline is None or self._boundary is None or self._module is None or self._adjustments is None:
@@ -240,7 +250,6 @@ class Assembly:
         self.pipeline.metrics.remove()
         self._boundary.remove(trainer)
         self.batch_start.close()
-        trainer.callbacks = [each for each in trainer.callbacks if each is not self.batch_start]  # type: ignore[attr-defined]
         self._boundary = None
         self.transfer.remove(self._module)
         if not self.board.failed:
@@ -269,13 +278,16 @@ class Assembly:
 
     def process_loader(self, loader: object, trainer: Trainer) -> object:
         """A loader of this replica's samples that gives the same batches to all ranks of the model group."""
-        return prepare_loader(
+        prepared = prepare_loader(
             loader,
             self.mesh,
             divide=self._divides_data,
             share=self._settings.broadcast_batches,
             stage=trainer.state.stage,
         )
+        if not trainer.training:
+            return prepared
+        return TracedLoader(prepared, self._device, waits=self.continuation.is_loaded)
 
     @property
     def moves_microbatches(self) -> bool:
@@ -287,7 +299,7 @@ class Assembly:
 
     def next_evaluation(self) -> int:
         """A number for each evaluation batch."""
-        return next(self._evaluations)
+        return self._streams.next_number("evaluation batches")
 
     def batch_text(self, trainer: Trainer) -> str:
         """How many samples a step takes."""

@@ -380,8 +380,10 @@ class HybridStrategy(SavingStrategy):
     on_test_start = on_predict_start = on_validation_start
 
     def on_train_start(self) -> None:
-        """Say what a step takes."""
-        rank_zero_info(self._parts.batch_text(self._module.trainer))
+        """Say what a step takes, and go on where a checkpoint was."""
+        trainer = self._module.trainer
+        rank_zero_info(self._parts.batch_text(trainer))
+        self._parts.continuation.go_on(trainer)
 
     def _clip_by_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         if self._parts.mesh.model_group.size() == 1:

@@ -18,12 +18,13 @@ FLOORS = (
     {"mesh", "random", "shards"},  # 2: where torch.distributed begins
     # 3: parts
     {"p2p", "exchange", "stage", "tensor_parallel", "data_parallel", "clipping", "materialize", "failure"},
-    {"engine", "gradients", "storage"},  # 4
+    {"engine", "gradients", "storage", "retracing"},  # 4
     # 5: where Lightning begins
     {"step", "optimization", "logging", "logger_calls", "metrics", "data", "transfer", "precision", "checkpoint"}
-    | {"refusals", "settings", "summary", "processes", "attributes", "adjustments", "collectives", "batch_start"},
+    | {"refusals", "settings", "summary", "processes", "attributes", "adjustments", "collectives", "batch_start"}
+    | {"accumulations", "moment"},
     # 6 to 8: a step through the pipeline, put together
-    {"completion", "gathering", "pipeline", "epoch", "record", "weights"},
+    {"completion", "gathering", "pipeline", "epoch", "record", "weights", "continuation"},
     {"division", "training", "evaluation", "archive", "consolidate"},
     {"assembly", "inspection"},
     {"saving"},

@@ -193,13 +193,19 @@ def saved(layout: Layout, path: str, asynchronous: bool) -> Any:
     return resumed.global_step, weights(module)
 
 
+def uninterrupted() -> dict[str, Tensor]:
+    """Plain Lightning would begin the data anew after the two steps."""
+    module = Regression()
+    make_trainer(None, max_steps=4, max_epochs=2).fit(module, loader())
+    return weights(module)
+
+
 @pytest.mark.rows(56, 57, 58)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_plugin_writes_and_reads_checkpoints(ranks: Pools, tmp_path: Path, asynchronous: bool) -> None:
-    expected = saved(None, str(tmp_path / "one.ckpt"), asynchronous)
     results = ranks(2, lightning=True).run(saved, PP2, str(tmp_path / "two.ckpt"), asynchronous)
     assert [steps for steps, _ in results] == [4, 4]
-    assert_same(together([result[1] for result in results]), expected[1])
+    assert_same(together([result[1] for result in results]), uninterrupted())
     stamp = torch.load(tmp_path / "two.ckpt", weights_only=True)["stamp"]
     assert stamp == ("none" if asynchronous else "given")
 

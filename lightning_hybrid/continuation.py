@@ -1,0 +1,272 @@
+"""Going on exactly where a checkpoint was written: random numbers, data, accumulated values, and what is to be done."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_hybrid.accumulations import load_logged, load_metrics, logged, metric_states
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.moment import Moment, has_begun
+from lightning_hybrid.random import (
+    RandomStreams,
+    derive_seed,
+    generator_states,
+    seed_generators,
+    set_generator_states,
+)
+from lightning_hybrid.retracing import TracedIterator, TracedLoader
+
+__all__ = ["Continuation"]
+
+Place = tuple[int, int, int]  # (data, tensor, pipeline) rank
+
+
+class Continuation(Callback):
+    """Remembers where training is, for a checkpoint, and brings it back there.
+
+    Each rank has a record of its own, by its place: the states of its generators, how its loaders came where they are,
+    and what has been accumulated since the epoch began. Under the same layout each rank takes its own again. Under
+    another one the order of the data is that of the same data rank, or of the first, and random numbers are derived
+    from its record.
+
+    Args:
+        mesh: The ranks.
+        streams: The random streams of this rank.
+        device: The device of the model.
+    """
+
+    def __init__(self, mesh: Mesh, streams: RandomStreams, device: torch.device) -> None:
+        self._mesh = mesh
+        self._streams = streams
+        self._device = device
+        self._loaded: Mapping[str, Any] | None = None
+        self._ended: dict[str, Any] | None = None  # what a run that has ended left to be saved
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def add_to(self, checkpoint: dict[str, Any], name: str, trainer: Trainer) -> dict[str, Any]:
+        """A checkpoint with where training is, of tensors and plain values; to be called on every rank.
+
+        Args:
+            checkpoint: The checkpoint.
+            name: Of the record in it.
+            trainer: The Trainer.
+
+        Returns:
+            The checkpoint with a longer record, on global rank 0 with that of every rank.
+        """
+        fit_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
+        # A loader that has been brought back says that it has a state, but a plain Trainer has nobody to give it to.
+        states = [state for state in fit_loop.pop("combined_loader", []) if state]
+        if states:
+            fit_loop["combined_loader"] = states
+        return {**checkpoint, name: {**checkpoint[name], **self._record(trainer)}}
+
+    def _record(self, trainer: Trainer) -> dict[str, Any]:
+        mine = self._ended
+        if mine is None:
+            if trainer.state.fn != TrainerFn.FITTING or not has_begun(trainer):
+                return {}
+            mine = self._snapshot(trainer)
+        mesh = self._mesh
+        ranks: list[Any] = [None] * dist.get_world_size()
+        group = mesh.world_group
+        dist.gather_object((self._place, mine["rank"]), ranks if dist.get_rank() == 0 else None, 0, group=group)
+        common = {key: value for key, value in mine.items() if key != "rank"}
+        return {**common, "ranks": dict(ranks) if dist.get_rank() == 0 else {}}
+
+    @property
+    def _place(self) -> Place:
+        return self._mesh.data_rank, self._mesh.tensor_rank, self._mesh.pipeline_rank
+
+    def _snapshot(self, trainer: Trainer) -> dict[str, Any]:
+        moment = Moment.now(trainer)
+        fit_loop, module = trainer.fit_loop, trainer.lightning_module
+        val_loop = fit_loop.epoch_loop.val_loop
+        reset = [val_loop._results] if moment.in_epoch else [val_loop._results, fit_loop.epoch_loop._results]
+        names = {entry.meta.metric_attribute for results in reset for entry in results.values()}
+        return {
+            "moment": moment.state_dict(),
+            "streams": self._streams.state_dict(),
+            "reloads": [fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch],
+            "rank": {
+                "generators": generator_states(self._device),
+                "loaders": _record_loaders(trainer, moment),
+                "logged": logged(trainer, up_to_date=moment.is_busy),
+                "metrics": metric_states(module, {name for name in names if name is not None}),
+            },
+        }
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """If the epoch is not over, the run ends in the middle of it; what hooks do now belongs to that end."""
+        if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            self._ended = self._snapshot(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Loaders are about to be let go, and a checkpoint may be asked for later."""
+        if self._ended is None and has_begun(trainer):
+            self._ended = self._snapshot(trainer)
+
+    # -- loading -------------------------------------------------------------------------------------------------------
+
+    def load(self, checkpoint: dict[str, Any], record: Mapping[str, Any], trainer: Trainer) -> None:
+        """Take a checkpoint's record, and put the states of its loops in order; training goes on from there.
+
+        Args:
+            checkpoint: As it was read; its loops are changed.
+            record: What was saved with it; it may have nothing to go on from.
+            trainer: The Trainer, before it restores anything.
+        """
+        self._loaded = None
+        if trainer.state.fn != TrainerFn.FITTING or not record.get("ranks") or "loops" not in checkpoint:
+            return
+        self._loaded = record
+        loops = checkpoint["loops"]
+        checkpoint["loops"] = {**loops, "fit_loop": Moment(**record["moment"]).in_order(loops["fit_loop"])}
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether training is about to go on from a checkpoint."""
+        return self._loaded is not None
+
+    def go_on(self, trainer: Trainer) -> None:
+        """After the last hook of the start, before anything of the uninterrupted run: be where the checkpoint was."""
+        self._ended = None
+        record, self._loaded = self._loaded, None
+        if record is None:
+            return
+        moment = Moment(**record["moment"])
+        fit_loop = trainer.fit_loop
+        if moment.in_epoch and fit_loop.epoch_loop._should_accumulate():
+            rank_zero_warn(_ACCUMULATING)
+        fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = record["reloads"]
+        data_rank, mine = self._find(record)
+        _bring_back(trainer, moment, mine["loaders"])
+        accumulated = self._find_accumulated(record)
+        load_logged(trainer, (accumulated or mine)["logged"], entries=moment.in_epoch and accumulated is not None)
+        if accumulated is not None:
+            load_metrics(trainer.lightning_module, accumulated["metrics"])
+        self._streams.load_state_dict(record["streams"])
+        set_generator_states(mine["generators"], self._device)
+        if data_rank != self._mesh.data_rank:
+            common = zlib.crc32(mine["generators"]["torch"].numpy().tobytes())
+            seed_generators(derive_seed(common, self._mesh.data_rank), self._device)
+        moment.restart(trainer)
+
+    def _find(self, record: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """The record that this rank goes on from, and the data rank that wrote it."""
+        ranks: Mapping[Place, dict[str, Any]] = record["ranks"]
+        data, tensor, pipeline = self._place
+        if not self._is_same(record["layout"], "data", "tensor", "pipeline"):
+            # Ranks of one model group take one record: what hooks draw on each of them is to be the same.
+            data, tensor, pipeline = (data if (data, 0, 0) in ranks else 0), 0, 0
+        return data, ranks[data, tensor, pipeline]
+
+    def _find_accumulated(self, record: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The record with what has been accumulated from this replica's samples; it is where the loss was computed."""
+        layout = record["layout"]
+        if self._is_same(layout, "data", "tensor", "pipeline"):
+            place = self._place
+        elif self._is_same(layout, "data"):
+            place = self._mesh.data_rank, 0, layout["pipeline_parallel_size"] - 1
+        else:
+            return None
+        found: dict[str, Any] = record["ranks"][place]
+        return found
+
+    def _is_same(self, layout: Mapping[str, Any], *axes: str) -> bool:
+        names = (f"{axis}_parallel_size" for axis in axes)
+        return all(layout[name] == getattr(self._mesh, name) for name in names)
+
+    def close(self, trainer: Trainer) -> None:
+        """The run is over."""
+        self._loaded = None
+        Moment.forget(trainer)
+
+
+# -- loaders ----------------------------------------------------------------------------------------------------------
+
+
+def _record_loaders(trainer: Trainer, moment: Moment) -> dict[str, Any] | None:
+    """How the loaders came where they are; `None` if they are gone, or were asked for before there was a mesh."""
+    combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+    loaders = [] if combined is None else combined.flattened
+    if fetcher is None or not all(isinstance(loader, TracedLoader) for loader in loaders):
+        return None
+    record: dict[str, Any] = {"own": [loader.generator_states() for loader in loaders]}
+    if not moment.in_epoch:
+        return {**record, "states": [loader.state_dict() if loader.is_stateful else None for loader in loaders]}
+    assert combined is not None
+    iterator: Any = combined._iterator  # of one of Lightning's modes of combination
+    if iterator is None or not all(isinstance(each, TracedIterator) for each in iterator.iterators):
+        return None
+    again = len(getattr(fetcher, "batches", ())) + moment.repeated
+    return {
+        **record,
+        "iterators": [each.record(again) for each in iterator.iterators],
+        "again": again,
+        "index": iterator._idx - again,
+        "consumed": getattr(iterator, "_consumed", None),
+        "done": fetcher.done and not moment.repeated,
+    }
+
+
+def _bring_back(trainer: Trainer, moment: Moment, record: dict[str, Any] | None) -> None:
+    """Bring the loaders to where they were; to be called on every rank.
+
+    Args:
+        trainer: The Trainer; its loaders have been made.
+        moment: When the record was made.
+        record: From :func:`_record_loaders`.
+    """
+    combined, fetcher = trainer.fit_loop._combined_loader, cast(Any, trainer.fit_loop._data_fetcher)
+    assert combined is not None, "training begins with loaders"
+    assert fetcher is not None, "training begins with loaders"
+    loaders = combined.flattened
+    known = record is not None and len(record["own"]) == len(loaders)
+    if not known or not all(isinstance(loader, TracedLoader) for loader in loaders):
+        rank_zero_warn(_OTHER_LOADERS)
+        iter(fetcher)
+        return
+    assert record is not None
+    combined.reset()  # persistent workers that something has started
+    if not moment.in_epoch:
+        for loader, own, state in zip(loaders, record["own"], record["states"], strict=True):
+            loader.set_generator_states(own)
+            if loader.is_stateful and state is not None:
+                loader.load_state_dict(state)
+                iter(loader)  # the iterator that has come to its end; the next one begins anew
+        return
+    for loader, past in zip(loaders, record["iterators"], strict=True):
+        _set_sampler_epoch(loader, moment.epochs)
+        loader.go_on(past, record["again"])
+    _DataFetcher.__iter__(fetcher)
+    iterator: Any = combined._iterator
+    iterator._idx = record["index"]
+    if record["consumed"] is not None:
+        iterator._consumed = list(record["consumed"])
+    if record["again"] and fetcher.length is None:
+        fetcher.batches.append(_DataFetcher.__next__(fetcher))
+    fetcher.done = record["done"]
+    for loader in loaders:
+        loader.is_resumed()
+
+
+_ACCUMULATING = (
+    "The checkpoint was written between two optimizer steps. Gradients are not part of it: the next step goes without"
+    " those of the batches before. `ModelCheckpoint(every_n_train_steps=...)` saves at optimizer steps."
+)
+_OTHER_LOADERS = (
+    "The checkpoint does not say where its training loaders were, or there are more or fewer now: the epoch goes on"
+    " with a new order of the data."
+)

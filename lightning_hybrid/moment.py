@@ -1,0 +1,144 @@
+"""The moment in Lightning's loops at which a checkpoint is written, and how the loops go on from it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.progress import _ProcessedTracker
+
+__all__ = ["Moment", "has_begun"]
+
+
+@dataclass
+class Moment:
+    """Where the loops are.
+
+    Lightning's own states do not tell a run that ended in the middle of an epoch from the end of the epoch, and what
+    was still to be done for a batch is not done after a restart: validation, plateau schedulers, hooks of the epoch's
+    end. ::
+
+        kind          written                                        what follows
+        "batch"       between two batches, or in one                 the next batch, or that one again
+        "batch end"   in `on_train_batch_end`, or in validation      validation if it is due, then the next batch
+        "validated"   after the last batch of a validation           plateau schedulers, the next batch
+        "epoch end"   in `on_train_epoch_end`                        plateau schedulers, the next epoch
+        "epoch"       between two epochs                             the next epoch
+
+    Attributes:
+        kind: As above.
+        epochs: How many are over.
+        batches: How many of the present epoch have been trained with.
+        repeated: Whether a batch is to be trained with again that has been fetched.
+    """
+
+    kind: str
+    epochs: int
+    batches: int
+    repeated: bool
+
+    @classmethod
+    def now(cls, trainer: Trainer) -> Moment:
+        """The present one, during `fit`."""
+        loop = trainer.fit_loop.epoch_loop
+        epoch = cast(_ProcessedTracker, trainer.fit_loop.epoch_progress.current)
+        batch = cast(_ProcessedTracker, loop.batch_progress.current)
+        is_over = epoch.processed == epoch.ready
+        repeated = batch.ready > batch.processed
+        if is_over and not loop._num_ready_batches_reached():  # ended by `max_steps` or a callback
+            return cls("batch", epoch.processed - 1, batch.processed, repeated)
+        if is_over or epoch.started == epoch.processed:
+            return cls("epoch end" if epoch.completed < epoch.processed else "epoch", epoch.processed, 0, False)
+        kind = "batch"
+        if trainer.validating:
+            val = loop.val_loop.batch_progress
+            kind = "validated" if val.is_last_batch and val.current.completed == val.current.ready else "batch end"
+        elif batch.completed < batch.processed:
+            kind = "batch end"
+        return cls(kind, epoch.processed, batch.processed, repeated)
+
+    @property
+    def in_epoch(self) -> bool:
+        """Whether an epoch goes on after it."""
+        return not self.kind.startswith("epoch")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether Lightning has not yet noted what was logged."""
+        return self.kind in ("batch end", "validated", "epoch end")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, the arguments of another one."""
+        return asdict(self)
+
+    def in_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of the fit loop, so that Lightning goes on from this moment.
+
+        Args:
+            state: The state as Lightning saved it.
+        """
+        loops: dict[str, Any] = copy.deepcopy(dict(state))
+        loops["state_dict"].pop("combined_loader", None)  # rank 0's; each rank has its own
+        _set_all(loops["epoch_progress"], self.epochs)
+        if self.in_epoch:
+            for progress in (loops["epoch_progress"]["current"], loops["epoch_progress"]["total"]):
+                progress["ready"] += 1
+                progress["started"] += 1
+            _set_all(loops["epoch_loop.batch_progress"], self.batches)
+        return loops
+
+    def restart(self, trainer: Trainer) -> None:
+        """Let the loops go on; to be called when they have been reset and before the first epoch.
+
+        In the middle of an epoch Lightning's way of restarting is taken, up to the first batch. From there on nothing
+        is a restart any more.
+        """
+        fit_loop = trainer.fit_loop
+        loop = fit_loop.epoch_loop
+        if not self.in_epoch:
+            _go_on(trainer)
+            if self.kind == "epoch end":
+                fit_loop.epoch_progress.current.completed -= 1  # schedulers count the epoch that is ending
+                loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+                fit_loop.epoch_progress.current.completed += 1
+            return
+        # Otherwise the first batch would be taken for the first of an epoch, and what has been logged be forgotten.
+        trainer._logger_connector._first_loop_iter = None if self.batches == 0 else self.batches == 1
+
+        def advance(data_fetcher: Any) -> None:
+            self.forget(trainer)
+            _go_on(trainer)
+            if self.kind == "batch":
+                loop.advance(data_fetcher)
+            else:  # only the end of the batch is left
+                loop._skip_next_val = self.kind == "validated"
+
+        loop.__dict__["advance"] = advance
+
+    @staticmethod
+    def forget(trainer: Trainer) -> None:
+        """Undo :meth:`restart`, if no batch has come."""
+        trainer.fit_loop.epoch_loop.__dict__.pop("advance", None)
+
+
+def has_begun(trainer: Trainer) -> bool:
+    """Whether an epoch of training has begun."""
+    return bool(cast(_ProcessedTracker, trainer.fit_loop.epoch_progress.total).started)
+
+
+def _go_on(trainer: Trainer) -> None:
+    """Nothing is a restart any more; the setter of the fit loop says that it is, where `max_steps` is given."""
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
+        loop._restarting = loop._resuming_from_checkpoint = False
+
+
+def _set_all(progress: dict[str, Any], count: int) -> None:
+    """Everything has been done this often; the total changes as much as the current value."""
+    current, total = progress["current"], progress["total"]
+    done = total["ready"] - current["ready"] + count
+    for tracker, value in ((current, count), (total, done)):
+        for name in tracker:
+            tracker[name] = value

@@ -1,0 +1,262 @@
+"""A run that goes on from a checkpoint is the rest of the uninterrupted one, bit by bit, wherever that was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchmetrics import MeanMetric
+
+from lightning_hybrid.random import generator_states
+from tests.pool import Pools
+from tests.training_jobs import Regression, make_trainer, weights
+
+Layout = Mapping[str, Any]
+
+PP2: Layout = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+LAYOUTS: dict[str, tuple[int, Layout]] = {
+    "1x1x1": (1, {}),
+    "dp2": (2, {}),
+    "pp2 chunks 2": (2, {**PP2, "num_chunks": 2, "schedule": "interleaved_1f1b"}),
+    "dp2 x tp2": (4, {"tensor_parallel_size": 2}),
+    "dp2 x pp2": (4, PP2),
+}
+BATCHES = 6  # of an epoch on each rank
+MOMENTS = ("batch 0.0", "validation 3", "batch 0.5", "epoch 0", "batch 1.2", "validation 12", "batch 2.3")
+
+
+RELOADING = {"reload_dataloaders_every_n_epochs": 2}
+SHARDED = {"sharded": True}
+
+
+class Augmented(Dataset[Any]):
+    """Features with noise from every generator that a data set may draw from."""
+
+    def __init__(self, num_samples: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.rand(6, dtype=torch.float64) + np.random.rand() + random.random()
+        return self.x[index] + 0.1 * noise, self.x[index].sum(0, keepdim=True).sin()
+
+
+class Stream(IterableDataset[Any]):
+    """Samples in an order of its own, without a length."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.samples = Augmented(num_samples)
+
+    def __iter__(self) -> Any:
+        waiting = list(range(len(self.samples)))
+        while waiting:
+            yield self.samples[waiting.pop(random.randrange(min(4, len(waiting))))]
+
+
+class Noisy(Regression):
+    """Draws random numbers wherever user code may, and logs means of an epoch."""
+
+    def __init__(self, dropout: float = 0.3, half: bool = False, data: str = "map", plateau: str = "epoch") -> None:
+        super().__init__(4, dropout=dropout)
+        self.mean = MeanMetric()
+        if half:
+            self.float()
+        else:
+            self.mean.set_dtype(torch.float64)
+
+    def train_dataloader(self) -> Any:
+        torch.rand(3)  # what a run draws at its start is not drawn again in the middle
+        data = self.hparams["data"]
+        samples = 4 * BATCHES * self.trainer.strategy.mesh.data_parallel_size
+        if data == "stream":
+            return DataLoader(Stream(4 * BATCHES), 4)
+        workers = {"num_workers": 2, "multiprocessing_context": "fork"} if data == "workers" else {}
+        loader = DataLoader(Augmented(samples), 4, shuffle=True, **workers)
+        if data == "two":
+            generator = torch.Generator().manual_seed(5)
+            return {"a": loader, "b": DataLoader(Augmented(16), 4, shuffle=True, generator=generator)}
+        return loader
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Augmented(16), 4)
+
+    def loss(self, batch: Any) -> Tensor:
+        if isinstance(batch, dict):
+            batch = [0.5 * (batch["a"][i] + batch["b"][i]) for i in range(2)]
+        return super().loss([each.to(self.embed.weight.dtype) for each in batch])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if self.hparams["dropout"]:
+            loss = loss * (1 + 0.1 * torch.rand(()).to(loss))
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("least", loss.detach(), on_step=False, on_epoch=True, reduce_fx="min", sync_dist=True)
+        if batch_idx == 0:
+            self.log("first", loss.detach(), on_step=False, on_epoch=True, sync_dist=True)
+        self.mean(loss.detach())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch) * (1 + torch.rand(()).item()), sync_dist=True)
+
+    def on_train_epoch_start(self) -> None:
+        torch.rand(2)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        interval = self.hparams["plateau"]
+        if interval == "none":
+            scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        scheduler = ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)
+        monitor = "val_loss" if interval == "step" else "loss_epoch"
+        every = {"scheduler": scheduler, "interval": interval, "monitor": monitor, "strict": interval == "epoch"}
+        return {"optimizer": optimizer, "lr_scheduler": every}
+
+
+class Trail(Checkpoint):
+    """Writes down what happened, and checkpoints at the moments asked for.
+
+    Args:
+        directory: Of the checkpoints; `None` for no checkpoints.
+    """
+
+    def __init__(self, directory: str | None = None) -> None:
+        self.directory = directory
+        self.saved: list[str] = []
+        self.seen: list[Any] = []
+
+    def save(self, trainer: Trainer, name: str) -> None:
+        if self.directory is not None and name in MOMENTS:
+            self.saved.append(name)
+            trainer.save_checkpoint(f"{self.directory}/{name}")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        place = (trainer.current_epoch, batch_idx, trainer.fit_loop.total_batch_idx, trainer.global_step)
+        samples = batch["a"][0] + batch["b"][0] if isinstance(batch, dict) else batch[0]
+        self.seen.append(
+            (place, samples.double().sum().item(), float(outputs["loss"]), trainer.optimizers[0].param_groups[0]["lr"])
+        )
+        self.save(trainer, f"batch {trainer.current_epoch}.{batch_idx}")
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.seen.append(("validation", trainer.global_step, numbers(trainer.callback_metrics)))
+            self.save(trainer, f"validation {trainer.global_step}")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(("epoch", trainer.current_epoch, numbers(trainer.callback_metrics)))
+        self.save(trainer, f"epoch {trainer.current_epoch}")
+
+
+def numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: value.item() for name, value in metrics.items()}
+
+
+def trained(
+    layout: Layout, trail: Trail, resume: str | None, half: bool, hparams: Any, **arguments: Any
+) -> dict[str, Any]:
+    """Everything that a run leaves."""
+    plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**12, growth_interval=3))
+    how = {"plugins": plugin} if half else {}
+    trainer = make_trainer(
+        layout, **{"max_epochs": 3, "callbacks": [trail], "enable_checkpointing": True, **how, **arguments}
+    )
+    module = Noisy(half=half, **hparams)
+    trainer.fit(module, ckpt_path=resume)
+    return {
+        "weights": weights(module),
+        "optimizer": trainer.optimizers[0].state_dict()["state"],
+        "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+        "scaler": None if trainer.precision_plugin.state_dict() == {} else trainer.precision_plugin.state_dict(),
+        "metrics": numbers(trainer.callback_metrics),
+        "loops": {**trainer.fit_loop.state_dict(), "state_dict": None},
+        "generators": generator_states(torch.device("cpu")),
+    }
+
+
+def differences(left: Any, right: Any, where: str = "") -> list[str]:
+    """Where two trees are not equal to the bit."""
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        if left.keys() != right.keys():
+            return [f"{where}: {list(left)} {list(right)}"]
+        return [each for key in left for each in differences(left[key], right[key], f"{where}.{key}")]
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        if len(left) != len(right):
+            return [f"{where}: {len(left)} {len(right)}"]
+        return [
+            each for i, pair in enumerate(zip(left, right, strict=True)) for each in differences(*pair, f"{where}.{i}")
+        ]
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return [] if torch.equal(left, right) else [f"{where}: tensors"]
+    return [] if left == right else [f"{where}: {left} {right}"]
+
+
+def scramble(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def compared(resumed: dict[str, Any], again: Trail, straight: dict[str, Any], trail: Trail) -> list[str]:
+    """Where a resumed run differs from the end of the uninterrupted one."""
+    end = trail.seen[len(trail.seen) - len(again.seen) :]
+    found = differences(resumed, straight) + differences(again.seen, end, "seen")
+    return found if again.seen else [*found, "nothing has happened"]
+
+
+def interrupted(layout: Layout, directory: str, half: bool, hparams: Any, arguments: Any) -> dict[str, list[str]]:
+    """What is different in runs that go on from each moment of an uninterrupted one."""
+    trail = Trail(directory)
+    scramble(3)
+    straight = trained(layout, trail, None, half, hparams, **arguments)
+    found = {}
+    for name in trail.saved:
+        scramble(4)
+        again = Trail()
+        resumed = trained(layout, again, f"{directory}/{name}", half, hparams, **arguments)
+        found[name] = compared(resumed, again, straight, trail)
+    return found
+
+
+CASES: dict[str, tuple[str, bool, dict[str, Any], dict[str, Any]]] = {
+    "one": ("1x1x1", False, {}, {"val_check_interval": 0.5}),
+    "one, stream": ("1x1x1", False, {"data": "stream", "plateau": "step"}, {"val_check_interval": 3}),
+    "one, two loaders": ("1x1x1", False, {"data": "two"}, {"val_check_interval": 3}),
+    "dp2, reloading": ("dp2", False, {"plateau": "step"}, {"val_check_interval": 3, **RELOADING}),
+    "dp2, workers": ("dp2", False, {"data": "workers"}, {"val_check_interval": 3}),
+    "pp2 chunks 2, half": ("pp2 chunks 2", True, {"plateau": "none"}, {"val_check_interval": 3}),
+    "pp2 chunks 2, stream": ("pp2 chunks 2", False, {"data": "stream", **SHARDED}, {"val_check_interval": 3}),
+    "dp2 x tp2, half": ("dp2 x tp2", True, {"plateau": "none"}, {"val_check_interval": 3}),
+    "dp2 x pp2, half": ("dp2 x pp2", True, {"plateau": "none"}, {"val_check_interval": 3}),
+    "dp2 x pp2": ("dp2 x pp2", False, SHARDED, {"val_check_interval": 3}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_goes_on_bit_by_bit(ranks: Pools, tmp_path: Path, case: str) -> None:
+    name, half, hparams, arguments = CASES[case]
+    size, layout = LAYOUTS[name]
+    hparams = dict(hparams)
+    sharded = {"save_distributed_checkpoint": hparams.pop("sharded", False)}
+    for found in ranks(size, lightning=True).run(
+        interrupted, {**layout, **sharded}, str(tmp_path), half, hparams, arguments
+    ):
+        assert len(found) >= 5
+        assert not any(found.values()), found
