@@ -23,6 +23,20 @@ _PLAIN = (
 _NUMBERS = ("value", "cumulated_batch_size")
 
 
+class _FormerMetadata(_Metadata):
+    """How a value was logged before; from the next call on, how it is logged then.
+
+    Lightning refuses two calls of `self.log` that differ, and the call of another layout does: a single process has
+    nothing to synchronise.
+    """
+
+    def __ne__(self, other: object) -> bool:
+        if type(other) is _Metadata:
+            self.__class__ = _Metadata  # type: ignore[assignment]
+            vars(self).update(vars(other))
+        return self != other if type(self) is _Metadata else True
+
+
 def logged(trainer: Trainer, *, up_to_date: bool) -> dict[str, Any]:
     """What the Trainer knows of logged values: those that callbacks see, and the running means of the epoch.
 
@@ -73,7 +87,7 @@ def load_logged(trainer: Trainer, state: Mapping[str, Any], *, entries: bool) ->
     connector._progress_bar_metrics.update(state["bar"])
     results = trainer.fit_loop.epoch_loop._results
     for key, saved in state["entries"].items() if entries else ():
-        meta = _Metadata(**saved["meta"], reduce_fx=_reduction(*saved["reduction"]))
+        meta = _FormerMetadata(**saved["meta"], reduce_fx=_reduction(*saved["reduction"]))
         should, rank_zero_only = saved["sync"]
         meta.sync = _Sync(fn=trainer.strategy.reduce, _should=should, rank_zero_only=rank_zero_only)
         entry = _ResultMetric(meta, is_tensor=bool(saved["numbers"])).to(device)

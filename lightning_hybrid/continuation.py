@@ -204,12 +204,13 @@ def _record_loaders(trainer: Trainer, moment: Moment) -> dict[str, Any] | None:
     if fetcher is None or not all(isinstance(loader, TracedLoader) for loader in loaders):
         return None
     record: dict[str, Any] = {"own": [loader.generator_states() for loader in loaders]}
-    if not moment.in_epoch:
-        return {**record, "states": [loader.state_dict() if loader.is_stateful else None for loader in loaders]}
     assert combined is not None
     iterator: Any = combined._iterator  # of one of Lightning's modes of combination
     if iterator is None or not all(isinstance(each, TracedIterator) for each in iterator.iterators):
         return None
+    record["ended"] = [each.has_ended for each in iterator.iterators]
+    if not moment.in_epoch:
+        return {**record, "states": [loader.state_dict() if loader.is_stateful else None for loader in loaders]}
     again = len(getattr(fetcher, "batches", ())) + moment.repeated
     return {
         **record,
@@ -241,11 +242,13 @@ def _bring_back(trainer: Trainer, moment: Moment, record: dict[str, Any] | None)
     assert record is not None
     combined.reset()  # persistent workers that something has started
     if not moment.in_epoch:
-        for loader, own, state in zip(loaders, record["own"], record["states"], strict=True):
+        for loader, own, state, ended in zip(loaders, record["own"], record["states"], record["ended"], strict=True):
             loader.set_generator_states(own)
             if loader.is_stateful and state is not None:
                 loader.load_state_dict(state)
-                iter(loader)  # the iterator that has come to its end; the next one begins anew
+                batches = iter(loader)  # of the epoch that is over; the next iterator begins anew
+                if ended:
+                    next(batches, None)
         return
     for loader, past in zip(loaders, record["iterators"], strict=True):
         _set_sampler_epoch(loader, moment.epochs)
@@ -258,6 +261,9 @@ def _bring_back(trainer: Trainer, moment: Moment, record: dict[str, Any] | None)
     if record["again"] and fetcher.length is None:
         fetcher.batches.append(_DataFetcher.__next__(fetcher))
     fetcher.done = record["done"]
+    for loader, batches, ended in zip(loaders, iterator.iterators, record["ended"], strict=True):
+        if loader.is_stateful and ended and not record["again"]:
+            next(batches, None)  # or it would take what comes next for the rest of this epoch
     for loader in loaders:
         loader.is_resumed()
 

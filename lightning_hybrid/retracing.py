@@ -118,7 +118,8 @@ class TracedIterator:
         self._loader = loader
         self._device = device
         self._stateful = _is_stateful(loader)
-        self._prefetched = _has_no_length(loader)
+        self._length = _length(loader)
+        self._stopped = False
         self._loader_state: Any = None
         self._kept: dict[int, dict[str, Any]] = {}
         self._marks: Any = None  # of the generators after the last event that has drawn
@@ -143,9 +144,18 @@ class TracedIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._stateful and self._prefetched:
+        if self._stateful and self._length is None:  # Lightning may fetch one batch ahead
             self._loader_state = self._loader.state_dict()
-        return self._run(lambda: next(self._batches))
+        try:
+            return self._run(lambda: next(self._batches))
+        except StopIteration:
+            self._stopped = True
+            raise
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there are no more batches, as far as is known."""
+        return self._stopped or (self._length is not None and self._event > self._length)
 
     def _run(self, action: Callable[[], Any]) -> Any:
         return self._again(action) if self._event < self._last_again else self._first(action)
@@ -183,7 +193,7 @@ class TracedIterator:
         """
         state = None
         if self._stateful:
-            state = self._loader_state if num_again and self._prefetched else self._loader.state_dict()
+            state = self._loader_state if num_again and self._length is None else self._loader.state_dict()
         return {"own": self._own, "generators": dict(self._kept), "events": self._event, "loader": state}
 
 
@@ -191,11 +201,11 @@ def _is_stateful(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
-def _has_no_length(loader: Any) -> bool:
+def _length(loader: Any) -> int | None:
     try:
-        return len(loader) is None
+        return len(loader)
     except (TypeError, NotImplementedError):
-        return True
+        return None
 
 
 def _own_generators(loader: Any) -> list[torch.Generator]:

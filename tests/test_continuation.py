@@ -15,13 +15,14 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric
 
 from lightning_hybrid.random import generator_states
 from tests.pool import Pools
-from tests.training_jobs import Regression, make_trainer, weights
+from tests.training_jobs import Regression, assert_same, dataset, make_trainer, weights
 
 Layout = Mapping[str, Any]
 
@@ -82,18 +83,22 @@ class Noisy(Regression):
     def train_dataloader(self) -> Any:
         torch.rand(3)  # what a run draws at its start is not drawn again in the middle
         data = self.hparams["data"]
-        samples = 4 * BATCHES * self.trainer.strategy.mesh.data_parallel_size
+        replicas = self.trainer.strategy.mesh.data_parallel_size
+        if data in ("stateful", "sized"):
+            return (Sized if data == "sized" else Stateful)(self.trainer.strategy.mesh.data_rank)
+        if data == "joined":
+            return DataLoader(dataset(8 * BATCHES), 8 // replicas, shuffle=True)
         if data == "stream":
             return DataLoader(Stream(4 * BATCHES), 4)
         workers = {"num_workers": 2, "multiprocessing_context": "fork"} if data == "workers" else {}
-        loader = DataLoader(Augmented(samples), 4, shuffle=True, **workers)
+        loader = DataLoader(Augmented(4 * BATCHES * replicas), 4, shuffle=True, **workers)
         if data == "two":
             generator = torch.Generator().manual_seed(5)
             return {"a": loader, "b": DataLoader(Augmented(16), 4, shuffle=True, generator=generator)}
         return loader
 
     def val_dataloader(self) -> Any:
-        return DataLoader(Augmented(16), 4)
+        return DataLoader(dataset(16) if self.hparams["data"] == "joined" else Augmented(16), 4)
 
     def loss(self, batch: Any) -> Tensor:
         if isinstance(batch, dict):
@@ -113,7 +118,8 @@ class Noisy(Regression):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch) * (1 + torch.rand(()).item()), sync_dist=True)
+        noise = torch.rand(()).item() if self.hparams["dropout"] else 0.0
+        self.log("val_loss", self.loss(batch) * (1 + noise), sync_dist=True)
 
     def on_train_epoch_start(self) -> None:
         torch.rand(2)
@@ -170,7 +176,13 @@ def numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def trained(
-    layout: Layout, trail: Trail, resume: str | None, half: bool, hparams: Any, **arguments: Any
+    layout: Layout,
+    trail: Trail,
+    resume: str | None,
+    half: bool,
+    hparams: Any,
+    save: str | None = None,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Everything that a run leaves."""
     plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**12, growth_interval=3))
@@ -180,6 +192,9 @@ def trained(
     )
     module = Noisy(half=half, **hparams)
     trainer.fit(module, ckpt_path=resume)
+    if save is not None:
+        torch.rand(7)  # what is drawn after the end is not of the run
+        trainer.save_checkpoint(save)
     return {
         "weights": weights(module),
         "optimizer": trainer.optimizers[0].state_dict()["state"],
@@ -203,6 +218,8 @@ def differences(left: Any, right: Any, where: str = "") -> list[str]:
         return [
             each for i, pair in enumerate(zip(left, right, strict=True)) for each in differences(*pair, f"{where}.{i}")
         ]
+    if isinstance(left, DTensor) and isinstance(right, DTensor):
+        left, right = left.to_local(), right.to_local()
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return [] if torch.equal(left, right) else [f"{where}: tensors"]
     return [] if left == right else [f"{where}: {left} {right}"]
@@ -259,4 +276,98 @@ def test_a_run_goes_on_bit_by_bit(ranks: Pools, tmp_path: Path, case: str) -> No
         interrupted, {**layout, **sharded}, str(tmp_path), half, hparams, arguments
     ):
         assert len(found) >= 5
+        assert not any(found.values()), found
+
+
+# -- other ways to stop ------------------------------------------------------------------------------------------------
+
+
+def stopped(layout: Layout, directory: str, steps: int, limits: dict[str, Any]) -> list[str]:
+    """What is different after a run that `max_steps` ended and a checkpoint of its end."""
+    hparams = {"data": "stream"} if steps == 9 else {}
+    arguments = {"val_check_interval": 3, **limits}
+    trail = Trail()
+    scramble(3)
+    straight = trained(layout, trail, None, False, hparams, **arguments)
+    scramble(3)
+    path = f"{directory}/stopped.ckpt"
+    trained(layout, Trail(), None, False, hparams, save=path, **{**arguments, "max_steps": steps})
+    scramble(4)
+    again = Trail()
+    resumed = trained(layout, again, path, False, hparams, **arguments)
+    assert again.seen[0][0] in ("validation", (steps // BATCHES, steps % BATCHES, steps, steps + 1))
+    for run in (straight, resumed):  # that the first run was at its end is a part of its own story
+        run["loops"] = None
+    return compared(resumed, again, straight, trail)
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_steps": 15}], ids=["epochs", "steps"])
+@pytest.mark.parametrize("steps", [4, 9, 12])
+def test_a_run_that_max_steps_ended_goes_on(ranks: Pools, tmp_path: Path, steps: int, limits: dict[str, Any]) -> None:
+    """In the middle of an epoch, at a validation, and where an epoch has ended too."""
+    size, layout = LAYOUTS["pp2 chunks 2" if steps == 4 else "1x1x1"]
+    for found in ranks(size, lightning=True).run(stopped, layout, str(tmp_path), steps, limits):
+        assert not found
+
+
+def ended(layout: Layout, directory: str, resume: str | None, path: str) -> None:
+    """A run without dropout, with the same samples in a step whatever the layout; its end is saved."""
+    scramble(3 if resume is None else 4)
+    trail = Trail(directory if resume is None else None)
+    hparams = {"data": "joined", "dropout": 0.0, "plateau": "none"}
+    trained(layout, trail, resume, False, hparams, save=path, val_check_interval=3, gradient_clip_val=0.5)
+
+
+OTHERS = [("dp2 x pp2", "dp2 x tp2"), ("dp2", "pp2 chunks 2"), ("pp2 chunks 2", "1x1x1"), ("1x1x1", "dp2 x pp2")]
+
+
+@pytest.mark.parametrize(("name", "other"), OTHERS)
+def test_the_data_go_on_under_another_layout(ranks: Pools, tmp_path: Path, name: str, other: str) -> None:
+    size, layout = LAYOUTS[name]
+    ranks(size, lightning=True).run(ended, layout, str(tmp_path), None, str(tmp_path / "straight.ckpt"))
+    expected = torch.load(tmp_path / "straight.ckpt", weights_only=True)
+    size, layout = LAYOUTS[other]
+    for moment in ("batch 1.2", "epoch 0", "validation 12"):
+        path = tmp_path / "resumed.ckpt"
+        ranks(size, lightning=True).run(ended, layout, str(tmp_path), str(tmp_path / moment), str(path))
+        found = torch.load(path, weights_only=True)
+        for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
+            assert_same(found[key], expected[key], where=f"{moment}: {key}")
+
+
+# -- loaders with a state of their own ---------------------------------------------------------------------------------
+
+
+class Stateful:
+    """A loader that knows where it is, with other samples on each data rank and in each epoch."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.epoch, self.at = rank, 0, 0
+        self.loaded: int | None = None
+
+    def __iter__(self) -> Any:
+        self.epoch += self.loaded is None
+        self.at, self.loaded = self.loaded or 0, None
+        while self.at < BATCHES:
+            generator = torch.Generator().manual_seed(100 * self.rank + 10 * self.epoch + self.at)
+            self.at += 1
+            yield [torch.randn(4, n, generator=generator, dtype=torch.float64) for n in (6, 1)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.loaded = state["epoch"], state["at"]
+
+
+class Sized(Stateful):
+    def __len__(self) -> int:
+        return BATCHES
+
+
+@pytest.mark.parametrize(("name", "data"), [("dp2", "stateful"), ("dp2", "sized"), ("dp2 x pp2", "sized")])
+def test_a_loader_with_a_state_gets_that_of_its_data_rank(ranks: Pools, tmp_path: Path, name: str, data: str) -> None:
+    size, layout = LAYOUTS[name]
+    hparams = {"data": data, "plateau": "none"}
+    for found in ranks(size, lightning=True).run(interrupted, layout, str(tmp_path), False, hparams, {}):
         assert not any(found.values()), found
