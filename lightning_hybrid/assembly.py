@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import ExitStack
 from itertools import count
 from typing import Any, cast
@@ -14,6 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor.experimental import implicit_replication
 
 from lightning_hybrid.adjustments import Adjustments
+from lightning_hybrid.after_hook import AfterHook
 from lightning_hybrid.archive import Archive
 from lightning_hybrid.batch_start import BatchStart
 from lightning_hybrid.continuation import Continuation
@@ -79,7 +79,7 @@ class Assembly:
         if dist.get_backend() == "nccl":
             self.board.watch(close_groups)
         self._engine: Engine | None = None
-        self._hook: str | None = None  # of the module, after which it is divided
+        self._hook: AfterHook | None = None
         self._module: LightningModule | None = None
         self.pipeline: Pipeline | None = None
         self._boundary: EpochBoundary | None = None
@@ -114,30 +114,14 @@ class Assembly:
         """
         assert self._module is not None
         if is_overridden("configure_model", self._module) and not self._division.is_done:
-            self._divide_after("configure_model", self._module)
+            self._hook = AfterHook(self._module, "configure_model", self.divide)
             return
         try:
             self.divide()
         except ValueError:  # on every rank
             if not is_overridden("setup", self._module):
                 raise
-            self._divide_after("setup", self._module)
-
-    def _divide_after(self, name: str, module: LightningModule) -> None:
-        hook = getattr(module, name)
-
-        @functools.wraps(hook)
-        def dividing(*args: Any, **kwargs: Any) -> None:
-            self._forget_hook()
-            hook(*args, **kwargs)
-            self.divide()
-
-        vars(module)[name], self._hook = dividing, name
-
-    def _forget_hook(self) -> None:
-        if self._hook is not None:
-            vars(self._module).pop(self._hook, None)
-            self._hook = None
+            self._hook = AfterHook(self._module, "setup", self.divide)
 
     def divide(self) -> None:
         """Put stand-ins for what other stages hold; once for each module.
@@ -238,7 +222,8 @@ class Assembly:
         """Undo :meth:`attach` and :meth:`install`, and take hooks off parameters."""
         self._mixing.close()
         trainer._accelerator_connector.use_distributed_sampler = self._divides_data
-        self._forget_hook()
+        if self._hook is not None:
+            self._hook.forget()
         self.continuation.close(trainer)
         ours: tuple[Callback, ...] = (self.continuation, self.batch_start)
         trainer.callbacks = [each for each in trainer.callbacks if each not in ours]  # type: ignore[attr-defined]
