@@ -135,8 +135,8 @@ class Division:
         if known is not None and before != wish:
             raise ValueError(
                 f"{type(self._module).__name__} was divided for (tensor_parallel_size, tensor_parallel_plan,"
-                f" sequence_parallel) = {before} before, and now for {wish}. Make a new module, and load a checkpoint"
-                " into it."
+                f" sequence_parallel) = {before} before, and now for {wish}. After the earlier run, call"
+                " `trainer.strategy.gather_module()`, which makes it whole."
             )
         self.plan = agree(self._plan_layers) if known is None else known
         if known is None:
@@ -201,7 +201,8 @@ class Division:
         if own:
             raise ValueError(
                 f"{type(self._module).__name__} was divided for another layout before: {own[0]!r} has no values on the"
-                " rank that needs it now. Make a new module, and load a checkpoint into it."
+                " rank that needs it now. After the earlier run, call `trainer.strategy.gather_module()` to make it"
+                " whole."
             )
         self.body, self.placement = body, placement
 

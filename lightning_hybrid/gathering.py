@@ -17,7 +17,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.placement import Placement
 from lightning_hybrid.refusals import agree
 from lightning_hybrid.shards import local_of
-from lightning_hybrid.tensor_parallel import Plan, joined
+from lightning_hybrid.tensor_parallel import Division, Plan, joined
 
 __all__ = ["check_gathering", "gather_module", "refuse_step"]
 
@@ -82,27 +82,23 @@ def gather_module(module: LightningModule, placement: Placement, plan: Plan | No
         tensor = _tensor(module, several[0])
         division = next((divisions[name] for name in several if name in divisions), None)
         holders = set().union(*(placement.ranks_of(name) for name in several))
-        if division is None and isinstance(tensor, nn.Parameter) and len(holders) == mesh.pipeline_parallel_size:
-            continue  # every rank has it
-        num_shards = 1 if division is None else mesh.tensor_parallel_size
-        shape = list(tensor.shape)
-        if division is not None:
-            shape[division.dim] //= num_shards
-        source = owners[several[0]] * mesh.tensor_parallel_size
-        shards = [_received(tensor, shape, source + rank, mesh) for rank in range(num_shards)]
-        value = shards[0] if division is None else joined(shards, division.dim, blocks=division.blocks)
-        if not is_stand_in(tensor) and division is None:
-            if not isinstance(tensor, nn.Parameter):
-                tensor.copy_(value)
+        is_everywhere = division is None and len(holders) == mesh.pipeline_parallel_size
+        if is_everywhere and isinstance(tensor, nn.Parameter):
             continue
+        value = _whole(tensor, division, owners[several[0]], mesh)
+        if division is None and not is_stand_in(tensor):
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(value)  # its holders may have different ones, of which one counts
+            continue
+        value = value.to(module.device)
         if isinstance(tensor, nn.Parameter):
-            made: Tensor = nn.Parameter(value.to(module.device), tensor.requires_grad)
-            vars(made).update({key: mark for key, mark in vars(tensor).items() if key != _OF_TORCH})
+            value = nn.Parameter(value, tensor.requires_grad)
+            vars(value).update({key: mark for key, mark in vars(tensor).items() if key != _OF_TORCH})
         else:
-            _, made = buffers.setdefault(id(tensor), (tensor, value.to(module.device)))
+            _, value = buffers.setdefault(id(tensor), (tensor, value))
         for name in several:
             owner, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(owner), leaf, made)
+            setattr(module.get_submodule(owner), leaf, value)
     if mesh.pipeline_parallel_size > 1:
         _share_extra_states(module, placement, mesh)
     if plan is not None:
@@ -114,6 +110,17 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     owner, _, leaf = name.rpartition(".")
     tensor: Tensor = getattr(module.get_submodule(owner), leaf)
     return tensor
+
+
+def _whole(tensor: Tensor, division: Division | None, stage: int, mesh: Mesh) -> Tensor:
+    """All of a tensor, on the host, from the pipeline rank whose value counts."""
+    first = stage * mesh.tensor_parallel_size
+    if division is None:
+        return _received(tensor, list(tensor.shape), first, mesh)
+    shape = list(tensor.shape)
+    shape[division.dim] //= mesh.tensor_parallel_size
+    shards = [_received(tensor, shape, first + rank, mesh) for rank in range(mesh.tensor_parallel_size)]
+    return joined(shards, division.dim, blocks=division.blocks)
 
 
 def _received(tensor: Tensor, shape: list[int], source: int, mesh: Mesh) -> Tensor:

@@ -105,8 +105,9 @@ def layer_call_text(name: str) -> str:
     return (
         f"A layer of the body {name!r} was called that lives on another stage. In a step the body must be called"
         f" exactly once, as a whole: `x = self.{name}(x)`, not layer by layer or in a loop over its layers. Outside of"
-        " steps no rank can run the model: use `trainer.predict`, or load a checkpoint into a new module. A"
-        " Trainer without a pipeline needs a new module too: an earlier one has divided this module, and so it stays."
+        " steps no rank can run the model: use `trainer.predict`, or make the module whole after the run by"
+        " `trainer.strategy.gather_module()` on every rank. A Trainer without a pipeline needs that too: an earlier one"
+        " has divided this module, and so it stays."
     )
 
 

@@ -49,6 +49,8 @@ from tests.training_jobs import PP2, Regression, loader, make_trainer
         ({"body": 3}, TypeError, ["body", "3"]),
         ({"broadcast_batches": "yes"}, TypeError, ["broadcast_batches", "'yes'"]),
         ({"dynamic_shapes": 1}, TypeError, ["dynamic_shapes", "1"]),
+        ({"gather_module_on_teardown": 1}, TypeError, ["gather_module_on_teardown", "1"]),
+        ({"initial_weights": 3}, TypeError, ["initial_weights", "3"]),
         ({"timeout": 30}, TypeError, ["timeout", "30", "timedelta"]),
         ({"process_group_backend": 1}, TypeError, ["process_group_backend", "1"]),
     ],

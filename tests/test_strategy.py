@@ -141,6 +141,8 @@ def test_every_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
         "broadcast_batches": False,
         "loss_reduction": "mean",
         "dynamic_shapes": True,
+        "gather_module_on_teardown": True,
+        "initial_weights": "weights.pt",
         "rank_order": "dp-pp-tp",
         "process_group_backend": "gloo",
         "timeout": "0:10:00",

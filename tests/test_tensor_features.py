@@ -497,7 +497,7 @@ def trained_otherwise(second: dict[str, Any]) -> str:
 )
 def test_a_module_stays_divided_as_it_is(ranks: Pools, second: dict[str, Any]) -> None:
     for text in ranks(2, lightning=True).run(trained_otherwise, second):
-        assert "Make a new module" in text
+        assert "`trainer.strategy.gather_module()`" in text
 
 
 def test_several_trainers_train_one_module(ranks: Pools) -> None:

@@ -9,9 +9,11 @@ import lightning_hybrid.tensor_parallel.operations  # noqa: F401  registers what
 from lightning_hybrid.tensor_parallel.collectives import TensorGroup
 from lightning_hybrid.tensor_parallel.plan import Plan, UserPlan, make_plan
 from lightning_hybrid.tensor_parallel.sharder import joined
+from lightning_hybrid.tensor_parallel.styles import Division
 from lightning_hybrid.tensor_parallel.vocabulary import VocabularyShards, whole
 
 __all__ = [
+    "Division",
     "Plan",
     "TensorGroup",
     "UserPlan",
