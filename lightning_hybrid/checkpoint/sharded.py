@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,20 @@ class ShardedCheckpoint:
 
         Returns:
             What writes it, to be called on every rank.
+
+        Raises:
+            ValueError: If parts of the model have no names; on every rank.
         """
         group = self._mesh.world_group
         tables = [place for place in self._tables(checkpoint) if place[0] != _OPTIMIZERS]
-        path, tables = broadcast_object((path, tables), 0, group)
+        odd = [place for place in tables if not isinstance(value_at(checkpoint, place), dict)]
+        path, tables, odd = broadcast_object((path, tables, odd), 0, group)
+        if odd:
+            raise ValueError(
+                f"The checkpoint has parts of the model in a list or tuple at {'.'.join(map(str, odd[0]))}. Every rank"
+                " adds its part to a directory by name: let the callback keep a dict, or use"
+                " save_distributed_checkpoint=False."
+            )
         entries = dict(self._entries(checkpoint, tables))
         for number, state in enumerate(checkpoint.get(_OPTIMIZERS, [])):
             entries |= dict(self._optimizer_entries(f"optimizer_{number}", state))
@@ -113,7 +124,7 @@ class ShardedCheckpoint:
             table = value_at(checkpoint, place) or {}
             others = self._ownership.owners([name for name in table if name not in owners])
             for name, value in table.items():
-                if _is_meta(value) or first.get(name, name) != name:
+                if _is_meta(value) or (first.get(name, name) != name and first[name] in table):
                     continue
                 is_owner = is_one and (others.get(name) == self._mesh.pipeline_rank or name not in first)
                 if name in owners or isinstance(value, DTensor) or is_owner:
@@ -157,7 +168,7 @@ class ShardedCheckpoint:
         checkpoint = read_extra(extra) if extra.is_file() else {}
         self._read_module(directory, root, state, sources)
         checkpoint[_MODEL] = {name: state[name] for name in sources}
-        numbers = {place[0] for place in directory.entries if str(place[0]).startswith("optimizer_")}
+        numbers = {place[0] for place in directory.entries if re.fullmatch(r"optimizer_\d+", str(place[0]))}
         if numbers:
             checkpoint[_OPTIMIZERS] = [SavedOptimizer(directory, number) for number in range(len(numbers))]
         self._read_tables(directory, {root, *numbers}, checkpoint)
