@@ -94,13 +94,15 @@ class Continuation(Callback):
         fit_loop, module = trainer.fit_loop, trainer.lightning_module
         val_loop = fit_loop.epoch_loop.val_loop
         reset = [val_loop._results] if moment.in_epoch else [val_loop._results, fit_loop.epoch_loop._results]
+        with self._streams.outside():
+            generators = generator_states(self._device)
         names = {entry.meta.metric_attribute for results in reset for entry in results.values()}
         return {
             "moment": moment.state_dict(),
             "streams": self._streams.state_dict(),
             "reloads": [fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch],
             "rank": {
-                "generators": generator_states(self._device),
+                "generators": generators,
                 "loaders": _record_loaders(trainer, moment),
                 "logged": logged(trainer, up_to_date=moment.is_busy),
                 "metrics": metric_states(module, {name for name in names if name is not None}),
@@ -211,14 +213,14 @@ def _record_loaders(trainer: Trainer, moment: Moment) -> dict[str, Any] | None:
     record["ended"] = [each.has_ended for each in iterator.iterators]
     if not moment.in_epoch:
         return {**record, "states": [loader.state_dict() if loader.is_stateful else None for loader in loaders]}
-    again = len(getattr(fetcher, "batches", ())) + moment.repeated
+    again = max(0, iterator._idx - moment.batches)  # fetched ahead, or not trained with to the end
     return {
         **record,
         "iterators": [each.record(again) for each in iterator.iterators],
         "again": again,
         "index": iterator._idx - again,
         "consumed": getattr(iterator, "_consumed", None),
-        "done": fetcher.done and not moment.repeated,
+        "done": fetcher.done and not again,
     }
 
 

@@ -32,13 +32,11 @@ class Moment:
         kind: As above.
         epochs: How many are over.
         batches: How many of the present epoch have been trained with.
-        repeated: Whether a batch is to be trained with again that has been fetched.
     """
 
     kind: str
     epochs: int
     batches: int
-    repeated: bool
 
     @classmethod
     def now(cls, trainer: Trainer) -> Moment:
@@ -47,18 +45,17 @@ class Moment:
         epoch = cast(_ProcessedTracker, trainer.fit_loop.epoch_progress.current)
         batch = cast(_ProcessedTracker, loop.batch_progress.current)
         is_over = epoch.processed == epoch.ready
-        repeated = batch.ready > batch.processed
         if is_over and not loop._num_ready_batches_reached():  # ended by `max_steps` or a callback
-            return cls("batch", epoch.processed - 1, batch.processed, repeated)
+            return cls("batch", epoch.processed - 1, batch.processed)
         if is_over or epoch.started == epoch.processed:
-            return cls("epoch end" if epoch.completed < epoch.processed else "epoch", epoch.processed, 0, False)
+            return cls("epoch end" if epoch.completed < epoch.processed else "epoch", epoch.processed, 0)
         kind = "batch"
         if trainer.validating:
             val = loop.val_loop.batch_progress
             kind = "validated" if val.is_last_batch and val.current.completed == val.current.ready else "batch end"
         elif batch.completed < batch.processed:
             kind = "batch end"
-        return cls(kind, epoch.processed, batch.processed, repeated)
+        return cls(kind, epoch.processed, batch.processed)
 
     @property
     def in_epoch(self) -> bool:

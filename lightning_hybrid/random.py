@@ -182,6 +182,7 @@ class RandomStreams:
         # costs 80 us, too much for each micro-batch. (A second normal number that numpy has in store gets lost.)
         self._layers_numpy = np.random.MT19937(0)
         self._numbers: Counter[str] = Counter()
+        self._outside: list[tuple[Any, Any]] = []
 
     def next_number(self, of: str) -> int:
         """0, 1, 2, ...: a coordinate for what has none, such as the batches of evaluations.
@@ -212,13 +213,29 @@ class RandomStreams:
     @contextmanager
     def isolated(self) -> Iterator[None]:
         """Nothing that is drawn or seeded inside is noticed outside."""
-        outside = np.random.get_state()
-        saved = self._save()
+        self._outside.append((self._save(), np.random.get_state()))
         try:
             yield
         finally:
-            self._restore(saved)
-            np.random.set_state(outside)
+            self._go_to(self._outside.pop())
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Inside, the generators are for a moment as they are outside of what is isolated."""
+        if not self._outside:
+            yield
+            return
+        isolated = self._save(), np.random.get_state()
+        self._go_to(self._outside[0])
+        try:
+            yield
+        finally:
+            self._go_to(isolated)
+
+    def _go_to(self, states: tuple[Any, Any]) -> None:
+        saved, numpy = states
+        self._restore(saved)
+        np.random.set_state(numpy)
 
     @contextmanager
     def layers(self, stage: int, *coordinates: int) -> Iterator[None]:

@@ -108,7 +108,7 @@ class TracedIterator:
     Args:
         loader: The loader.
         device: The device of the model.
-        past: The record of an iterator that this one follows to its place.
+        past: The record of an iterator that this one follows to its place. Others do not notice what is drawn.
         num_again: How many batches before that place it stops. They are given with the random numbers of then.
     """
 
@@ -177,12 +177,13 @@ class TracedIterator:
             self._event += 1
 
     def _again(self, action: Callable[[], Any]) -> Any:
+        outside = generator_states(self._device)
         set_generator_states(self._kept.get(self._event, self._states), self._device)
         try:
             return action()
         finally:
-            self._states = generator_states(self._device)
-            self._marks = generator_marks(self._device)
+            self._states, self._marks = generator_states(self._device), generator_marks(self._device)
+            set_generator_states(outside, self._device)
             self._event += 1
 
     def record(self, num_again: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric
 
-from lightning_hybrid.random import generator_states
+from lightning_hybrid.random import generator_states, set_generator_states
+from lightning_hybrid.retracing import TracedIterator
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, dataset, make_trainer, weights
 
@@ -35,7 +37,7 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {
     "dp2 x pp2": (4, PP2),
 }
 BATCHES = 6  # of an epoch on each rank
-MOMENTS = ("batch 0.0", "validation 3", "batch 0.5", "epoch 0", "batch 1.2", "validation 12", "batch 2.3")
+MOMENTS = ("batch 0.0", "validation 3", "start 0.4", "batch 0.5", "epoch 0", "batch 1.2", "validation 12", "batch 2.3")
 
 
 RELOADING = {"reload_dataloaders_every_n_epochs": 2}
@@ -153,6 +155,9 @@ class Trail(Checkpoint):
             self.saved.append(name)
             trainer.save_checkpoint(f"{self.directory}/{name}")
 
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.save(trainer, f"start {trainer.current_epoch}.{batch_idx}")
+
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         place = (trainer.current_epoch, batch_idx, trainer.fit_loop.total_batch_idx, trainer.global_step)
         samples = batch["a"][0] + batch["b"][0] if isinstance(batch, dict) else batch[0]
@@ -176,7 +181,7 @@ def numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def trained(
-    layout: Layout,
+    layout: Layout | None,
     trail: Trail,
     resume: str | None,
     half: bool,
@@ -371,3 +376,120 @@ def test_a_loader_with_a_state_gets_that_of_its_data_rank(ranks: Pools, tmp_path
     hparams = {"data": data, "plateau": "none"}
     for found in ranks(size, lightning=True).run(interrupted, layout, str(tmp_path), False, hparams, {}):
         assert not any(found.values()), found
+
+
+# -- the record --------------------------------------------------------------------------------------------------------
+
+
+def story(layout: Layout | None, directory: str | None, resume: str | None) -> tuple[list[Any], list[str]]:
+    """What a run saw, and whether Lightning warned that the data do not go on."""
+    trail = Trail(directory)
+    scramble(3 if resume is None else 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(layout, trail, resume, False, {"data": "joined", "plateau": "none"})
+    return trail.seen, [text for text in (str(each.message) for each in caught) if "not resumable" in text]
+
+
+@pytest.mark.parametrize("name", ["1x1x1", "dp2 x tp2"])
+def test_without_the_record_a_run_does_not_go_on(ranks: Pools, tmp_path: Path, name: str) -> None:
+    """Then it is a checkpoint as Lightning writes it."""
+    size, layout = LAYOUTS[name]
+    pool = ranks(size, lightning=True)
+    straight = pool.run(story, layout, str(tmp_path), None)
+    whole = torch.load(tmp_path / "batch 1.2", weights_only=True)
+    places = list(whole["hybrid_parallel"].pop("ranks"))
+    assert places == ([(0, 0, 0)] if size == 1 else [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)])
+    torch.save(whole, tmp_path / "bare")
+    goes_on = pool.run(story, layout, None, str(tmp_path / "batch 1.2"))
+    does_not = pool.run(story, layout, None, str(tmp_path / "bare"))
+    for rank in range(size):
+        (seen, _), (right, silent), (wrong, warned) = straight[rank], goes_on[rank], does_not[rank]
+        assert right == seen[-len(right) :]
+        assert wrong != seen[-len(wrong) :]
+        assert not silent
+        assert bool(warned) is (rank == 0)
+
+
+def test_plain_lightning_resumes_what_a_resumed_run_wrote(ranks: Pools, tmp_path: Path) -> None:
+    """Although loaders that were brought back have told Lightning that they have a state."""
+    size, layout = LAYOUTS["pp2 chunks 2"]
+    first, second = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
+    ranks(size, lightning=True).run(part, layout, None, 4, first)
+    ranks(size, lightning=True).run(part, layout, first, 9, second)
+    assert "combined_loader" not in torch.load(second)["loops"]["fit_loop"]["state_dict"]
+    assert part(None, second, 11, None) == 11
+    assert ranks(size, lightning=True).run(part, layout, second, 11, None) == [11, 11]
+
+
+def part(layout: Layout | None, resume: str | None, steps: int, save: str | None) -> int:
+    trainer = make_trainer(layout, max_steps=steps, max_epochs=-1)
+    trainer.fit(Regression(), DataLoader(dataset(48), 8, shuffle=True), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return trainer.global_step
+
+
+def test_a_run_goes_on_twice(ranks: Pools, tmp_path: Path) -> None:
+    """What a resumed run writes in the same epoch knows the whole epoch."""
+    ranks(2, lightning=True).run(twice, LAYOUTS["dp2"][1], str(tmp_path))
+
+
+def twice(layout: Layout, directory: str) -> None:
+    hparams = {"data": "stream"}
+    trail = Trail()
+    scramble(3)
+    straight = trained(layout, trail, None, False, hparams)
+    resume = None
+    for steps in (2, 4, 5):
+        scramble(3 if resume is None else steps)
+        path = f"{directory}/{steps}.ckpt"
+        trained(layout, Trail(), resume, False, hparams, save=path, max_steps=steps)
+        resume = path
+    again = Trail()
+    resumed = trained(layout, again, resume, False, hparams)
+    straight["loops"] = resumed["loops"] = None
+    assert not compared(resumed, again, straight, trail)
+
+
+# -- loaders on their own ----------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("others_draw", [False, True])
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "stream", "silent"])
+def test_an_iterator_is_brought_back(kind: str, others_draw: bool) -> None:
+    def loader() -> DataLoader[Any]:
+        if kind == "stream":
+            return DataLoader(Stream(24), 4)
+        if kind == "silent":
+            return DataLoader(dataset(24), 4)
+        generator = torch.Generator().manual_seed(5) if kind == "own generator" else None
+        return DataLoader(Augmented(24), 4, shuffle=True, generator=generator)
+
+    def batches(iterator: TracedIterator, number: int) -> list[Tensor]:
+        found = []
+        for _ in range(number):
+            if others_draw:
+                torch.rand(1)
+            found.append(next(iterator)[0])
+        return found
+
+    scramble(3)
+    iterator = TracedIterator(loader(), CPU)
+    batches(iterator, 3)
+    record, states = iterator.record(1), generator_states(CPU)
+    rest = batches(iterator, 3)
+    if kind == "silent" or not others_draw:  # drawn at the beginning only, or in one go
+        assert list(record["generators"]) == [0]
+
+    scramble(4)
+    again = TracedIterator(loader(), CPU, record, 1)
+    third = next(again)
+    assert again.record(0)["events"] == record["events"]
+    set_generator_states(states, CPU)
+    for found, expected in zip(batches(again, 3), rest, strict=True):
+        assert torch.equal(found, expected)
+    assert next(again, None) is None
+    assert third is not None

@@ -3,14 +3,25 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from lightning_hybrid.random import RandomStreams, derive_seed, seed_generators
+from lightning_hybrid.random import (
+    RandomStreams,
+    derive_seed,
+    generator_marks,
+    generator_states,
+    seed_generators,
+    set_generator_states,
+)
 
 Numbers = tuple[float, float, float]
+CPU = torch.device("cpu")
 
 DRAWS: dict[str, Callable[[], float]] = {
     "torch": lambda: torch.rand(()).item(),
@@ -238,3 +249,64 @@ def test_seeding_costs_microseconds() -> None:
     finally:
         torch.manual_seed = original
     assert called == []
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def draws() -> list[float]:
+    return [torch.rand(()).item(), np.random.rand(), np.random.randn(), random.random(), random.gauss(0, 1)]
+
+
+@pytest.mark.parametrize("numpy", [np.random.MT19937, np.random.PCG64])
+def test_generators_go_back_to_a_state_that_went_through_a_file(tmp_path: Path, numpy: Any) -> None:
+    before = get_bit_generator()
+    set_bit_generator(numpy(5))
+    try:
+        draws()
+        states = generator_states(CPU)
+        expected = draws(), draws()
+        torch.save(states, tmp_path / "states")
+        set_generator_states(torch.load(tmp_path / "states", weights_only=True), CPU)
+        assert (draws(), draws()) == expected
+    finally:
+        set_bit_generator(before)
+
+
+@pytest.mark.parametrize("numpy", [np.random.MT19937, np.random.PCG64])
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), np.random.rand, random.random])
+def test_a_draw_leaves_a_mark(draw: Callable[[], Any], numpy: Any) -> None:
+    before = get_bit_generator()
+    set_bit_generator(numpy(5))
+    try:
+        marks = generator_marks(CPU)
+        assert generator_marks(CPU) == marks
+        draw()
+        assert generator_marks(CPU) != marks
+    finally:
+        set_bit_generator(before)
+
+
+def test_streams_go_on_counting() -> None:
+    first, second = RandomStreams(1, 0, CPU), RandomStreams(2, 0, CPU)
+    assert [first.next_number("a"), first.next_number("a"), first.next_number("b")] == [0, 1, 0]
+    second.load_state_dict(first.state_dict())
+    assert [second.next_number("a"), second.next_number("b"), second.next_number("c")] == [2, 1, 0]
+    first.seed_user(3)
+    expected = draws()
+    second.seed_user(3)
+    assert draws() == expected
+
+
+def test_the_outside_can_be_seen_from_inside() -> None:
+    streams = RandomStreams(1, 0, CPU)
+    with streams.outside():
+        outside = generator_marks(CPU)
+    with streams.isolated():
+        streams.seed_user(1)
+        with streams.isolated():
+            inside = generator_marks(CPU)
+            with streams.outside():
+                assert generator_marks(CPU) == outside
+            assert generator_marks(CPU) == inside != outside
+    assert generator_marks(CPU) == outside
