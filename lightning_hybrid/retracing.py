@@ -83,7 +83,7 @@ class TracedLoader(LoaderWrapper):
     def is_resumed(self) -> None:
         """Tell Lightning, which asks whether there is a state, that the loader goes on where it was."""
         if not self.is_stateful:
-            self.state_dict, self.load_state_dict = dict, lambda state: None
+            self.state_dict, self.load_state_dict = dict, _forget
 
     def generator_states(self) -> list[torch.Tensor]:
         """The states of the generators that the loader and its samplers have of their own."""
@@ -123,6 +123,7 @@ class TracedIterator:
         self._loader_state: Any = None
         self._kept: dict[int, dict[str, Any]] = {}
         self._marks: Any = None  # of the generators after the last event that has drawn
+        self._looked: tuple[Any, dict[str, Any]] = (None, {})  # marks of the generators, and their states
         self._event = 0
         self._last_again = 0  # events before this one are repetitions
         self._states: Mapping[str, Any] = {}
@@ -165,14 +166,16 @@ class TracedIterator:
         if self._stateful:  # it is not brought back batch by batch: what came before the last one does not matter
             self._marks = None
             self._kept = {event: states for event, states in self._kept.items() if event == 0}
-        states = generator_states(self._device) if before != self._marks else None
+        moved = before != self._marks
+        if moved and before != self._looked[0]:
+            self._looked = before, generator_states(self._device)
         try:
             return action()
         finally:
             after = generator_marks(self._device)
             if after != before:
-                if states is not None:
-                    self._kept[self._event] = states
+                if moved:
+                    self._kept[self._event] = self._looked[1]
                 self._marks = after
             self._event += 1
 
@@ -196,6 +199,10 @@ class TracedIterator:
         if self._stateful:
             state = self._loader_state if num_again and self._length is None else self._loader.state_dict()
         return {"own": self._own, "generators": dict(self._kept), "events": self._event, "loader": state}
+
+
+def _forget(state: Mapping[str, Any]) -> None:
+    """There is no state to load."""
 
 
 def _is_stateful(loader: Any) -> bool:
