@@ -138,6 +138,7 @@ def assert_goes_on(results: list[Any], checkpoints: Path, straight: Any, where: 
         assert_same(result["losses"], straight["losses"][STEPS:], where=f"{where}: losses")
 
 
+@pytest.mark.rows(54)
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", FORMS)
@@ -153,6 +154,7 @@ def test_what_any_layout_wrote_goes_on_under_any_other(
         assert_goes_on([outcomes[index] for outcomes in by_rank], checkpoints, straight, f"written by {writer}")
 
 
+@pytest.mark.rows(54)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_plain_lightning_goes_on_from_any_layouts_file(checkpoints: Path, straight: Any, name: str) -> None:
