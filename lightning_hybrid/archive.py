@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint import (
+    OUR_PLUGINS,
     OptimizerStates,
     Ownership,
     ShardedCheckpoint,
     WholeCheckpoint,
+    copied,
     load_module_state,
+    local_path,
 )
 from lightning_hybrid.completion import check_values, fill, name_whole_groups
 from lightning_hybrid.continuation import Continuation
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.placement import Placement
-from lightning_hybrid.places import leaves, replaced
 from lightning_hybrid.record import RECORD, record_of
 from lightning_hybrid.refusals import agree
 from lightning_hybrid.settings import Settings
+from lightning_hybrid.shards import local_of
 from lightning_hybrid.storage import Background, Directory
 
 __all__ = ["Archive"]
@@ -65,6 +66,11 @@ class Archive:
         self._whole = WholeCheckpoint(module, self._ownership, self.optimizers, mesh)
         self._sharded = ShardedCheckpoint(module, self._ownership, self.optimizers, mesh)
         self._background = Background()
+        self._is_in_run = False
+
+    def open(self) -> None:
+        """A run begins: until :meth:`close` there is somebody who waits for what is written beside training."""
+        self._is_in_run = True
 
     def module_state(self) -> dict[str, Any]:
         """The undivided module's state on rank 0, or what this rank has of it where directories are written."""
@@ -93,8 +99,10 @@ class Archive:
         """
         self.finish()
         sharded = self._settings.save_distributed_checkpoint
-        names = self._ownership.stored_names(checkpoint["state_dict"]) if sharded else None
-        checkpoint = {**checkpoint, RECORD: record_of(self._mesh, self._settings, self._placement, names)}
+        state = checkpoint["state_dict"]
+        names = self._ownership.stored_names(state) if sharded else None
+        layers = getattr(state, "_metadata", None) if sharded else None
+        checkpoint = {**checkpoint, RECORD: record_of(self._mesh, self._settings, self._placement, names, layers)}
         if "optimizer_states" in checkpoint and "loops" in checkpoint:  # not the weights only
             checkpoint = self._continuation.add_to(checkpoint, RECORD, self._module.trainer)
         if self._mesh.pipeline_parallel_size > 1:
@@ -102,9 +110,10 @@ class Archive:
         if not sharded:
             checkpoint = fill(checkpoint, self._ownership, self._whole)
             agree(lambda: check_values(checkpoint) if self._mesh.is_first else None)
-        beside = self._settings.async_save or (sharded and isinstance(plugin, AsyncCheckpointIO))
+        wished = self._settings.async_save or (sharded and isinstance(plugin, AsyncCheckpointIO))
+        beside = wished and self._is_in_run
         if beside and (sharded or self._mesh.is_first):
-            checkpoint = _copied(checkpoint)
+            checkpoint = copied(checkpoint, None if sharded or self._whole.is_undivided else self._live())
         write = self._writing(checkpoint, path, plugin, options)
         if beside:
             self._background.submit(write)
@@ -113,9 +122,17 @@ class Archive:
         else:
             agree(write)
 
+    def _live(self) -> list[Tensor]:
+        states = (state for optimizer in self._module.trainer.optimizers for state in optimizer.state.values())
+        values = (value for state in states for value in state.values() if isinstance(value, Tensor))
+        tensors = [*self._module.state_dict().values(), *values]
+        return [local_of(tensor) for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta]
+
     def _writing(self, checkpoint: dict[str, Any], path: Any, plugin: CheckpointIO, options: Any) -> Callable[[], None]:
         if self._settings.save_distributed_checkpoint:
-            return self._sharded.writing(checkpoint, Path(path))
+            place = local_path(path)
+            assert place is not None, "others are refused"
+            return self._sharded.writing(checkpoint, place)
         if self._mesh.is_first:
             return lambda: plugin.save_checkpoint(checkpoint, path, storage_options=options)
         return lambda: None
@@ -125,7 +142,7 @@ class Archive:
         if not self._mesh.is_first:
             return
         if self._background.is_busy:
-            self._background.submit(lambda: plugin.remove_checkpoint(path))
+            self._background.submit(lambda: plugin.remove_checkpoint(path), if_all_went_well=True)
         else:
             plugin.remove_checkpoint(path)
 
@@ -151,6 +168,7 @@ class Archive:
         Raises:
             OSError: If this rank could not write it.
         """
+        self._is_in_run = False
         error = self._background.wait()
         if error is not None:
             raise error
@@ -172,12 +190,16 @@ class Archive:
         self.finish()
 
         def read() -> dict[str, Any]:
-            if _is_local_file_protocol(path) and Directory.is_at(Path(path)):
-                return self._sharded.load(
-                    Path(path),
+            place = local_path(path)
+            if place is not None and Directory.is_at(place, or_unfinished=type(plugin) in OUR_PLUGINS):
+                found = self._sharded.load(
+                    place,
                     strict=self._module.strict_loading,
                     read_extra=lambda extra: plugin.load_checkpoint(extra, weights_only=weights_only),
                 )
+                if "layers" in found.get(RECORD, {}):
+                    found["state_dict"]._metadata = OrderedDict(found[RECORD]["layers"])
+                return found
             return plugin.load_checkpoint(path, weights_only=weights_only)
 
         checkpoint = agree(read)
@@ -202,23 +224,3 @@ class Archive:
             agree(lambda: self._sharded.load_optimizer_states(optimizers, states))
         else:
             self._whole.load_optimizer_states(optimizers, states)
-
-
-def _copied(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint that training does not change: copies on the host, and one copy of what is tied."""
-    copies: dict[Any, Tensor] = {}
-    values = {}
-    for place, leaf in leaves(checkpoint):
-        if isinstance(leaf, Tensor) and not leaf.is_meta:
-            key = _memory_of(leaf)
-            if key not in copies:
-                copies[key] = leaf.detach().to("cpu", copy=True)
-            values[place] = copies[key]
-    copied: dict[str, Any] = replaced(checkpoint, values)
-    return copied
-
-
-def _memory_of(tensor: Tensor) -> Any:
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

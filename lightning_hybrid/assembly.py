@@ -151,6 +151,7 @@ class Assembly:
         """Undo the division, on every rank."""
         if self.mesh.model_group.size() == 1 or self._module is None or not self._division.is_done:
             return
+        self.archive.finish()
         self._division.undo()
         self._division, self.is_gathered = self._new_division(self._module), True
         self.archive = self._new_archive(self._module)
@@ -168,6 +169,7 @@ class Assembly:
         assert module is not None
         settings = self._settings
         agree(self._division.check)
+        self.archive.open()
         placement, adds_up = self._division.placement, self._division.adds_up
         self.replication = Replication(module, placement, self.mesh, sync_batch_norm=sync_batch_norm, adds_up=adds_up)
         self.replication.equalize_start()

@@ -15,6 +15,7 @@ import mmap
 import os
 import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ def read_outline(
 def _joined(extra: dict[str, Any], values: Mapping[Place, Any], root: str) -> dict[str, Any]:
     """The ordinary checkpoint of what is in ``meta.pt`` and the rest."""
     record = dict(extra.get(RECORD, {}))
-    names = record.pop("names", {})
+    names, layers = record.pop("names", {}), record.pop("layers", None)
     checkpoint = {**extra, RECORD: record} if RECORD in extra else dict(extra)
     optimizers: dict[str, dict[Place, Any]] = {}
     tables: dict[Place, dict[Any, Any]] = {}
@@ -110,6 +111,9 @@ def _joined(extra: dict[str, Any], values: Mapping[Place, Any], root: str) -> di
         for key in parent:
             node = node.setdefault(key, {})
         node.update(_with_all_names(table, names))
+    if layers is not None:
+        checkpoint[_MODEL] = OrderedDict(checkpoint[_MODEL])
+        checkpoint[_MODEL]._metadata = OrderedDict(layers)
     if "lr_schedulers" in extra:  # not weights alone
         checkpoint.setdefault(_OPTIMIZERS, [])
     if optimizers:

@@ -18,7 +18,11 @@ RECORD = "hybrid_parallel"  # its name in a checkpoint
 
 
 def record_of(
-    mesh: Mesh, settings: Settings, placement: Placement, names: Mapping[str, str] | None = None
+    mesh: Mesh,
+    settings: Settings,
+    placement: Placement,
+    names: Mapping[str, str] | None = None,
+    layers: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The versions and the layout, of plain values.
 
@@ -28,6 +32,8 @@ def record_of(
         placement: Which stage holds what.
         names: All names of the state dict, in its order, and what each is stored as, where tied tensors are stored
             under one of theirs.
+        layers: What the state dict tells of the layers beside their values, such as their versions, where it is not
+            written itself.
     """
     layout = {
         "data_parallel_size": mesh.data_parallel_size,
@@ -42,4 +48,8 @@ def record_of(
     }
     versions = {"lightning_hybrid": __version__, "torch": str(torch.__version__)}
     record: dict[str, Any] = {"versions": versions, "layout": layout}
-    return record if names is None else {**record, "names": dict(names)}
+    if names is not None:
+        record["names"] = dict(names)
+    if layers is not None:
+        record["layers"] = {name: dict(told) for name, told in layers.items()}
+    return record

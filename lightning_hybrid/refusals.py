@@ -212,19 +212,26 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
         )
 
 
-def check_plugin(plugin: CheckpointIO | None, *, sharded: bool) -> None:
+def check_plugin(plugin: CheckpointIO | None, *, sharded: bool, beside: bool) -> None:
     """Check a plugin that the user brings for writing checkpoints.
 
     Args:
         plugin: The plugin.
         sharded: Whether checkpoints are directories.
+        beside: Whether they are written beside training.
 
     Raises:
-        ValueError: If it would not be used.
+        ValueError: If it would not be used, or both write beside training.
     """
-    if sharded and plugin is not None and type(plugin) not in (TorchCheckpointIO, AsyncCheckpointIO):
+    if beside and isinstance(plugin, AsyncCheckpointIO):
         raise ValueError(
-            f"Trainer(plugins=[{type(plugin).__name__}()]) writes files, but with"
+            "HybridStrategy(async_save=True) and Trainer(plugins=[AsyncCheckpointIO()]) both write checkpoints beside"
+            " training, and neither would know when the other one is done. Leave one of them out."
+        )
+    inner = plugin.checkpoint_io if isinstance(plugin, AsyncCheckpointIO) else plugin
+    if sharded and inner is not None and type(inner) is not TorchCheckpointIO:
+        raise ValueError(
+            f"Trainer(plugins=[{type(inner).__name__}()]) writes files, but with"
             " HybridStrategy(save_distributed_checkpoint=True) every rank adds to a directory, and the plugin would not"
             " be used. Leave one of them out."
         )
@@ -260,26 +267,27 @@ def agree(check: Callable[[], _T]) -> _T:
     """Run something on every rank; if it fails on one, it fails on all, with the same text.
 
     Args:
-        check: Raises one of the errors below, or nothing.
+        check: May raise anything.
 
     Returns:
         What it returns.
 
     Raises:
-        ValueError, TypeError, RuntimeError, OSError: The first rank's.
+        ValueError, TypeError, RuntimeError, OSError: The first rank's; another kind is a `RuntimeError` elsewhere.
     """
     error: Exception | None = None
     result: Any = None
     try:
         result = check()
-    except _AGREED as raised:
+    except Exception as raised:
         error = raised
     errors: list[Any] = [None] * dist.get_world_size()
-    kind = next((number for number, kind in enumerate(_AGREED) if isinstance(error, kind)), None)
-    dist.all_gather_object(errors, None if error is None else (kind, str(error)))
+    kind = next((number for number, kind in enumerate(_AGREED) if isinstance(error, kind)), len(_AGREED) - 1)
+    text = str(error) if isinstance(error, _AGREED) else f"{type(error).__name__}: {error}"
+    dist.all_gather_object(errors, None if error is None else (kind, text))
     first = next((found for found in errors if found is not None), None)
     if first is not None:
-        if error is not None and str(error) == first[1]:
+        if error is not None and text == first[1]:
             raise error
         raise _AGREED[first[0]](first[1]) from error
     checked: _T = result

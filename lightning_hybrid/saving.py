@@ -43,7 +43,7 @@ class SavingStrategy(ReplicaCollectives):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        refusals.check_plugin(io, sharded=self.settings.save_distributed_checkpoint)
+        refusals.check_plugin(io, sharded=self.settings.save_distributed_checkpoint, beside=self.settings.async_save)
         self._checkpoint_io = io
 
     @outside_of_steps

@@ -151,4 +151,6 @@ def divided_like(value: Any, parameter: Tensor) -> Any:
 
 def full(value: Any) -> Any:
     """The whole of a tensor that is divided: a collective; anything else as it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    return value.to(value.device_mesh.device_type).full_tensor()  # after a run it may lie on the host

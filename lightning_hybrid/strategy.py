@@ -428,14 +428,15 @@ class HybridStrategy(SavingStrategy):
             optimization.uninstall(self.lightning_module.trainer)
             self._assembly.remove(self.lightning_module.trainer)
             self._assembly.close()
-            if self.settings.gather_module_on_teardown and not self.lightning_module.trainer.interrupted:
-                self._assembly.gather()
         module = self._lightning_module
         if module is not None and lacks_values(module):  # after an error, which torch's about moving it would hide
             self._lightning_module = None
         with keeping_marks(module):
             super().teardown()
         self._lightning_module = module
+        wished = self.settings.gather_module_on_teardown and self._assembly is not None
+        if wished and module is not None and not module.trainer.interrupted:
+            self._parts.gather()  # on the host, where there is more room
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

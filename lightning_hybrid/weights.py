@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import pickle
@@ -84,12 +85,12 @@ class Weights:
         checkpoint.load(self._directory, strict=module.strict_loading, read_extra=lambda path: {})
 
 
-def _with_ties(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+def _with_ties(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     """Of tied parameters many files have one name: the others have its value."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    completed = dict(state)
+    completed: dict[str, Any] = copy.copy(state)  # type: ignore[assignment]  # with what it tells of layers
     for several in names.values():
         known = next((name for name in several if name in state), None)
         if known is not None:

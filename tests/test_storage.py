@@ -62,12 +62,12 @@ def make(path: Path, kind: str, text: str) -> None:
         path.write_text(text)
     else:
         path.mkdir()
-        (path / "mark").write_text(text)
+        (path / ".metadata").write_text(text)
 
 
 def content(path: Path) -> str:
-    path = replace.whole(path, "mark")
-    return (path / "mark" if path.is_dir() else path).read_text()
+    path = replace.whole(path)
+    return (path / ".metadata" if path.is_dir() else path).read_text()
 
 
 @pytest.mark.parametrize("exchange", [True, False])

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor
 
 from lightning_hybrid.places import leaves, replaced
 from lightning_hybrid.storage import discard, new_file
 
-__all__ = ["FileIO"]
+__all__ = ["OUR_PLUGINS", "FileIO", "local_path"]
 
 _MAPPED = ("state_dict", "optimizer_states")  # of these, each rank takes a part
 
@@ -32,11 +32,12 @@ class FileIO(TorchCheckpointIO):
             TypeError: If there are ``storage_options``.
             OSError: If there is no place for it; what was there is as it was.
         """
-        if storage_options is not None or not _is_local(path):
+        place = local_path(path)
+        if storage_options is not None or place is None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         try:
-            with new_file(Path(path)) as new:
+            with new_file(place) as new:
                 torch.save(checkpoint, new)
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             raise OSError(
@@ -51,13 +52,13 @@ class FileIO(TorchCheckpointIO):
             FileNotFoundError: If there is none.
             ValueError: If the file is damaged.
         """
-        file = Path(path) if _is_local(path) else None
+        file = local_path(path)
         if file is None or not file.exists() or file.is_dir():
             return super().load_checkpoint(path, map_location, weights_only)
         try:
             mapped = zipfile.is_zipfile(file)
             checkpoint: dict[str, Any] = torch.load(
-                file, map_location or "cpu", mmap=mapped or None, weights_only=bool(weights_only)
+                file, map_location or "cpu", mmap=mapped or None, weights_only=weights_only
             )
         except (RuntimeError, EOFError, OSError) as error:
             raise ValueError(
@@ -76,11 +77,16 @@ class FileIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file or a directory; nobody sees half of it."""
-        if _is_local(path):
-            discard(Path(path))
+        place = local_path(path)
+        if place is not None:
+            discard(place)
         else:
             super().remove_checkpoint(path)
 
 
-def _is_local(path: Any) -> bool:
-    return _is_local_file_protocol(path)
+def local_path(path: Any) -> Path | None:
+    """The place of a file of the local file system, given in any way that Lightning knows; ``None`` for others."""
+    return Path(get_filesystem(path)._strip_protocol(str(path))) if _is_local_file_protocol(path) else None
+
+
+OUR_PLUGINS = (FileIO, TorchCheckpointIO, AsyncCheckpointIO)  # they write files, so a directory is no plugin's

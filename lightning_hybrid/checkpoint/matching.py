@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["check_match", "load_module_state"]
+__all__ = ["check_match", "load_module_state", "with_versions"]
 
 
 def check_match(
@@ -65,15 +65,30 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
     """
     own = module.state_dict()
     trial: Any = copy.copy(state)
+    parts = module.named_modules()
+    otherwise = tuple(f"{path}." if path else "" for path, part in parts if _loads_otherwise(part))
     for name, value in state.items():
         if name in own and _shape(own[name]) == _shape(value):
-            trial[name] = own[name]
+            # Layers that make something else of what they load must not find their own memory.
+            aliased = not isinstance(own[name], Tensor) or not name.startswith(otherwise)
+            trial[name] = own[name] if aliased else own[name].clone()
     try:
         module.load_state_dict(trial, strict=strict)
     except RuntimeError as error:
         missing, unexpected = [name for name in own if name not in state], [name for name in state if name not in own]
         raise RuntimeError(f"{error}{_hints(missing, unexpected)}") from error
     module.load_state_dict(state, strict=strict)
+
+
+def _loads_otherwise(part: nn.Module) -> bool:
+    return type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
+
+
+def with_versions(state: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict that tells the versions of layers as another one does, by which layers know what they load."""
+    if hasattr(source, "_metadata"):
+        state._metadata = source._metadata  # type: ignore[attr-defined]
+    return state
 
 
 def _shape(value: Any) -> torch.Size | None:

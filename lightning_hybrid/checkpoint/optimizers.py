@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.materialize import is_stand_in
@@ -95,12 +95,13 @@ class OptimizerStates:
         names = self._names_of(optimizer)
         return {names[id(each)]: each for group in optimizer.param_groups for each in group["params"]}
 
-    def load(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    def load(self, optimizer: Optimizer, saved: Mapping[str, Any], *, clone: bool = False) -> None:
         """Take this rank's part of a state by name.
 
         Args:
             optimizer: The optimizer.
             saved: By name; tensors are whole, or divided as the parameters are.
+            clone: Whether tensors may belong to a file, so that the optimizer gets copies.
 
         Raises:
             ValueError: If the groups are not those of this optimizer.
@@ -117,6 +118,7 @@ class OptimizerStates:
             for index, parameter in enumerate(group["params"], start=count):
                 values = saved["state"].get(names[id(parameter)])
                 if values is not None:
+                    values = cloned(values) if clone else values
                     local[index] = {key: divided_like(value, parameter) for key, value in values.items()}
             end = count + len(group["params"])
             part = {**saved_group, "params": list(range(count, end))}
@@ -192,6 +194,15 @@ def numbered(named: Mapping[str, Any]) -> _State:
     state = {numbers[name]: values for name, values in named["state"].items()}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in named["param_groups"]]
     return {**named, "state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def cloned(tree: Any) -> Any:
+    """A tree of dicts and lists with tensors of its own: those of a file that is mapped change with the file."""
+    if isinstance(tree, dict):
+        return {key: cloned(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [cloned(value) for value in tree]
+    return tree.clone() if isinstance(tree, Tensor) else tree
 
 
 def _check_groups(saved: list[list[str]], own: list[list[str]]) -> None:

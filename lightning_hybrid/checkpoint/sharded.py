@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.matching import check_match
+from lightning_hybrid.checkpoint.matching import check_match, with_versions
 from lightning_hybrid.checkpoint.optimizers import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.whole import check_number
@@ -167,7 +168,8 @@ class ShardedCheckpoint:
         extra = directory.path / EXTRA
         checkpoint = read_extra(extra) if extra.is_file() else {}
         self._read_module(directory, root, state, sources)
-        checkpoint[_MODEL] = {name: state[name] for name in sources}
+        checkpoint[_MODEL] = OrderedDict((name, state[name]) for name in sources)
+        with_versions(checkpoint[_MODEL], state)
         numbers = {place[0] for place in directory.entries if re.fullmatch(r"optimizer_\d+", str(place[0]))}
         if numbers:
             checkpoint[_OPTIMIZERS] = [SavedOptimizer(directory, number) for number in range(len(numbers))]

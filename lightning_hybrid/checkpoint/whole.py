@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.optimizers import OptimizerStates, numbered
+from lightning_hybrid.checkpoint.matching import with_versions
+from lightning_hybrid.checkpoint.optimizers import OptimizerStates, cloned, numbered
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.exchange import broadcast_object, receive_tree, send_tree
 from lightning_hybrid.mesh import Mesh
@@ -43,21 +45,25 @@ class WholeCheckpoint:
         self._mesh = mesh
 
     @property
-    def _is_undivided(self) -> bool:
+    def is_undivided(self) -> bool:
+        """Whether every rank has all of the model."""
         return self._mesh.pipeline_parallel_size == 1 and self._mesh.tensor_parallel_size == 1
 
     def module_state(self) -> dict[str, Any]:
         """The state dict of the undivided module on global rank 0, an empty one elsewhere."""
         state = self._module.state_dict()
-        if self._is_undivided:
+        if self.is_undivided:
             return state
         first = self._ownership.first_names()
         found = self.on_rank_zero(self._ownership.part(state))
-        return {name: found[first.get(name, name)] for name in state} if found else {}
+        if not found:
+            return {}
+        whole = OrderedDict((name, found[first.get(name, name)]) for name in state)
+        return with_versions(whole, state)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of the undivided optimizer on global rank 0, an empty one elsewhere."""
-        if self._is_undivided:
+        if self.is_undivided:
             return optimizer.state_dict()
         local = self._optimizers.state(optimizer)
         if "param_groups" not in local:  # Lightning's stand-in for no optimizer has no state
@@ -73,14 +79,14 @@ class WholeCheckpoint:
         Raises:
             ValueError: If the optimizers, or their groups, are not those of the checkpoint.
         """
-        if self._is_undivided:  # as Lightning does it, whatever the optimizers' states look like
+        if self.is_undivided:  # as Lightning does it, whatever the optimizers' states look like
             for optimizer, state in zip(optimizers, states, strict=False):
-                optimizer.load_state_dict(dict(state))
+                optimizer.load_state_dict(cloned(dict(state)))
             return
         check_number(optimizers, states)
         named = [self._optimizers.by_name(*each) for each in zip(optimizers, states, strict=True)]
         for optimizer, state in zip(optimizers, named, strict=True):
-            self._optimizers.load(optimizer, state)
+            self._optimizers.load(optimizer, state, clone=True)
 
     # -- what callbacks put into a checkpoint --------------------------------------------------------------------------
 

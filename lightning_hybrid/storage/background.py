@@ -20,11 +20,22 @@ class Background:
         """Whether there is a job of which nobody has heard how it ended."""
         return bool(self._jobs)
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Do a job after those before it."""
+    def submit(self, job: Callable[[], None], *, if_all_went_well: bool = False) -> None:
+        """Do a job after those before it.
+
+        Args:
+            job: The job.
+            if_all_went_well: Whether it is left out if one of those before it, of which nobody has heard, has failed.
+        """
+        before = list(self._jobs)
+
+        def run() -> None:
+            if not (if_all_went_well and any(each.exception() for each in before)):
+                job()
+
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._jobs.append(self._executor.submit(job))
+        self._jobs.append(self._executor.submit(run))
 
     def wait(self) -> Exception | None:
         """Wait until all jobs are done.

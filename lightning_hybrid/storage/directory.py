@@ -46,11 +46,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_hybrid.places import Place
 from lightning_hybrid.storage.pieces import pieces
-from lightning_hybrid.storage.replace import abandon, publish, unfinished, whole
+from lightning_hybrid.storage.replace import MARK, abandon, publish, settle, unfinished, whole
 
 __all__ = ["EXTRA", "Directory", "write_directory"]
 
-MARK, EXTRA = ".metadata", "meta.pt"
+EXTRA = "meta.pt"
 
 
 def write_directory(path: Path, entries: Mapping[Place, Any], extra: Any, group: dist.ProcessGroup) -> None:
@@ -93,6 +93,7 @@ class _Writer(FileSystemWriter):
         """Begin: nobody writes before the first rank has made its plan."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
+            settle(self._place)
             abandon(self._place)
             unfinished(self._place).mkdir(parents=True, exist_ok=True)
 
@@ -162,12 +163,18 @@ class Directory:
     """
 
     @staticmethod
-    def is_at(path: Path) -> bool:
-        """Whether there is a directory, complete or not."""
-        return whole(path, MARK).is_dir()
+    def is_at(path: Path, *, or_unfinished: bool = True) -> bool:
+        """Whether there is a directory that was written by :func:`write_directory`.
+
+        Args:
+            path: The place.
+            or_unfinished: Whether one that is not complete, or is no checkpoint at all, counts too.
+        """
+        found = whole(path)
+        return found.is_dir() and (or_unfinished or (found / MARK).is_file())
 
     def __init__(self, path: Path) -> None:
-        self.path = whole(path, MARK)
+        self.path = whole(path)
         if not self.path.exists():
             raise FileNotFoundError(f"Checkpoint not found: {path}")
         if not (self.path / MARK).is_file():

@@ -20,9 +20,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["abandon", "discard", "new_file", "publish", "unfinished", "whole"]
+__all__ = ["MARK", "abandon", "discard", "new_file", "publish", "settle", "unfinished", "whole"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, <fcntl.h> and <linux/fs.h>
+
+
+MARK = ".metadata"  # a directory that has this file is complete
 
 
 def unfinished(path: Path) -> Path:
@@ -45,6 +48,7 @@ def new_file(path: Path) -> Iterator[Path]:
         Where to write.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    settle(path)
     new = unfinished(path)
     _remove(new)  # which may be a directory
     try:
@@ -101,15 +105,16 @@ def discard(path: Path) -> None:
     _remove(old)
 
 
-def whole(path: Path, mark: str) -> Path:
-    """Where the directory of this name is: between the two renames of :func:`publish` it has its hidden name.
-
-    Args:
-        path: The place.
-        mark: The name of a file that a directory has only if it is complete.
-    """
+def whole(path: Path) -> Path:
+    """Where the directory of this name is: between the two renames of :func:`publish` it has its hidden name."""
     new = unfinished(path)
-    return new if not path.exists() and (new / mark).is_file() else path
+    return new if not path.exists() and (new / MARK).is_file() else path
+
+
+def settle(path: Path) -> None:
+    """Put a directory in its place that was killed between the two renames: it may be the only one that is left."""
+    if whole(path) != path:
+        unfinished(path).rename(path)
 
 
 def _exchange(one: Path, other: Path) -> bool:
