@@ -24,7 +24,7 @@ from lightning_hybrid.random import (
     seed_generators,
     set_generator_states,
 )
-from lightning_hybrid.retracing import TracedIterator, TracedLoader
+from lightning_hybrid.retracing import TracedIterator, TracedLoader, own_states, set_own_states
 
 __all__ = ["Continuation"]
 
@@ -104,6 +104,7 @@ class Continuation(Callback):
             "rank": {
                 "generators": generators,
                 "loaders": _record_loaders(trainer, moment),
+                "validation": [own_states(loader) for loader in _loaders(val_loop)],
                 "logged": logged(trainer, up_to_date=moment.is_busy),
                 "metrics": metric_states(module, {name for name in names if name is not None}),
             },
@@ -154,6 +155,8 @@ class Continuation(Callback):
         fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = record["reloads"]
         data_rank, mine = self._find(record)
         _bring_back(trainer, moment, mine["loaders"])
+        for loader, states in zip(_loaders(fit_loop.epoch_loop.val_loop), mine["validation"], strict=False):
+            set_own_states(loader, states)
         accumulated = self._find_accumulated(record)
         load_logged(trainer, (accumulated or mine)["logged"], entries=moment.in_epoch and accumulated is not None)
         if accumulated is not None:
@@ -199,13 +202,17 @@ class Continuation(Callback):
 # -- loaders ----------------------------------------------------------------------------------------------------------
 
 
+def _loaders(loop: Any) -> list[Any]:
+    return [] if loop._combined_loader is None else loop._combined_loader.flattened
+
+
 def _record_loaders(trainer: Trainer, moment: Moment) -> dict[str, Any] | None:
     """How the loaders came where they are; `None` if they are gone, or were asked for before there was a mesh."""
     combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
-    loaders = [] if combined is None else combined.flattened
+    loaders = _loaders(trainer.fit_loop)
     if fetcher is None or not all(isinstance(loader, TracedLoader) for loader in loaders):
         return None
-    record: dict[str, Any] = {"own": [loader.generator_states() for loader in loaders]}
+    record: dict[str, Any] = {"own": [own_states(loader) for loader in loaders]}
     assert combined is not None
     iterator: Any = combined._iterator  # of one of Lightning's modes of combination
     if iterator is None or not all(isinstance(each, TracedIterator) for each in iterator.iterators):
@@ -245,7 +252,7 @@ def _bring_back(trainer: Trainer, moment: Moment, record: dict[str, Any] | None)
     combined.reset()  # persistent workers that something has started
     if not moment.in_epoch:
         for loader, own, state, ended in zip(loaders, record["own"], record["states"], record["ended"], strict=True):
-            loader.set_generator_states(own)
+            set_own_states(loader, own)
             if loader.is_stateful and state is not None:
                 loader.load_state_dict(state)
                 batches = iter(loader)  # of the epoch that is over; the next iterator begins anew

@@ -9,7 +9,7 @@ import torch
 
 from lightning_hybrid.random import generator_marks, generator_states, set_generator_states
 
-__all__ = ["LoaderWrapper", "TracedIterator", "TracedLoader"]
+__all__ = ["LoaderWrapper", "TracedIterator", "TracedLoader", "own_states", "set_own_states"]
 
 
 class LoaderWrapper:
@@ -85,14 +85,6 @@ class TracedLoader(LoaderWrapper):
         if not self.is_stateful:
             self.state_dict, self.load_state_dict = dict, _forget
 
-    def generator_states(self) -> list[torch.Tensor]:
-        """The states of the generators that the loader and its samplers have of their own."""
-        return [generator.get_state() for generator in _own_generators(self._loader)]
-
-    def set_generator_states(self, states: list[torch.Tensor]) -> None:
-        """Put them into these states."""
-        _set_own_generators(self._loader, states)
-
 
 class TracedIterator:
     """An iterator over a loader, and what is needed to bring another one to the same place.
@@ -128,13 +120,13 @@ class TracedIterator:
         self._last_again = 0  # events before this one are repetitions
         self._states: Mapping[str, Any] = {}
         if past is not None:
-            _set_own_generators(loader, past["own"])
+            set_own_states(loader, past["own"])
             self._kept = dict(past["generators"])
             self._states = generator_states(device)
             self._last_again = past["events"]
             if past["loader"] is not None:
                 loader.load_state_dict(past["loader"])
-        self._own = [generator.get_state() for generator in _own_generators(loader)]
+        self._own = own_states(loader)
         self._batches: Iterator[Any] = self._run(lambda: iter(loader))
         if past is not None and past["loader"] is not None:
             self._event = max(self._event, past["events"] - num_again)
@@ -236,6 +228,12 @@ def _own_generators(loader: Any) -> list[torch.Generator]:
 _WRAPPED = ("_sampler", "_batch_sampler")  # in samplers of ours and of Lightning
 
 
-def _set_own_generators(loader: Any, states: list[torch.Tensor]) -> None:
+def own_states(loader: Any) -> list[torch.Tensor]:
+    """The states of the generators that a loader and its samplers have of their own."""
+    return [generator.get_state() for generator in _own_generators(loader)]
+
+
+def set_own_states(loader: Any, states: list[torch.Tensor]) -> None:
+    """Put the generators that a loader and its samplers have of their own into these states."""
     for generator, state in zip(_own_generators(loader), states, strict=False):
         generator.set_state(state)

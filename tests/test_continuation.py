@@ -37,10 +37,10 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {
     "dp2 x pp2": (4, PP2),
 }
 BATCHES = 6  # of an epoch on each rank
-MOMENTS = ("batch 0.0", "validation 3", "start 0.4", "batch 0.5", "epoch 0", "batch 1.2", "validation 12", "batch 2.3")
+MOMENTS = ("batch 0.0", "validation 3", "start 0.4", "batch 0.5", "epoch 0", "batch 1.2", "validation 12")
 
 
-RELOADING = {"reload_dataloaders_every_n_epochs": 2}
+RELOADING = {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3}
 SHARDED = {"sharded": True}
 
 
@@ -100,7 +100,9 @@ class Noisy(Regression):
         return loader
 
     def val_dataloader(self) -> Any:
-        return DataLoader(dataset(16) if self.hparams["data"] == "joined" else Augmented(16), 4)
+        if self.hparams["data"] == "joined":
+            return DataLoader(dataset(16), 4)
+        return DataLoader(Augmented(18), 4, shuffle=True, generator=torch.Generator().manual_seed(8))
 
     def loss(self, batch: Any) -> Tensor:
         if isinstance(batch, dict):
@@ -193,7 +195,7 @@ def trained(
     plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**12, growth_interval=3))
     how = {"plugins": plugin} if half else {}
     trainer = make_trainer(
-        layout, **{"max_epochs": 3, "callbacks": [trail], "enable_checkpointing": True, **how, **arguments}
+        layout, **{"max_epochs": 2, "callbacks": [trail], "enable_checkpointing": True, **how, **arguments}
     )
     module = Noisy(half=half, **hparams)
     trainer.fit(module, ckpt_path=resume)
@@ -276,7 +278,7 @@ def test_a_run_goes_on_bit_by_bit(ranks: Pools, tmp_path: Path, case: str) -> No
     name, half, hparams, arguments = CASES[case]
     size, layout = LAYOUTS[name]
     hparams = dict(hparams)
-    sharded = {"save_distributed_checkpoint": hparams.pop("sharded", False)}
+    sharded = {"save_distributed_checkpoint": True, "async_save": True} if hparams.pop("sharded", False) else {}
     for found in ranks(size, lightning=True).run(
         interrupted, {**layout, **sharded}, str(tmp_path), half, hparams, arguments
     ):
@@ -304,7 +306,7 @@ def test_a_run_goes_on_from_an_optimizer_step(ranks: Pools, tmp_path: Path) -> N
     """Between two, accumulated gradients are lost, with a warning."""
     size, layout = LAYOUTS["pp2 chunks 2"]
     found, _ = ranks(size, lightning=True).run(accumulating, layout, str(tmp_path))
-    lost = ("batch 0.0", "start 0.4", "batch 2.3")
+    lost = ("batch 0.0", "start 0.4")
     assert found == {name: (name in lost, name in lost) for name in found}
     assert set(lost) < set(found)
 
@@ -315,7 +317,7 @@ def test_a_run_goes_on_from_an_optimizer_step(ranks: Pools, tmp_path: Path) -> N
 def stopped(layout: Layout, directory: str, steps: int, limits: dict[str, Any]) -> list[str]:
     """What is different after a run that `max_steps` ended and a checkpoint of its end."""
     hparams = {"data": "stream"} if steps == 9 else {}
-    arguments = {"val_check_interval": 3, **limits}
+    arguments = {"val_check_interval": 3, "max_epochs": 3, **limits}
     trail = Trail()
     scramble(3)
     straight = trained(layout, trail, None, False, hparams, **arguments)
@@ -400,6 +402,7 @@ def test_a_loader_with_a_state_gets_that_of_its_data_rank(ranks: Pools, tmp_path
     size, layout = LAYOUTS[name]
     hparams = {"data": data, "plateau": "none"}
     for found in ranks(size, lightning=True).run(interrupted, layout, str(tmp_path), False, hparams, {}):
+        del found["start 0.4"]  # it has given that batch already, and knows nothing else
         assert not any(found.values()), found
 
 
