@@ -17,13 +17,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_hybrid.accumulations import load_logged, load_metrics, logged, metric_states
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.moment import Moment, has_begun
-from lightning_hybrid.random import (
-    RandomStreams,
-    derive_seed,
-    generator_states,
-    seed_generators,
-    set_generator_states,
-)
+from lightning_hybrid.random import RandomStreams, derive_seed, generator_states, seed_generators
+from lightning_hybrid.random import set_generator_states as go_to
 from lightning_hybrid.retracing import TracedIterator, TracedLoader, own_states, set_own_states
 
 __all__ = ["Continuation"]
@@ -51,6 +46,7 @@ class Continuation(Callback):
         self._device = device
         self._loaded: Mapping[str, Any] | None = None
         self._ended: dict[str, Any] | None = None  # what a run that has ended left to be saved
+        self._validation: dict[str, Any] | None = None  # random numbers when the present one began
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -94,21 +90,37 @@ class Continuation(Callback):
         fit_loop, module = trainer.fit_loop, trainer.lightning_module
         val_loop = fit_loop.epoch_loop.val_loop
         reset = [val_loop._results] if moment.in_epoch else [val_loop._results, fit_loop.epoch_loop._results]
-        with self._streams.outside():
-            generators = generator_states(self._device)
+        # A validation that is not over is run again.
+        repeated = trainer.validating and moment.kind == "batch end"
+        random = self._validation if repeated and self._validation is not None else self._drawn(val_loop)
         names = {entry.meta.metric_attribute for results in reset for entry in results.values()}
         return {
             "moment": moment.state_dict(),
-            "streams": self._streams.state_dict(),
+            "streams": random["streams"],
             "reloads": [fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch],
             "rank": {
-                "generators": generators,
+                "generators": random["generators"],
                 "loaders": _record_loaders(trainer, moment),
-                "validation": [own_states(loader) for loader in _loaders(val_loop)],
+                "validation": random["validation"],
                 "logged": logged(trainer, up_to_date=moment.is_busy),
                 "metrics": metric_states(module, {name for name in names if name is not None}),
             },
         }
+
+    def _drawn(self, val_loop: Any) -> dict[str, Any]:
+        own = [own_states(loader) for loader in _loaders(val_loop)]
+        with self._streams.outside():
+            generators = generator_states(self._device)
+        return {"generators": generators, "streams": self._streams.state_dict(), "validation": own}
+
+    def _watch_validation(self, loop: Any) -> None:
+        run = loop.run
+
+        def watched() -> Any:
+            self._validation = self._drawn(loop)
+            return run()
+
+        loop.__dict__["run"] = watched
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """If the epoch is not over, the run ends in the middle of it; what hooks do now belongs to that end."""
@@ -134,8 +146,8 @@ class Continuation(Callback):
         if trainer.state.fn != TrainerFn.FITTING or not record.get("ranks") or "loops" not in checkpoint:
             return
         self._loaded = record
-        loops = checkpoint["loops"]
-        checkpoint["loops"] = {**loops, "fit_loop": Moment(**record["moment"]).in_order(loops["fit_loop"])}
+        fit_loop = Moment(**record["moment"]).in_order(checkpoint["loops"]["fit_loop"])
+        checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
 
     @property
     def is_loaded(self) -> bool:
@@ -145,6 +157,7 @@ class Continuation(Callback):
     def go_on(self, trainer: Trainer) -> None:
         """After the last hook of the start, before anything of the uninterrupted run: be where the checkpoint was."""
         self._ended = None
+        self._watch_validation(trainer.fit_loop.epoch_loop.val_loop)
         record, self._loaded = self._loaded, None
         if record is None:
             return
@@ -162,7 +175,7 @@ class Continuation(Callback):
         if accumulated is not None:
             load_metrics(trainer.lightning_module, accumulated["metrics"])
         self._streams.load_state_dict(record["streams"])
-        set_generator_states(mine["generators"], self._device)
+        go_to(mine["generators"], self._device)
         if data_rank != self._mesh.data_rank:
             common = zlib.crc32(mine["generators"]["torch"].numpy().tobytes())
             seed_generators(derive_seed(common, self._mesh.data_rank), self._device)
@@ -186,8 +199,7 @@ class Continuation(Callback):
             place = self._mesh.data_rank, 0, layout["pipeline_parallel_size"] - 1
         else:
             return None
-        found: dict[str, Any] = record["ranks"][place]
-        return found
+        return cast(dict[str, Any], record["ranks"][place])
 
     def _is_same(self, layout: Mapping[str, Any], *axes: str) -> bool:
         names = (f"{axis}_parallel_size" for axis in axes)
@@ -196,6 +208,7 @@ class Continuation(Callback):
     def close(self, trainer: Trainer) -> None:
         """The run is over."""
         self._loaded = None
+        trainer.fit_loop.epoch_loop.val_loop.__dict__.pop("run", None)
         Moment.forget(trainer)
 
 

@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {
     "dp2 x pp2": (4, PP2),
 }
 BATCHES = 6  # of an epoch on each rank
-MOMENTS = ("batch 0.0", "validation 3", "start 0.4", "batch 0.5", "epoch 0", "batch 1.2", "validation 12")
+MOMENTS = ("batch 0.0", "inside 3.2", "validation 3", "start 0.4", "batch 0.5", "epoch 0", "batch 1.2", "validation 12")
 
 
 RELOADING = {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3}
@@ -172,6 +172,10 @@ class Trail(Checkpoint):
         if not trainer.sanity_checking:
             self.seen.append(("validation", trainer.global_step, numbers(trainer.callback_metrics)))
             self.save(trainer, f"validation {trainer.global_step}")
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        batch = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
+        self.save(trainer, f"inside {trainer.global_step}.{batch}")
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         self.seen.append(("epoch", trainer.current_epoch, numbers(trainer.callback_metrics)))
