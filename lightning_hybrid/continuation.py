@@ -8,18 +8,22 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.accumulations import load_logged, load_metrics, logged, metric_states
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.moment import Moment, has_begun
-from lightning_hybrid.random import RandomStreams, derive_seed, generator_states, seed_generators
-from lightning_hybrid.random import set_generator_states as go_to
-from lightning_hybrid.retracing import TracedIterator, TracedLoader, own_states, set_own_states
+from lightning_hybrid.positions import bring_back, loaders_of, record_positions
+from lightning_hybrid.random import (
+    RandomStreams,
+    derive_seed,
+    generator_states,
+    seed_generators,
+    set_generator_states,
+)
+from lightning_hybrid.retracing import own_states, set_own_states
 
 __all__ = ["Continuation"]
 
@@ -100,7 +104,7 @@ class Continuation(Callback):
             "reloads": [fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch],
             "rank": {
                 "generators": random["generators"],
-                "loaders": _record_loaders(trainer, moment),
+                "loaders": record_positions(trainer, moment.batches if moment.in_epoch else None),
                 "validation": random["validation"],
                 "logged": logged(trainer, up_to_date=moment.is_busy),
                 "metrics": metric_states(module, {name for name in names if name is not None}),
@@ -108,7 +112,7 @@ class Continuation(Callback):
         }
 
     def _drawn(self, val_loop: Any) -> dict[str, Any]:
-        own = [own_states(loader) for loader in _loaders(val_loop)]
+        own = [own_states(loader) for loader in loaders_of(val_loop)]
         with self._streams.outside():
             generators = generator_states(self._device)
         return {"generators": generators, "streams": self._streams.state_dict(), "validation": own}
@@ -167,15 +171,15 @@ class Continuation(Callback):
             rank_zero_warn(_ACCUMULATING)
         fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = record["reloads"]
         data_rank, mine = self._find(record)
-        _bring_back(trainer, moment, mine["loaders"])
-        for loader, states in zip(_loaders(fit_loop.epoch_loop.val_loop), mine["validation"], strict=False):
+        bring_back(trainer, mine["loaders"], moment.epochs)
+        for loader, states in zip(loaders_of(fit_loop.epoch_loop.val_loop), mine["validation"], strict=False):
             set_own_states(loader, states)
         accumulated = self._find_accumulated(record)
         load_logged(trainer, (accumulated or mine)["logged"], entries=moment.in_epoch and accumulated is not None)
         if accumulated is not None:
             load_metrics(trainer.lightning_module, accumulated["metrics"])
         self._streams.load_state_dict(record["streams"])
-        go_to(mine["generators"], self._device)
+        set_generator_states(mine["generators"], self._device)
         if data_rank != self._mesh.data_rank:
             common = zlib.crc32(mine["generators"]["torch"].numpy().tobytes())
             seed_generators(derive_seed(common, self._mesh.data_rank), self._device)
@@ -212,89 +216,7 @@ class Continuation(Callback):
         Moment.forget(trainer)
 
 
-# -- loaders ----------------------------------------------------------------------------------------------------------
-
-
-def _loaders(loop: Any) -> list[Any]:
-    return [] if loop._combined_loader is None else loop._combined_loader.flattened
-
-
-def _record_loaders(trainer: Trainer, moment: Moment) -> dict[str, Any] | None:
-    """How the loaders came where they are; `None` if they are gone, or were asked for before there was a mesh."""
-    combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
-    loaders = _loaders(trainer.fit_loop)
-    if fetcher is None or not all(isinstance(loader, TracedLoader) for loader in loaders):
-        return None
-    record: dict[str, Any] = {"own": [own_states(loader) for loader in loaders]}
-    assert combined is not None
-    iterator: Any = combined._iterator  # of one of Lightning's modes of combination
-    if iterator is None or not all(isinstance(each, TracedIterator) for each in iterator.iterators):
-        return None
-    record["ended"] = [each.has_ended for each in iterator.iterators]
-    if not moment.in_epoch:
-        return {**record, "states": [loader.state_dict() if loader.is_stateful else None for loader in loaders]}
-    again = max(0, iterator._idx - moment.batches)  # fetched ahead, or not trained with to the end
-    return {
-        **record,
-        "iterators": [each.record(again) for each in iterator.iterators],
-        "again": again,
-        "index": iterator._idx - again,
-        "consumed": getattr(iterator, "_consumed", None),
-        "done": fetcher.done and not again,
-    }
-
-
-def _bring_back(trainer: Trainer, moment: Moment, record: dict[str, Any] | None) -> None:
-    """Bring the loaders to where they were; to be called on every rank.
-
-    Args:
-        trainer: The Trainer; its loaders have been made.
-        moment: When the record was made.
-        record: From :func:`_record_loaders`.
-    """
-    combined, fetcher = trainer.fit_loop._combined_loader, cast(Any, trainer.fit_loop._data_fetcher)
-    assert combined is not None, "training begins with loaders"
-    assert fetcher is not None, "training begins with loaders"
-    loaders = combined.flattened
-    known = record is not None and len(record["own"]) == len(loaders)
-    if not known or not all(isinstance(loader, TracedLoader) for loader in loaders):
-        rank_zero_warn(_OTHER_LOADERS)
-        iter(fetcher)
-        return
-    assert record is not None
-    combined.reset()  # persistent workers that something has started
-    if not moment.in_epoch:
-        for loader, own, state, ended in zip(loaders, record["own"], record["states"], record["ended"], strict=True):
-            set_own_states(loader, own)
-            if loader.is_stateful and state is not None:
-                loader.load_state_dict(state)
-                batches = iter(loader)  # of the epoch that is over; the next iterator begins anew
-                if ended:
-                    next(batches, None)
-        return
-    for loader, past in zip(loaders, record["iterators"], strict=True):
-        _set_sampler_epoch(loader, moment.epochs)
-        loader.go_on(past, record["again"])
-    _DataFetcher.__iter__(fetcher)
-    iterator: Any = combined._iterator
-    iterator._idx = record["index"]
-    if record["consumed"] is not None:
-        iterator._consumed = list(record["consumed"])
-    if record["again"] and fetcher.length is None:
-        fetcher.batches.append(_DataFetcher.__next__(fetcher))
-    fetcher.done = record["done"]
-    for loader, batches, ended in zip(loaders, iterator.iterators, record["ended"], strict=True):
-        if loader.is_stateful and ended and not record["again"]:
-            next(batches, None)  # or it would take what comes next for the rest of this epoch
-    for loader in loaders:
-        loader.is_resumed()
-
-
 _ACCUMULATING = (
     "The checkpoint was written between two optimizer steps. Gradients are not part of it: the next step goes without"
     " those of the batches before. `ModelCheckpoint(every_n_train_steps=...)` saves at optimizer steps."
-)
-_OTHER_LOADERS = (
-    "The checkpoint does not say where its training loaders were, or there are more or fewer now: the epoch goes on"
-    " with a new order of the data."
 )

@@ -153,4 +153,5 @@ def full(value: Any) -> Any:
     """The whole of a tensor that is divided: a collective; anything else as it is."""
     if not isinstance(value, DTensor):
         return value
-    return value.to(value.device_mesh.device_type).full_tensor()  # after a run it may lie on the host
+    there: Any = value.to(value.device_mesh.device_type)  # after a run it may lie on the host
+    return there.full_tensor()

@@ -434,8 +434,7 @@ class HybridStrategy(SavingStrategy):
         with keeping_marks(module):
             super().teardown()
         self._lightning_module = module
-        wished = self.settings.gather_module_on_teardown and self._assembly is not None
-        if wished and module is not None and not module.trainer.interrupted:
+        if self.settings.gather_module_on_teardown and module is not None and not module.trainer.interrupted:
             self._parts.gather()  # on the host, where there is more room
 
     @classmethod

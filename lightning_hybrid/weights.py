@@ -90,12 +90,13 @@ def _with_ties(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    completed: dict[str, Any] = copy.copy(state)  # type: ignore[assignment]  # with what it tells of layers
+    completed: Any = copy.copy(state)  # with what it tells of layers
     for several in names.values():
         known = next((name for name in several if name in state), None)
         if known is not None:
             completed.update({name: state[known] for name in several if name not in state})
-    return completed
+    whole: Mapping[str, Any] = completed
+    return whole
 
 
 def _read(source: Source) -> Mapping[str, Any]:

@@ -22,7 +22,7 @@ FLOORS = (
     # 5: where Lightning begins
     {"step", "optimization", "logging", "logger_calls", "metrics", "data", "transfer", "precision", "checkpoint"}
     | {"refusals", "settings", "summary", "processes", "attributes", "adjustments", "collectives", "batch_start"}
-    | {"accumulations", "moment", "after_hook"},
+    | {"accumulations", "moment", "after_hook", "positions"},
     # 6 to 8: a step through the pipeline, put together
     {"completion", "gathering", "pipeline", "epoch", "record", "weights", "continuation"},
     {"division", "training", "evaluation", "archive", "consolidate"},
