@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import pickle
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
@@ -17,6 +22,7 @@ from torch import Tensor, nn
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.checkpoint import FileIO
 from lightning_hybrid.storage import directory as storage_directory
+from lightning_hybrid.storage import new_file
 from tests.pool import Pools
 from tests.test_checkpoint import Resumable, Tested, everything, trained
 from tests.test_trainer_features import tuned
@@ -221,30 +227,47 @@ def evaluated_without_strictness(layout: Any, path: str) -> bool:
 # -- beside training ---------------------------------------------------------------------------------------------------
 
 
+class AtTheEnd(Callback):
+    """Does something while the run is still on."""
+
+    def __init__(self, action: Callable[[Any, Any], Any]) -> None:
+        self.action = action
+        self.result: Any = None
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.result = self.action(trainer, module)
+
+
+def fit_and(action: Callable[[Any, Any], Any], layout: Any, **arguments: Any) -> Any:
+    """What the action returns at the end of a run."""
+    callback = AtTheEnd(action)
+    make_trainer(layout, callbacks=[callback], **arguments).fit(Regression(), loader())
+    return callback.result
+
+
 def save_beside(layout: Any, path: str) -> tuple[bool, dict[str, Tensor]]:
     """Save, go on at once, and change the weights while the save waits."""
-    trainer = make_trainer({**layout, "async_save": True})
-    module = Regression()
-    trainer.fit(module, loader())
-    before, gate, write = weights(module), threading.Event(), storage_directory.write_directory
-    plugin_write = FileIO.save_checkpoint
+    gate, write, plugin_write = threading.Event(), storage_directory.write_directory, FileIO.save_checkpoint
 
     def waiting(*args: Any, **kwargs: Any) -> None:
         assert gate.wait(30)
         (plugin_write if isinstance(args[0], FileIO) else write)(*args, **kwargs)
 
-    with (
-        mock.patch("lightning_hybrid.checkpoint.sharded.write_directory", waiting),
-        mock.patch.object(FileIO, "save_checkpoint", waiting),
-    ):
+    def save(trainer: Any, module: Any) -> Any:
+        before = weights(module)
         trainer.save_checkpoint(path)
         was_there = Path(path).exists()
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(1.0)
         gate.set()
-        trainer.strategy.teardown()
-    return was_there, before
+        return was_there, before
+
+    with (
+        mock.patch("lightning_hybrid.checkpoint.sharded.write_directory", waiting),
+        mock.patch.object(FileIO, "save_checkpoint", waiting),
+    ):
+        return fit_and(save, {**layout, "async_save": True})
 
 
 @pytest.mark.parametrize("layout", [PP2, SHARDED], ids=["file", "directory"])
@@ -264,15 +287,16 @@ def loaded_weights(layout: Any, path: str) -> dict[str, Tensor]:
 
 
 def fail_beside(layout: Any, path: str) -> str:
-    trainer = make_trainer({**layout, "async_save": True})
-    trainer.fit(Regression(), loader())
-    if trainer.global_rank == 0:
-        Path(path).write_text("a file in the place of a directory")
-    trainer.strategy.barrier()
-    trainer.save_checkpoint(f"{path}/below.ckpt")
-    with pytest.raises(OSError, match="could not be written") as caught:
-        trainer.save_checkpoint(f"{path}.next")
-    return str(caught.value)
+    def save(trainer: Any, module: Any) -> str:
+        if trainer.global_rank == 0:
+            Path(path).write_text("a file in the place of a directory")
+        trainer.strategy.barrier()
+        trainer.save_checkpoint(f"{path}/below.ckpt")
+        with pytest.raises(OSError, match="could not be written") as caught:
+            trainer.save_checkpoint(f"{path}.next")
+        return str(caught.value)
+
+    return fit_and(save, {**layout, "async_save": True})
 
 
 @pytest.mark.parametrize("layout", [PP2, SHARDED], ids=["file", "directory"])
@@ -281,10 +305,8 @@ def test_a_failure_beside_is_an_error_of_the_next_save_on_every_rank(ranks: Pool
     assert texts[0] == texts[1]
 
 
-def overlapped(layout: Any, path: str) -> tuple[bool, str]:
-    """With Lightning's plugin directories are written beside training too."""
-    trainer = make_trainer(layout, plugins=[AsyncCheckpointIO()])
-    trainer.fit(Regression(), loader())
+def overlapped(layout: Any, path: str) -> tuple[bool, bool]:
+    """Whether what is saved in a run, and after it, is written beside it."""
     names = []
     write = storage_directory.write_directory
 
@@ -293,15 +315,147 @@ def overlapped(layout: Any, path: str) -> tuple[bool, str]:
         write(*args)
 
     with mock.patch("lightning_hybrid.checkpoint.sharded.write_directory", named):
+        plugin = AsyncCheckpointIO()
+        callback = AtTheEnd(lambda trainer, module: trainer.save_checkpoint(path))
+        trainer = make_trainer(layout, callbacks=[callback], plugins=[plugin])
+        trainer.fit(Regression(), loader())
         trainer.save_checkpoint(path)
-        trainer.strategy.teardown()
-    return names[0] != threading.main_thread().name, type(trainer.strategy.checkpoint_io).__name__
+    assert trainer.strategy.checkpoint_io is plugin
+    in_run, after = (name != threading.main_thread().name for name in names)
+    return in_run, after
 
 
 def test_lightnings_asynchronous_plugin_works_with_directories(ranks: Pools, tmp_path: Path) -> None:
-    for beside, plugin in ranks(2, lightning=True).run(overlapped, SHARDED, str(tmp_path / "c.ckpt")):
-        assert beside
-        assert plugin == "AsyncCheckpointIO"
+    results = ranks(2, lightning=True).run(overlapped, SHARDED, str(tmp_path / "c.ckpt"))
+    assert results == [(True, False), (True, False)]
+
+
+def kept(layout: Any, directory: str) -> list[str]:
+    """What is there after the second of two saves beside training has failed."""
+    saver = ModelCheckpoint(directory, "{epoch}", monitor="epoch", mode="max", save_top_k=1, every_n_epochs=1)
+    trainer = make_trainer({**layout, "async_save": True}, max_epochs=2, enable_checkpointing=True, callbacks=[saver])
+    count = itertools.count()
+
+    def second_fails(path: Path) -> Any:
+        if next(count) > 0:
+            raise OSError("no space")
+        return new_file(path)
+
+    with mock.patch("lightning_hybrid.checkpoint.file_io.new_file", second_fails), contextlib.suppress(OSError):
+        trainer.fit(Regression(), loader())
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+def test_a_failure_beside_keeps_the_checkpoint_before(ranks: Pools, tmp_path: Path) -> None:
+    (names,) = ranks(1, lightning=True).run(kept, {}, str(tmp_path))
+    assert names == ["epoch=0.ckpt"]
+
+
+class Growing(Callback):
+    """Saves a list that grows."""
+
+    def __init__(self, entry: Any) -> None:
+        self.history = [entry]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history}
+
+
+def grown(path: str) -> int:
+    growing, write = Growing(0), FileIO.save_checkpoint
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        growing.history.append(1)  # what training does meanwhile
+        write(*args, **kwargs)
+
+    callback = AtTheEnd(lambda trainer, module: trainer.save_checkpoint(path))
+    with mock.patch.object(FileIO, "save_checkpoint", late):
+        make_trainer({"async_save": True}, callbacks=[growing, callback]).fit(Regression(), loader())
+    return len(torch.load(path)["callbacks"]["Growing"]["history"])
+
+
+def test_what_grows_meanwhile_is_saved_as_it_was(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(1, lightning=True).run(grown, str(tmp_path / "c.ckpt")) == [1]
+
+
+def test_two_ways_of_saving_beside_are_refused() -> None:
+    with pytest.raises(ValueError, match="both write checkpoints beside"):
+        make_trainer_alone(plugins=[AsyncCheckpointIO()], async_save=True)
+    with pytest.raises(ValueError, match=r"plugins=\[Plugin\(\)\]"):
+        make_trainer_alone(plugins=[AsyncCheckpointIO(Plugin())])
+
+
+def unpicklable(layout: Any, path: str) -> str:
+    def save(trainer: Any, module: Any) -> str:
+        with pytest.raises(Exception, match="pickle") as caught:
+            trainer.save_checkpoint(path)
+        return str(caught.value)
+
+    growing, callback = Growing(lambda: None), AtTheEnd(save)
+    make_trainer(layout, callbacks=[growing, callback]).fit(Regression(), loader())
+    return str(callback.result)
+
+
+@pytest.mark.parametrize("layout", [PP2, SHARDED], ids=["file", "directory"])
+def test_what_cannot_be_pickled_is_an_error_on_every_rank(ranks: Pools, tmp_path: Path, layout: Any) -> None:
+    texts = ranks(2, lightning=True).run(unpicklable, layout, str(tmp_path / "c.ckpt"))
+    assert all("lambda" in text for text in texts)
+
+
+class Turned(nn.Linear):
+    """Its first version kept the weight transposed."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+        super()._load_from_state_dict(state, prefix, local_metadata, *args)
+
+
+class Versioned(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[4].append(Turned(8, 8).double())
+
+
+def versioned(layout: Any, path: str, version: int) -> bool:
+    """Whether the weights come back as they were saved."""
+    trainer = make_trainer(layout)
+    module = Versioned()
+    Turned._version = version
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(path)
+    Turned._version = 2
+    other = Versioned()
+    make_trainer(layout).validate(other, loader(), ckpt_path=path, verbose=False)
+    expected = weights(module)
+    if version == 1 and "body.4.3.weight" in expected:
+        expected["body.4.3.weight"] = expected["body.4.3.weight"].t()
+    return all(torch.equal(value, expected[name]) for name, value in weights(other).items())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("layout", [PP2, SHARDED], ids=["file", "directory"])
+def test_layers_know_the_version_of_what_they_load(ranks: Pools, tmp_path: Path, layout: Any, version: int) -> None:
+    assert ranks(2, lightning=True).run(versioned, layout, str(tmp_path / "c.ckpt"), version) == [True, True]
+
+
+def test_a_file_is_opened_as_safely_as_in_lightning(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "code": Plugin()}, tmp_path / "c.ckpt")
+    for plugin in (FileIO(), TorchCheckpointIO()):
+        with pytest.raises(pickle.UnpicklingError):
+            plugin.load_checkpoint(tmp_path / "c.ckpt")
+    assert "code" in FileIO().load_checkpoint(tmp_path / "c.ckpt", weights_only=False)
+
+
+def test_a_home_directory_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    FileIO().save_checkpoint({"a": 1}, "~/c.ckpt")
+    assert (tmp_path / "c.ckpt").is_file()
+    assert FileIO().load_checkpoint(f"file://{tmp_path}/c.ckpt") == {"a": 1}
+    FileIO().remove_checkpoint("~/c.ckpt")
+    assert not (tmp_path / "c.ckpt").exists()
 
 
 # -- plugins and options -----------------------------------------------------------------------------------------------
@@ -316,9 +470,9 @@ def test_a_plugin_that_would_not_be_used_is_refused() -> None:
         make_trainer_alone(plugins=[Plugin()])
 
 
-def make_trainer_alone(**arguments: Any) -> Any:
+def make_trainer_alone(*, async_save: bool = False, **arguments: Any) -> Any:
     with mock.patch.dict(os.environ, {"WORLD_SIZE": "1"}):
-        return make_trainer({"save_distributed_checkpoint": True}, **arguments)
+        return make_trainer({"save_distributed_checkpoint": True, "async_save": async_save}, **arguments)
 
 
 def refused_options(path: str) -> list[str]:

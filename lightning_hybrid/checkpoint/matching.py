@@ -65,19 +65,21 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
     """
     own = module.state_dict()
     trial: Any = copy.copy(state)
+    final: Any = copy.copy(state)
     parts = module.named_modules()
     otherwise = tuple(f"{path}." if path else "" for path, part in parts if _loads_otherwise(part))
     for name, value in state.items():
+        changes = isinstance(value, Tensor) and name.startswith(otherwise)
+        if changes:  # what a layer makes of it must not be its own memory, which the values of a directory are
+            final[name] = value.clone()
         if name in own and _shape(own[name]) == _shape(value):
-            # Layers that make something else of what they load must not find their own memory.
-            aliased = not isinstance(own[name], Tensor) or not name.startswith(otherwise)
-            trial[name] = own[name] if aliased else own[name].clone()
+            trial[name] = own[name].clone() if changes else own[name]
     try:
         module.load_state_dict(trial, strict=strict)
     except RuntimeError as error:
         missing, unexpected = [name for name in own if name not in state], [name for name in state if name not in own]
         raise RuntimeError(f"{error}{_hints(missing, unexpected)}") from error
-    module.load_state_dict(state, strict=strict)
+    module.load_state_dict(final, strict=strict)
 
 
 def _loads_otherwise(part: nn.Module) -> bool:
