@@ -27,13 +27,14 @@ CASES = [
 ]
 CASES.sort(key=lambda case: case.size)
 
-#: Of every run: each subject under each layout of up to 4 ranks that divides layers in another way, some under 8.
-DAILY = {"tp2", "tp4_sequence", "tp2_pp2_sequence", "tp2_pp2_chunks2"}
+#: Of every run: each subject under layouts of up to 4 ranks that divide layers in another way, some with chunks or 8.
+DAILY = {"tp2", "tp4_sequence", "tp2_pp2_sequence"}
 EIGHT = {("gpt", "tp2_pp2_dp2"), ("tied_words", "tp2_pp2_dp2_sequence"), ("own_attention", "tp2_pp2_dp2_sequence")}
 
 
 def _marked(case: Case) -> Any:
-    daily = case.layout in DAILY or (case.subject, case.layout) in EIGHT
+    chunks = case.layout == "tp2_pp2_chunks2" and case.subject in ("gpt", "mlps")
+    daily = chunks or case.layout in DAILY or (case.subject, case.layout) in EIGHT
     return pytest.param(case, id=str(case), marks=() if daily else pytest.mark.thorough)
 
 
