@@ -31,7 +31,7 @@ SINGLE = [Case(*triple, double=False) for triple in cover(SINGLE_SUBJECTS, SINGL
 
 
 def _marked(case: Case) -> Any:
-    """Every day a quarter of the list: each module in two or three layouts, each layout with a quarter of the modules."""
+    """Every day a quarter of the list: two or three layouts for each module, a quarter of the modules for each."""
     number = list(SUBJECTS).index(case.subject) + list(LAYOUTS).index(case.layout)
     return pytest.param(case, id=str(case), marks=() if number % 4 == 0 else pytest.mark.thorough)
 
