@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.pytree import map_leaves
 
-__all__ = ["load_logged", "load_metrics", "logged", "metric_states"]
+__all__ = ["load_logged", "load_metrics", "logged", "metric_states", "plain_values"]
 
 _PLAIN = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
@@ -100,18 +100,34 @@ def load_logged(trainer: Trainer, state: Mapping[str, Any], *, entries: bool) ->
         results[key] = entry
 
 
-def metric_states(module: LightningModule, without: Collection[str]) -> dict[str, Any]:
-    """The states of the metrics in a module that have been updated, by name.
+def plain_values(module: LightningModule) -> dict[str, dict[str, Any]]:
+    """What the metrics in a module keep beside their states: numbers and tensors, by name of metric and attribute."""
+    return {
+        name: {
+            attribute: _kept(value)
+            for attribute, value in vars(metric).items()
+            if isinstance(value, (int, float, Tensor)) and attribute not in _OF_EVERY_METRIC | metric._defaults.keys()
+        }
+        for name, metric in module.named_modules()
+        if isinstance(metric, Metric)
+    }
+
+
+def metric_states(module: LightningModule, fresh: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What the metrics in a module have counted, by name; of those that have counted nothing, nothing.
 
     Args:
         module: The user's module.
-        without: Names of metrics that are reset anyway before they are used again.
+        fresh: From :func:`plain_values`, before training.
     """
-    return {
-        name: [metric._update_count, _kept(metric.metric_state)]
-        for name, metric in module.named_modules()
-        if isinstance(metric, Metric) and metric._update_count and name not in without
-    }
+    found = {}
+    for name, plain in plain_values(module).items():
+        metric: Any = module.get_submodule(name)
+        known = fresh.get(name, {})
+        changed = {key: value for key, value in plain.items() if key not in known or not _equal(value, known[key])}
+        if metric._update_count or changed:  # some wrappers do not count
+            found[name] = [metric._update_count, _kept(metric.metric_state), changed]
+    return found
 
 
 def load_metrics(module: LightningModule, states: Mapping[str, Any]) -> None:
@@ -124,9 +140,26 @@ def load_metrics(module: LightningModule, states: Mapping[str, Any]) -> None:
     metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
     for name in states.keys() & metrics.keys():
         metric = metrics[name]
-        metric._update_count, values = states[name]
-        for attribute, value in values.items():
+        metric._update_count, values, plain = states[name]
+        for attribute, value in {**values, **plain}.items():
             setattr(metric, attribute, _moved(value, metric.device))
+
+
+class _Bare(Metric):
+    """Has what every metric has."""
+
+    def update(self) -> None:
+        """Nothing to count."""
+
+    def compute(self) -> None:
+        """Nothing has been counted."""
+
+
+_OF_EVERY_METRIC = vars(_Bare()).keys()
+
+
+def _equal(left: Any, right: Any) -> bool:
+    return torch.equal(left, right) if isinstance(left, Tensor) and isinstance(right, Tensor) else bool(left == right)
 
 
 def _kept(value: Any) -> Any:

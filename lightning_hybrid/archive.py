@@ -203,7 +203,7 @@ class Archive:
             return plugin.load_checkpoint(path, weights_only=weights_only)
 
         checkpoint = agree(read)
-        self._continuation.load(checkpoint, checkpoint.get(RECORD, {}), self._module.trainer)
+        self._continuation.load(checkpoint, checkpoint.get(RECORD, {}), path, self._module.trainer)
         return checkpoint
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import cast
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_hybrid.data_parallel import Wholes, divide_over_replicas, is_divided, join_replicas
 from lightning_hybrid.gathering import check_gathering, gather_module
+from lightning_hybrid.layout import find_layers, find_own_layers, find_plan, find_recomputed, find_stages, layout
 from lightning_hybrid.materialize import Initialization, is_stand_in, lacks_values, put_stand_ins, refuse_call
+from lightning_hybrid.memory import Account
 from lightning_hybrid.mesh import AXES, Mesh
-from lightning_hybrid.partition import partition
+from lightning_hybrid.offload import Offload
 from lightning_hybrid.placement import Placement
+from lightning_hybrid.reckoning import reckon
+from lightning_hybrid.recompute import Recomputation
 from lightning_hybrid.refusals import agree
-from lightning_hybrid.schedule import build
 from lightning_hybrid.settings import Settings
-from lightning_hybrid.step import BodyCallError, find_body, layer_call_text
-from lightning_hybrid.summary import layout_text, stage_rows, stage_table
-from lightning_hybrid.tensor_parallel import Plan, TensorGroup, make_plan
-from lightning_hybrid.timeline import simulate
+from lightning_hybrid.step import BodyCallError, layer_call_text
+from lightning_hybrid.tensor_parallel import Plan, TensorGroup
 from lightning_hybrid.weights import Source, Weights
 
-__all__ = ["Division", "describe"]
+__all__ = ["Division"]
 
 _PLAN = "_tensor_parallel_plan"  # where a module remembers how its layers were divided
 
@@ -72,6 +76,11 @@ class Division:
                 plan says, or what was made on the meta device cannot get values; on every rank.
             TypeError: If the body cannot be divided; on every rank.
         """
+        if not self._settings.zero_stage and any(map(is_divided, self._module.parameters())):
+            raise ValueError(
+                f"{type(self._module).__name__} was divided over replicas before (zero_stage), and now zero_stage=0."
+                " After the earlier run, call `trainer.strategy.gather_module()`, which makes it whole."
+            )
         lacks = lacks_values(self._module)
         if self.num_stages > 1 and not self.is_done:
             agree(self._plan)
@@ -87,14 +96,27 @@ class Division:
             if weights is not None:
                 agree(lambda: weights.load(self._module, self.placement, self._mesh))
                 self.source = None
-        if self._settings.gather_module_on_teardown and not self.is_done:
-            agree(lambda: check_gathering(self._module, self.plan))
+            if self._settings.gather_module_on_teardown:
+                agree(lambda: check_gathering(self._module, self.plan))
+            if self._settings.zero_stage:
+                divide_over_replicas(self._module, self._mesh, self._device)
         self.is_done = True
 
     @property
     def adds_up(self) -> Collection[str]:
         """Names of parameters whose gradients are parts of a sum over the tensor-parallel ranks."""
         return self.plan.adds_up if self.plan else ()
+
+    def make_wholes(self) -> Wholes | None:
+        """What makes parameters whole that are divided over replicas; ``None`` if none are."""
+        if not self._settings.zero_stage or self._mesh.data_parallel_size == 1:
+            return None
+        early, stage = self._settings.frees_early, self._settings.zero_stage
+        return Wholes(self._module, self.own_layers(), self._mesh.data_group, stage=stage, frees_early=early)
+
+    def own_layers(self) -> dict[int, list[nn.Module]]:
+        """The layers of each stage of this rank."""
+        return find_own_layers(self._module, self.body, self.placement, self._mesh.pipeline_rank)
 
     def load(self, source: Source) -> None:
         """Take weights from elsewhere: now, or when the module is divided.
@@ -108,6 +130,43 @@ class Division:
         weights = agree(lambda: Weights(source))
         agree(lambda: weights.load(self._module, self.placement, self._mesh))
 
+    def around_forwards(
+        self, offload: Offload, stays: Callable[[], Iterable[Tensor]]
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """What is entered around forwards: layers that run again in backward, and activations that go to the host.
+
+        Args:
+            offload: Moves them.
+            stays: Gives what does not move.
+
+        Raises:
+            ValueError, TypeError: If there are no layers such as are to run again, or no body to find them in; on every
+                rank.
+        """
+        layers = find_recomputed(self._module, self._settings, self.body, self.placement)
+        recompute = Recomputation(layers, self._device, selective=self._settings.recompute == "selective")
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            with offload.activations(stays), recompute():
+                yield
+
+        return around
+
+    def reckon(self, optimizers: Collection[Optimizer]) -> Account:
+        """What this rank will hold; of optimizers those of torch can be tried, as they ask nothing of other ranks."""
+        rank, replicas = self._mesh.pipeline_rank, self._mesh.data_parallel_size
+        return reckon(
+            self._module,
+            self.placement,
+            self.own_layers(),
+            self._settings,
+            optimizers if all(type(each).__module__.startswith("torch.optim.") for each in optimizers) else None,
+            rank=rank,
+            num_replicas=replicas,
+            num_batches=self._module.trainer.accumulate_grad_batches,
+        )
+
     def _bring_to_life(self, weights: Weights | None) -> None:
         """Give values to what has none, and divide it layer by layer: no other layer is whole at the same time."""
         shapes = weights.shapes() if weights else {}
@@ -119,7 +178,7 @@ class Division:
     def _frames(self) -> list[str]:
         """The names of the modules that hold the body: of the same ones under every layout."""
         try:
-            name, _ = self.body or _find_body(self._module, self._settings)
+            name, _ = self.body or find_layers(self._module, self._settings)
         except (ValueError, TypeError):
             return [""]
         return ["", *(name.rsplit(".", count)[0] for count in range(name.count(".") + 1))]
@@ -161,6 +220,7 @@ class Division:
         Raises:
             ValueError: If others have divided layers of it; on every rank.
         """
+        join_replicas(self._module)
         gather_module(self._module, self.placement, self.plan, self._mesh)
         vars(self._module).pop(_PLAN, None)
 
@@ -208,71 +268,8 @@ class Division:
 
     def text(self) -> str:
         """The layout and the table of stages."""
-        return _text(self._settings, self._mesh.sizes, self.body, self.placement)
-
-
-def describe(module: LightningModule, settings: Settings, sizes: tuple[int, int, int]) -> str:
-    """The layout, the stages and the plan of shared layers, found out without any process.
-
-    Args:
-        module: The user's module, whole.
-        settings: The settings.
-        sizes: (data, tensor, pipeline) parallel size.
-
-    Raises:
-        ValueError, TypeError: As at the start of training.
-    """
-    _, tensor, pipeline = sizes
-    body, placement = None, Placement(None, (), (range(0),), 1)
-    if pipeline > 1:
-        body, placement = find_stages(module, settings, pipeline)
-    text = _text(settings, dict(zip(("dp", "tp", "pp"), sizes, strict=True)), body, placement)
-    return text if tensor == 1 else f"{text}\n{find_plan(module, settings, tensor).text()}"
-
-
-def find_stages(
-    module: LightningModule, settings: Settings, num_ranks: int
-) -> tuple[tuple[str, nn.Sequential], Placement]:
-    """The body with its name, and which stage gets which layers.
-
-    Raises:
-        ValueError: If there is no body, or it has fewer layers than there are stages.
-        TypeError: If the body cannot be divided.
-    """
-    name, body = _find_body(module, settings)
-    weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in body]
-    stages = partition(settings.partition, weights, num_ranks * settings.num_chunks)
-    layers = tuple(path for path, _ in body.named_modules(remove_duplicate=False) if path and "." not in path)
-    return (name, body), Placement(name, layers, tuple(stages), num_ranks)
+        return layout(self._settings, self._mesh.sizes, self.body, self.placement)
 
 
 def _shape(value: object) -> torch.Size | None:
     return value.shape if isinstance(value, torch.Tensor) else None
-
-
-def _find_body(module: LightningModule, settings: Settings) -> tuple[str, nn.Sequential]:
-    return find_body(module, settings.body or getattr(module, "pipeline_body", None))
-
-
-def find_plan(module: LightningModule, settings: Settings, size: int) -> Plan:
-    """How layers are shared by `size` ranks.
-
-    Raises:
-        ValueError: If layers cannot be shared as the user says.
-    """
-    wish = settings.tensor_parallel_plan
-    hook = getattr(module, "tensor_parallel_plan", None)
-    if wish == "auto" and hook is not None:
-        wish = hook() if callable(hook) else hook
-    return make_plan(module, wish, size, sequence_parallel=settings.sequence_parallel)
-
-
-def _text(
-    settings: Settings, sizes: Mapping[str, int], body: tuple[str, nn.Sequential] | None, placement: Placement
-) -> str:
-    num_chunks = settings.num_chunks if sizes["pp"] > 1 else 1
-    schedule = build(settings.schedule, sizes["pp"], settings.num_microbatches, num_chunks)
-    layout = layout_text(sizes, schedule, bubble=simulate(schedule).bubble)
-    if body is None:
-        return layout
-    return f"{layout}\n{stage_table(stage_rows(body[1], placement.stages, sizes['pp']), body[0])}"

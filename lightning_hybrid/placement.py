@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-__all__ = ["Location", "Placement", "locate"]
+__all__ = ["Location", "Placement", "locate", "name_matches"]
 
 
 @dataclass(frozen=True)
@@ -83,3 +84,14 @@ def locate(named: Iterable[tuple[str, Tensor]], placement: Placement) -> list[Lo
         ranks = tuple(sorted({stage % placement.num_ranks for stage in stages}))
         locations.append(Location(tensor, stages, ranks))
     return locations
+
+
+def name_matches(name: str, pattern: str) -> bool:
+    """Whether a dotted name is what a pattern says, where ``*`` stands for anything between two dots.
+
+    Example:
+        >>> name_matches("body.3.mlp", "body.*.mlp"), name_matches("body.3.mlp", "body.*")
+        (True, False)
+    """
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))

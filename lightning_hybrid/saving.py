@@ -72,6 +72,7 @@ class SavingStrategy(ReplicaCollectives):
         """The undivided module's state on rank 0, empty on other ranks of a pipeline; for a directory, this rank's."""
         if self._assembly is None:  # no run has begun, and nothing is divided
             return super().lightning_module_state_dict()
+        self._parts.departure.check_saving()  # the Trainer asks for this first
         return self._parts.archive.module_state()
 
     @outside_of_steps

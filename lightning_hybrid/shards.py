@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+REPLICAS = "data_parallel"  # the axis, the last one where replicas divide a tensor
 
 __all__ = [
     "divided_like",
     "full",
     "give_gradient",
+    "is_over_replicas",
     "is_sharded",
+    "is_shared",
+    "joined",
     "keeping_marks",
     "local_gradient",
     "local_of",
     "local_view",
+    "put_local",
     "settle_gradient",
     "shard_of",
 ]
@@ -37,6 +47,22 @@ def keeping_marks(module: nn.Module | None) -> Iterator[None]:
 def is_sharded(tensor: object) -> bool:
     """Whether ranks hold different parts of this tensor."""
     return isinstance(tensor, DTensor) and any(not placement.is_replicate() for placement in tensor.placements)
+
+
+def is_over_replicas(tensor: object) -> bool:
+    """Whether replicas hold different parts of this tensor."""
+    return isinstance(tensor, DTensor) and (tensor.device_mesh.mesh_dim_names or ("",))[-1] == REPLICAS
+
+
+def is_shared(tensor: object) -> bool:
+    """Whether ranks that share a layer hold different parts of this tensor, whatever replicas do."""
+    if not isinstance(tensor, DTensor):
+        return False
+    axes = tensor.device_mesh.mesh_dim_names or ("",) * tensor.device_mesh.ndim
+    return any(
+        axis != REPLICAS and not placement.is_replicate()
+        for axis, placement in zip(axes, tensor.placements, strict=True)
+    )
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -101,14 +127,7 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
 def give_gradient(parameter: Tensor, gradient: Tensor) -> None:
     """Make a tensor of the shape of this rank's shard the parameter's gradient."""
     if isinstance(parameter, DTensor):
-        gradient = DTensor.from_local(
-            gradient,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        gradient = _like(gradient, parameter)
     parameter.grad = gradient
 
 
@@ -145,8 +164,30 @@ def divided_like(value: Any, parameter: Tensor) -> Any:
         return value
     if value.shape != parameter.shape:
         return value
-    whole = DTensor.from_local(value.to(parameter.device), parameter.device_mesh, [Replicate()], run_check=False)
-    return whole.redistribute(placements=parameter.placements)
+    if is_over_replicas(parameter) and isinstance(placement := parameter.placements[-1], Shard):
+        part: Any = value.to(parameter.device)
+        if parameter.device_mesh.ndim > 1:
+            mesh = parameter.device_mesh[parameter.device_mesh.mesh_dim_names[0]]  # type: ignore[index]
+            part = _divided_over(part, mesh, parameter.placements[:1]).to_local()
+        shares = part.chunk(parameter.device_mesh.size(-1), placement.dim)
+        rank = parameter.device_mesh.get_local_rank(REPLICAS)
+        own = shares[rank] if rank < len(shares) else part.narrow(placement.dim, 0, 0)
+        return _like(own.contiguous(), parameter)
+    return _divided_over(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+def _divided_over(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    whole = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=placements)
+
+
+def _like(local: Tensor, tensor: DTensor) -> DTensor:
+    """A tensor that is divided as another one of the same shape is."""
+    if _is_direct(tensor):
+        return _divided(local, tensor._spec)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def full(value: Any) -> Any:
@@ -154,4 +195,49 @@ def full(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     there: Any = value.to(value.device_mesh.device_type)  # after a run it may lie on the host
-    return there.full_tensor()
+    if not is_over_replicas(value):
+        return there.full_tensor()
+    local = joined(there)
+    if value.device_mesh.ndim == 1:
+        return local
+    mesh = value.device_mesh[value.device_mesh.mesh_dim_names[0]]  # type: ignore[index]
+    part: Any = DTensor.from_local(
+        local, mesh, value.placements[:1], run_check=False, shape=value.shape, stride=value.stride()
+    )
+    return part.full_tensor()
+
+
+def joined(value: Any) -> Tensor:
+    """What this rank would have if replicas had not divided a tensor: a collective of the replicas.
+
+    By our own rule of who has which rows: torch's does not know that a layer's part of them may be any.
+    """
+    mesh, placement = value.device_mesh, value.placements[-1]
+    local = local_of(value.to(mesh.device_type))
+    if not isinstance(placement, Shard):
+        return local
+    dim, group = placement.dim, mesh.get_group(REPLICAS)
+    size = torch.tensor([local.shape[dim]], device=local.device)
+    sizes = torch.cat(_gathered(size, group)).tolist()
+    missing = list(local.shape)
+    missing[dim] = max(sizes) - local.shape[dim]
+    shares = _gathered(torch.cat([local, local.new_empty(missing)], dim).contiguous(), group)
+    return torch.cat([share.narrow(dim, 0, size) for share, size in zip(shares, sizes, strict=True)], dim)
+
+
+def _gathered(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+    tensors = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(tensors, tensor, group=group)
+    return tensors
+
+
+def put_local(parameter: Any, local: Tensor) -> bool:
+    """Let this rank's shard lie elsewhere, with the same values.
+
+    Returns:
+        Whether this version of torch allows it.
+    """
+    if not _is_direct(parameter) or parameter._local_tensor.shape != local.shape:
+        return False
+    parameter._local_tensor = local
+    return True

@@ -33,6 +33,9 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -57,6 +60,8 @@ class Weights:
 
     def __init__(self, source: Source) -> None:
         self._directory = None if isinstance(source, Mapping) or not Directory.is_at(Path(source)) else Path(source)
+        if self._directory is not None:
+            _check_folder(self._directory)
         self._state = {} if self._directory else _read(source)
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -97,6 +102,15 @@ def _with_ties(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]
             completed.update({name: state[known] for name in several if name not in state})
     whole: Mapping[str, Any] = completed
     return whole
+
+
+def _check_folder(path: Path) -> None:
+    files = sorted(each.name for suffix in (_SUFFIX, ".bin") for each in path.glob(f"*{suffix}"))
+    if files:
+        raise ValueError(
+            f"{path} is a folder with {files[:3]}, and not a checkpoint. Give the file, or of several a state dict with"
+            " all of them to `strategy.load_weights`."
+        )
 
 
 def _read(source: Source) -> Mapping[str, Any]:
@@ -145,7 +159,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
         header.pop("__metadata__", None)
         return {name: _view(data, entry) for name, entry in header.items()}
-    except (KeyError, ValueError, RuntimeError, AttributeError) as error:
+    except (KeyError, ValueError, RuntimeError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{path}, {size} bytes, is no complete .safetensors file: {type(error).__name__}: {error}"
         ) from error

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.data_parallel import GradientBuckets
-from lightning_hybrid.data_parallel.buckets import FIRST_BUCKET_BYTES, _assign
+from lightning_hybrid.data_parallel.buckets import FIRST_BUCKET_BYTES, assign
 from tests.pool import Pools, RankError
 
 Gradients = list[Tensor | None]
@@ -344,10 +344,11 @@ def test_sparse_gradients_become_dense(ranks: Pools) -> None:
 
 def foreign_dtype() -> str:
     parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    parameter.grad_dtype = torch.float32
+    parameter.grad_dtype = None  # any
+    parameter.grad = torch.ones(2)
     buckets = mean_buckets([parameter])
     with pytest.raises(TypeError) as caught:
-        step(buckets, lambda: parameter.sum().backward())
+        step(buckets, lambda: None)
     return str(caught.value)
 
 
@@ -355,6 +356,19 @@ def test_gradient_of_another_dtype_is_refused(ranks: Pools) -> None:
     [message] = ranks(1).run(foreign_dtype)
     assert "torch.float32" in message
     assert "torch.bfloat16" in message
+
+
+def wished_dtype() -> Tensor:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    parameter.grad_dtype = torch.float32
+    step(mean_buckets([parameter]), lambda: (parameter * (1 + dist.get_rank() * 2**-7)).sum().backward())
+    return parameter.grad
+
+
+def test_a_gradient_travels_in_the_dtype_that_its_parameter_wants(ranks: Pools) -> None:
+    for gradient in ranks(2).run(wished_dtype):
+        assert gradient.dtype == torch.float32
+        assert gradient.tolist() == [1 + 2**-8] * 2  # which bfloat16 has not
 
 
 def reentrant(bucket_bytes: int) -> tuple[Tensor, Tensor]:
@@ -432,7 +446,7 @@ def test_parameters_may_be_frozen_and_thawed(ranks: Pools) -> None:
 def test_buckets_are_filled_from_the_end_and_the_first_one_is_small() -> None:
     sizes = [2**20, 2**19, 2**19, 2**17, 2**17]  # elements of 4 bytes
     parameters = [nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
-    buckets = _assign(parameters, 4 * 2**20)
+    buckets = assign(parameters, 4 * 2**20)
     assert FIRST_BUCKET_BYTES == 4 * (2**17 + 2**17)
     assert [[p.numel() for p in bucket] for bucket in buckets] == [[2**17, 2**17], [2**19, 2**19], [2**20]]
 
@@ -440,7 +454,7 @@ def test_buckets_are_filled_from_the_end_and_the_first_one_is_small() -> None:
 def test_buckets_have_one_dtype_and_come_in_the_order_of_completion() -> None:
     kinds = [torch.float32, torch.float64, torch.float32, torch.float64, torch.float32]
     parameters = [nn.Parameter(torch.empty(8, dtype=dtype, device="meta")) for dtype in kinds]
-    buckets = _assign(parameters, 2**20)
+    buckets = assign(parameters, 2**20)
     assert [[id(p) for p in bucket] for bucket in buckets] == [
         [id(parameters[i]) for i in (3, 1)],
         [id(parameters[i]) for i in (4, 2, 0)],
@@ -450,6 +464,6 @@ def test_buckets_have_one_dtype_and_come_in_the_order_of_completion() -> None:
 def test_every_parameter_is_in_one_bucket() -> None:
     parameters = [nn.Parameter(torch.empty(n, device="meta")) for n in (0, 1, 10, 1000, 3)]
     for bucket_bytes in (1, 100, 10**6):
-        buckets = _assign(parameters, bucket_bytes)
+        buckets = assign(parameters, bucket_bytes)
         assert sorted(id(p) for bucket in buckets for p in bucket) == sorted(map(id, parameters))
-    assert _assign([], 100) == []
+    assert assign([], 100) == []

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
 from lightning_hybrid.failure import FailureBoard
@@ -293,6 +296,52 @@ def test_an_interrupt_of_one_rank_ends_the_others(ranks: Pools, rank: int) -> No
     results = ranks(2, lightning=True).run(interrupted, LAYOUT_OF_SIZE[2], rank, timeout=30)
     assert all(kind for kind, _ in results)
     assert abs(results[0][1] - results[1][1]) < QUICK
+
+
+class Saving(Callback):
+    """A callback of the user that saves, too."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.text = path, ""
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        try:
+            trainer.save_checkpoint(self.path)
+        except Exception as error:
+            self.text = str(error)
+
+
+def fail_and_save(
+    layout: Mapping[str, Any], directory: str, where: str
+) -> tuple[str, float, list[str], str, list[str]]:
+    """What a rank raises, when, and what it was told; callbacks save on an exception."""
+    last = ModelCheckpoint(directory, every_n_train_steps=2, save_on_exception=True, save_last="link")
+    own = Saving(f"{directory}/own.ckpt")
+    callbacks = [last, own, OnExceptionCheckpoint(directory)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(layout, max_epochs=2, enable_checkpointing=True, callbacks=callbacks)
+        with pytest.raises(Exception, match="broken") as error:
+            trainer.fit(Failing(where), loader())
+    told = [str(each.message) for each in caught if "saves nothing" in str(each.message)]
+    left = [type(each).__name__ for each in trainer.callbacks if "on_exception" in vars(each)]
+    return str(error.value), time.time(), told, own.text, left
+
+
+@pytest.mark.rows(69)
+@pytest.mark.parametrize("layout", [{}, LAYOUT_OF_SIZE[2]], ids=["dp2", "pp2"])
+def test_nobody_waits_for_a_checkpoint_of_a_failure(ranks: Pools, tmp_path: Path, layout: Mapping[str, Any]) -> None:
+    """Callbacks hear of an exception first, and the other ranks are where they do not hear of the checkpoint."""
+    results = ranks(2, lightning=True).run(fail_and_save, layout, str(tmp_path), "before the body", timeout=30)
+    assert abs(results[0][1] - results[1][1]) < QUICK
+    assert results[0][0] == "broken before the body"
+    assert "Rank 0" in results[1][0]
+    for text, _, _, own, left in results:
+        assert "broken" in text
+        assert "cannot be saved" in own
+        assert not left
+    assert "ModelCheckpoint, OnExceptionCheckpoint saves nothing. A" in results[0][2][0]
+    assert not list(tmp_path.iterdir())
 
 
 # -- the board --------------------------------------------------------------------------------------------------------

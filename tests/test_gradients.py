@@ -62,13 +62,13 @@ def reduce_gradients(data: int, pipeline: int, rounds: int) -> list[dict[str, An
         model.zero_grad()
         waiting = {name for name in real(model) if not name.startswith("unused")}
         for stage in reversed(chunks):
-            replication.last_backward_begins(stage)
+            replication.backward_begins(stage, is_last=True)
             # Each parameter gets its gradient in the first backward of those of its chunks.
             for name in [name for name in waiting if stage == min(chunks) or stage in stages_of(name)]:
                 waiting.remove(name)
                 parameter = real(model)[name]
                 (parameter * gradient_of(name, dist.get_rank(), parameter.shape)).sum().backward()
-            replication.last_backward_ends(stage)
+            replication.backward_ends(stage, is_last=True, frees=True)
         replication.finish()
         found.append({name: copy.deepcopy(parameter.grad) for name, parameter in real(model).items()})
     replication.remove()
@@ -184,10 +184,10 @@ def test_frozen_parameters_get_no_gradient(ranks: Pools, freeze: str) -> None:
 def reduce_frozen(freeze: str) -> dict[str, Any]:
     model, _, replication = divided(2, 1)
     model.get_submodule(freeze).requires_grad_(False)
-    replication.last_backward_begins(0)
+    replication.backward_begins(0, is_last=True)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not name.startswith("unused"):
             parameter.sum().backward()
-    replication.last_backward_ends(0)
+    replication.backward_ends(0, is_last=True, frees=True)
     replication.finish()
     return {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -61,7 +62,8 @@ def made(seed: int) -> Words:
 
 def write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
     """The format by itself, as its authors describe it."""
-    names = {torch.float64: "F64", torch.float32: "F32", torch.int64: "I64", torch.bfloat16: "BF16", torch.bool: "BOOL"}
+    names = {torch.float64: "F64", torch.float32: "F32", torch.int64: "I64", torch.bfloat16: "BF16"}
+    names |= {torch.bool: "BOOL", torch.uint16: "U16"}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, tensor in state.items():
@@ -170,6 +172,26 @@ def test_a_resumed_checkpoint_wins(ranks: Pools, files: Path, tmp_path: Path) ->
         assert_same(state, expected, 0.0)
 
 
+def trained_before_another() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """A module after its run, at the end, and what it began with; another one is attached in between."""
+    file = made(5).state_dict()
+    path = Path(tempfile.mkdtemp()) / "bare.pt"
+    torch.save(file, path)
+    layout = {**PP2, "initial_weights": str(path), "gather_module_on_teardown": True}
+    trainer, module = make_trainer(layout, max_steps=1), Words()
+    trainer.fit(module)
+    trained = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer.fit(Words())
+    trainer.fit(module)
+    return trained, dict(module.state_dict()), dict(file)
+
+
+def test_a_module_gets_its_weights_once(ranks: Pools) -> None:
+    for trained, at_end, file in ranks(2, lightning=True).run(trained_before_another):
+        assert_same(at_end, trained, 0.0)
+        assert not torch.equal(trained["head.bias"], file["head.bias"])
+
+
 class Lenient(Words):
     def __init__(self) -> None:
         super().__init__(from_meta=True)
@@ -218,9 +240,17 @@ def broken(fault: str, folder: Path) -> Path:
     elif fault.endswith("safetensors"):
         write_safetensors(state, path)
         whole = path.read_bytes()
-        path.write_bytes({"short": whole[:-5], "headless": whole[:40], "empty": b""}[fault.split()[0]])
-    elif fault == "no file":
+        path.write_bytes(
+            {"short": whole[:-5], "headless": whole[:40], "empty": b"", "listed": b"\3" + 7 * b"\0" + b"[1]"}[
+                fault.split()[0]
+            ]
+        )
+    elif fault.startswith("no file"):
         path.unlink()
+    if fault.endswith("folder"):
+        path.mkdir()
+        (path / "model.safetensors.index.json").touch()
+        (path / "model-1.safetensors").touch()
     return path
 
 
@@ -239,6 +269,8 @@ FAULTS = {
     "short safetensors": "ValueError: .*no complete .safetensors file",
     "headless safetensors": "ValueError: .*no complete .safetensors file",
     "empty safetensors": "ValueError: .*no complete .safetensors file",
+    "listed safetensors": "ValueError: .*no complete .safetensors file",
+    "no file but a folder": "ValueError: .*is a folder with .'model-1.safetensors'., and not a checkpoint",
     "no file": "FileNotFoundError: There are no weights at .*wrong.pt",
 }
 
@@ -263,6 +295,7 @@ def test_a_file_is_mapped_and_odd_places_are_read(tmp_path: Path) -> None:
         "on": torch.tensor([True, False, True]),
         "x": torch.randn(5, 3),
         "n": torch.tensor(7),
+        "u": torch.tensor([1, 65535], dtype=torch.uint16),
         "none": torch.ones(0, 2),
     }
     write_safetensors(state, tmp_path / "x.safetensors")

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.shards import divided_like, is_over_replicas
+
 __all__ = ["check_match", "load_module_state", "with_versions"]
 
 
@@ -74,6 +76,8 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
             final[name] = value.clone()
         if name in own and _shape(own[name]) == _shape(value):
             trial[name] = own[name].clone() if changes else own[name]
+            if is_over_replicas(own[name]):
+                final[name] = divided_like(value, own[name])
     try:
         module.load_state_dict(trial, strict=strict)
     except RuntimeError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -135,7 +136,7 @@ class ShardedCheckpoint:
         for name, values in state.get("state", {}).items():
             for key, value in values.items():
                 yield (root, "state", name, key), value
-        if self._mesh.is_first:
+        if dist.get_rank() == dist.get_world_size() - 1:  # the first rank writes what is no tensor meanwhile
             for key in state:
                 if key != "state":
                     yield from _flat(state[key], (root, key))

@@ -16,7 +16,7 @@ from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.exchange import broadcast_object, receive_tree, send_tree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pytree import flatten, unflatten
-from lightning_hybrid.shards import full
+from lightning_hybrid.shards import full, is_over_replicas
 
 __all__ = ["WholeCheckpoint"]
 
@@ -47,7 +47,7 @@ class WholeCheckpoint:
     @property
     def is_undivided(self) -> bool:
         """Whether every rank has all of the model."""
-        return self._mesh.pipeline_parallel_size == 1 and self._mesh.tensor_parallel_size == 1
+        return self._mesh.model_group.size() == 1 and not any(map(is_over_replicas, self._module.parameters()))
 
     def module_state(self) -> dict[str, Any]:
         """The state dict of the undivided module on global rank 0, an empty one elsewhere."""
@@ -107,6 +107,9 @@ class WholeCheckpoint:
         """
         mesh = self._mesh
         if mesh.data_rank != 0:
+            for leaf in flatten(mine)[0]:
+                if is_over_replicas(leaf):
+                    full(leaf)  # the first replica asks for it
             return {}
         if mesh.pipeline_rank > 0 and mesh.tensor_rank == 0:
             send_tree(mine, mesh.rank(0, 0, 0), mesh.control_group, prepare=_whole_on_host)

@@ -20,18 +20,20 @@ Training* (Li et al., 2020, https://arxiv.org/abs/2006.15704).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.shards import give_gradient, local_gradient, local_of, settle_gradient
+from lightning_hybrid.data_parallel.bucket import Bucket, SummedBucket, too_late
+from lightning_hybrid.shards import local_of
 
-__all__ = ["GradientBuckets"]
+__all__ = ["BUCKET_BYTES", "GradientBuckets", "assign"]
+
+BUCKET_BYTES = 25 * 2**20
 
 # The first bucket is small: the sooner something travels, the more of it hides behind backward.
 FIRST_BUCKET_BYTES = 2**20
@@ -53,6 +55,12 @@ class GradientBuckets:
         scale: What each gradient is multiplied by before it is summed; ``1 / group.size()`` gives the mean.
         bucket_bytes: The size in bytes from which a bucket is complete.
         overlap: Whether a bucket starts as soon as its last gradient is there, or all of them in :meth:`launch_rest`.
+        divide: Puts parameters into buckets, in the order in which backward should complete them; instead of
+            ``bucket_bytes``.
+        at_once: How many buckets may travel at a time; ``None`` for all.
+
+    Attributes:
+        watch: Called before something travels, when there is the most of it.
 
     Example::
 
@@ -71,19 +79,29 @@ class GradientBuckets:
         group: ProcessGroup,
         *,
         scale: float,
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
+        divide: Callable[[Sequence[nn.Parameter]], list[Bucket]] | None = None,
+        at_once: int | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self._group = weakref.ref(group)
         self.scale = scale
         self.bucket_bytes = bucket_bytes
         self.overlap = overlap
-        self._buckets: list[_Bucket] = []
+        self._put_into_buckets = self._by_size if divide is None else divide
+        self._at_once = at_once
+        self._buckets: list[Bucket] = []
         self._trainable: list[bool] = []
         self._handles: list[RemovableHandle] = []
         self._armed = False
-        self._num_launched = 0
+        self._num_launched = self._num_finished = 0
+        self.watch: Callable[[None], None] | None = None
+
+    @property
+    def travelling(self) -> list[Tensor]:
+        """Gradients that are under way."""
+        return [tensor for bucket in self._buckets for tensor in bucket.travelling]
 
     def arm(self) -> None:
         """Say that the next backward is the last one of this step: each gradient that it completes is final."""
@@ -102,6 +120,14 @@ class GradientBuckets:
         for bucket in self._buckets[self._num_launched :]:
             self._launch(bucket)
 
+    def launch_complete(self, parameters: Container[int]) -> None:
+        """Start what consists of these parameters, by identity: they are done, whether they have a gradient or not."""
+        self._divide()
+        for bucket in self._buckets[self._num_launched :]:
+            if not all(id(parameter) in parameters for parameter in bucket.parameters):
+                break
+            self._launch(bucket)
+
     def finish(self) -> None:
         """Wait, and give every parameter its gradient: a view into its bucket, which lives as long as its views.
 
@@ -112,16 +138,16 @@ class GradientBuckets:
             RuntimeError: If a parameter got another gradient after its bucket had started.
         """
         assert self._num_launched == len(self._buckets), "`launch_rest()` comes before `finish()`"
-        for bucket in self._buckets:
+        for bucket in self._buckets[self._num_finished :]:
             bucket.wait()
-        for bucket in self._buckets:
+        for bucket in self._buckets[self._num_finished :]:
             bucket.give_back()
-        self._num_launched = 0
+        self._num_launched = self._num_finished = 0
 
     def abandon(self) -> None:
         """Let go of everything that is under way, after a failure: a pending collective keeps connections open."""
         self._buckets.clear()
-        self._num_launched = 0
+        self._num_launched = self._num_finished = 0
 
     def remove(self) -> None:
         """Take the hooks off the parameters; the next :meth:`arm` would put them on again."""
@@ -139,7 +165,7 @@ class GradientBuckets:
         self.remove()
         self._trainable = trainable
         parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
-        self._buckets = [_Bucket(members) for members in _assign(parameters, self.bucket_bytes)]
+        self._buckets = self._put_into_buckets(parameters)
         if self.overlap:
             for bucket in self._buckets:
                 for index, parameter in enumerate(bucket.parameters):
@@ -147,129 +173,36 @@ class GradientBuckets:
                     handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._handles.append(handle)
 
-    def _on_gradient(self, bucket: _Bucket, index: int, parameter: Tensor) -> None:
+    def _by_size(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+        return [SummedBucket(members) for members in assign(parameters, self.bucket_bytes)]
+
+    def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
         # Runs at every parameter in every backward of every micro-batch; only the last one counts.
         if not self._armed:
             return
         if bucket.work is not None:
-            raise _too_late(parameter)
+            raise too_late(parameter)
         bucket.missing.discard(index)
         # A complete bucket waits for the ones before it: collectives of a group have one order on all ranks, and with a
         # graph that depends on the data, buckets are complete in any order.
         while self._num_launched < len(self._buckets) and not self._buckets[self._num_launched].missing:
             self._launch(self._buckets[self._num_launched])
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
+        if self.watch is not None:
+            self.watch(None)
         group = self._group()
         assert group is not None, "the process groups have been destroyed"
+        if self._num_launched - self._num_finished == self._at_once:
+            oldest = self._buckets[self._num_finished]
+            oldest.wait()
+            oldest.give_back()
+            self._num_finished += 1
         bucket.launch(group, self.scale)
         self._num_launched += 1
 
 
-class _Bucket:
-    """Some parameters of one dtype on one device, whose gradients travel as one flat tensor.
-
-    The tensor exists from :meth:`launch` to :meth:`give_back`: all elements of all gradients, then one number per
-    parameter that is not 0 where this rank has a gradient.
-
-    Args:
-        parameters: The parameters, in the order in which their gradients should arrive.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        # A gradient has the strides that autograd would give it (channels last, say): optimizers are faster that way.
-        shards = [local_of(parameter) for parameter in parameters]
-        self.shapes = [shard.shape for shard in shards]
-        self.strides = [torch.empty_like(shard, device="meta").stride() for shard in shards]
-        self._clear()
-
-    def _clear(self) -> None:
-        self.missing = set(range(len(self.parameters)))
-        self.flat: Tensor | None = None
-        self.work: Work | None = None
-
-    @torch.no_grad()
-    def launch(self, group: ProcessGroup, scale: float) -> None:
-        """Packs what is in ``.grad``, frees it, and starts the sum over the group.
-
-        One copy for all of a bucket: a copy per gradient would cost more time than it saves memory, as the peak, all
-        gradients and one bucket, is the same.
-
-        Args:
-            group: The ranks.
-            scale: The factor.
-
-        Raises:
-            TypeError: If a gradient has another dtype or device than its parameter.
-        """
-        first = self.parameters[0]
-        for parameter in self.parameters:
-            settle_gradient(parameter)
-        has_gradient = torch.ones(len(self.parameters), dtype=first.dtype, device=first.device)
-        self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.grad is None}
-        for index in self.missing:
-            has_gradient[index] = 0
-        members = zip(self.parameters, self.shapes, self.strides, strict=True)
-        pieces = [_flatten(*member) for member in members]
-        self.flat = torch.cat([*pieces, has_gradient])
-        if scale != 1.0:
-            self.flat.mul_(scale)
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
-
-    def wait(self) -> None:
-        """Waits for the sum: the host on CPU, the current stream on CUDA."""
-        assert self.work is not None
-        self.work.wait()
-
-    def give_back(self) -> None:
-        """Makes views into the flat tensor the parameters' gradients, and forgets it."""
-        assert self.flat is not None
-        # Reading waits for the device, and nobody else's gradient matters to a rank that has all of them.
-        used = self.flat[-len(self.parameters) :].tolist() if self.missing else []
-        offset = 0
-        members = zip(self.parameters, self.shapes, self.strides, strict=True)
-        for index, (parameter, shape, stride) in enumerate(members):
-            if parameter.grad is not None:
-                raise _too_late(parameter)
-            if index not in self.missing or used[index]:
-                give_gradient(parameter, self.flat.as_strided(shape, stride, offset))
-            offset += shape.numel()
-        self._clear()
-
-
-def _flatten(parameter: nn.Parameter, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    """The elements of a parameter's gradient in the order of memory, as a view if possible; zeros if there is none."""
-    gradient = local_gradient(parameter)
-    if gradient is None:
-        return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(shape.numel())
-    if gradient.dtype != parameter.dtype or gradient.device != parameter.device:
-        raise TypeError(
-            f"The gradient of a parameter of shape {tuple(parameter.shape)} is {gradient.dtype} on {gradient.device},"
-            f" but the parameter is {parameter.dtype} on {parameter.device}. Averaging needs them to be alike; cast the"
-            " gradient in a hook of the parameter."
-        )
-    if gradient.layout is not torch.strided:
-        gradient = gradient.to_dense()  # ranks use different rows of an embedding: only the dense sizes are equal
-    if gradient.stride() != stride:
-        gradient = torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(
-            gradient
-        )
-    return gradient.as_strided((gradient.numel(),), (1,))
-
-
-def _too_late(parameter: Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"A parameter of shape {tuple(parameter.shape)} got a second gradient in one step after its bucket had begun to"
-        " travel to the other ranks. This happens with re-entrant checkpointing around a parameter that is used more"
-        " than once: pass `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`. Otherwise reduce it with"
-        " `overlap=False`."
-    )
-
-
-def _assign(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+def assign(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
     """Divides parameters into buckets, in the order in which backward should complete them.
 
     Args:

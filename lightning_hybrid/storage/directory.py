@@ -37,12 +37,15 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     ReadItem,
     SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from lightning_hybrid.places import Place
 from lightning_hybrid.storage.pieces import pieces
@@ -69,7 +72,8 @@ def write_directory(path: Path, entries: Mapping[Place, Any], extra: Any, group:
     names = {_name(place): place for place in entries}
     flat = {_name(place): value for place, value in entries.items()}
     try:
-        save(flat, storage_writer=_Writer(path, extra), planner=_Planner(names), process_group=group)
+        # Under one name: of every name at the top torch makes a note in its log.
+        save({"": flat}, storage_writer=_Writer(path, extra), planner=_Planner(names), process_group=group)
     except CheckpointException as error:
         if dist.get_rank(group) == 0:
             abandon(path)
@@ -92,16 +96,22 @@ class _Writer(FileSystemWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin: nobody writes before the first rank has made its plan."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._is_first = is_coordinator
         if is_coordinator:
             settle(self._place)
             abandon(self._place)
             unfinished(self._place).mkdir(parents=True, exist_ok=True)
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part; what is no tensor before it, so that the disk has it by the time it is asked for."""
+        if self._is_first:
+            with (unfinished(self._place) / EXTRA).open("wb") as file:  # whose errors say what is wrong
+                torch.save(self._extra, file)
+        return super().write_data(plan, planner)
+
     def finish(self, metadata: Metadata, results: Any) -> None:
         """End, on the first rank, after all have written."""
-        with (unfinished(self._place) / EXTRA).open("wb") as file:
-            torch.save(self._extra, file)
-            file.flush()
+        with (unfinished(self._place) / EXTRA).open("rb") as file:
             os.fsync(file.fileno())
         super().finish(metadata, results)
         publish(self._place)
@@ -122,7 +132,7 @@ class _Planner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
         """Take what is to be written."""
-        self.state_dict, self.is_coordinator = state_dict, is_coordinator
+        self.state_dict, self.is_coordinator = state_dict[""], is_coordinator
         self._pieces: dict[MetadataIndex, Tensor] = {}
 
     def create_local_plan(self) -> SavePlan:
