@@ -10,7 +10,7 @@ from typing import Any, cast
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.progress import _ProcessedTracker
 
-__all__ = ["Moment", "has_begun"]
+__all__ = ["Moment", "has_begun", "is_epoch_over", "progress"]
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Moment:
         "batch end"   in `on_train_batch_end`, or in validation      validation if it is due, then the next batch
         "validated"   after the last batch of a validation           plateau schedulers, the next batch
         "epoch end"   in `on_train_epoch_end`                        plateau schedulers, the next epoch
+        "epoch cut"   there, if the loader ended before its length   the next epoch
         "epoch"       between two epochs                             the next epoch
 
     Attributes:
@@ -45,10 +46,11 @@ class Moment:
         epoch = cast(_ProcessedTracker, trainer.fit_loop.epoch_progress.current)
         batch = cast(_ProcessedTracker, loop.batch_progress.current)
         is_over = epoch.processed == epoch.ready
-        if is_over and not loop._num_ready_batches_reached():  # ended by `max_steps` or a callback
+        if is_over and not is_epoch_over(trainer):  # ended by `max_steps` or a callback
             return cls("batch", epoch.processed - 1, batch.processed)
         if is_over or epoch.started == epoch.processed:
-            return cls("epoch end" if epoch.completed < epoch.processed else "epoch", epoch.processed, 0)
+            kind = "epoch end" if loop._num_ready_batches_reached() else "epoch cut"
+            return cls(kind if epoch.completed < epoch.processed else "epoch", epoch.processed, 0)
         kind = "batch"
         if trainer.validating:
             val = loop.val_loop.batch_progress
@@ -65,7 +67,7 @@ class Moment:
     @property
     def is_busy(self) -> bool:
         """Whether Lightning has not yet noted what was logged."""
-        return self.kind in ("batch end", "validated", "epoch end")
+        return self.kind in ("batch end", "validated", "epoch end", "epoch cut")
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the arguments of another one."""
@@ -86,6 +88,14 @@ class Moment:
                 progress["started"] += 1
             _set_all(loops["epoch_loop.batch_progress"], self.batches)
         return loops
+
+    def is_restored(self, trainer: Trainer) -> bool:
+        """Whether the loops have been given the state that :meth:`in_order` made."""
+        fit_loop = trainer.fit_loop
+        epoch = cast(_ProcessedTracker, fit_loop.epoch_progress.current)
+        batch = cast(_ProcessedTracker, fit_loop.epoch_loop.batch_progress.current)
+        is_there = epoch.processed == self.epochs and (not self.in_epoch or batch.processed == self.batches)
+        return has_begun(trainer) and is_there
 
     def restart(self, trainer: Trainer) -> None:
         """Let the loops go on; to be called when they have been reset and before the first epoch.
@@ -124,6 +134,18 @@ class Moment:
 def has_begun(trainer: Trainer) -> bool:
     """Whether an epoch of training has begun."""
     return bool(cast(_ProcessedTracker, trainer.fit_loop.epoch_progress.total).started)
+
+
+def is_epoch_over(trainer: Trainer) -> bool:
+    """Whether the epoch has had all its batches; otherwise `max_steps` or a callback may have ended the run in it."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return trainer.fit_loop.epoch_loop._num_ready_batches_reached() or (fetcher is not None and fetcher.done)
+
+
+def progress(trainer: Trainer) -> tuple[int, int]:
+    """How many epochs and batches have begun since training began."""
+    epoch, batch = trainer.fit_loop.epoch_progress.total, trainer.fit_loop.epoch_loop.batch_progress.total
+    return epoch.ready, batch.ready
 
 
 def _go_on(trainer: Trainer) -> None:

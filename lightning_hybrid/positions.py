@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hybrid.retracing import TracedIterator, TracedLoader, own_states, set_own_states
+from lightning_hybrid.own_generators import own_states, set_own_states
+from lightning_hybrid.retracing import TracedIterator, TracedLoader
 
 __all__ = ["bring_back", "loaders_of", "record_positions"]
 
@@ -42,12 +46,14 @@ def record_positions(trainer: Trainer, batches: int | None) -> dict[str, Any] | 
     if batches is None:
         return {**record, "states": [loader.state_dict() if loader.is_stateful else None for loader in loaders]}
     again = max(0, iterator._idx - batches)  # fetched ahead, or not trained with to the end
+    consumed = getattr(iterator, "_consumed", None)
+    asked = iterator._idx, again
     return {
         **record,
-        "iterators": [each.record(again) for each in iterator.iterators],
+        "passes": [loader.record(*asked, cycles=consumed is not None) for loader in loaders],
         "again": again,
         "index": iterator._idx - again,
-        "consumed": getattr(iterator, "_consumed", None),
+        "consumed": consumed,
         "done": fetcher.done and not again,
     }
 
@@ -80,22 +86,33 @@ def bring_back(trainer: Trainer, record: dict[str, Any] | None, epochs: int) -> 
                 if ended:
                     next(batches, None)
         return
-    for loader, past in zip(loaders, record["iterators"], strict=True):
+    _repeat(combined, fetcher, record, epochs)
+    for loader in loaders:
+        loader.is_resumed()
+
+
+def _repeat(combined: CombinedLoader, fetcher: Any, record: Mapping[str, Any], epochs: int) -> None:
+    """Ask for the batches of the present epoch once more, in the way in which they have been asked for."""
+    loaders: list[Any] = combined.flattened
+    for loader, own, past in zip(loaders, record["own"], record["passes"], strict=True):
         _set_sampler_epoch(loader, epochs)
-        loader.go_on(past, record["again"])
+        set_own_states(loader, own)
+        loader.go_on(past, record["index"], record["again"])
     _DataFetcher.__iter__(fetcher)
     iterator: Any = combined._iterator
-    iterator._idx = record["index"]
-    if record["consumed"] is not None:
-        iterator._consumed = list(record["consumed"])
+    with suppress(StopIteration):  # other data
+        for _ in range(record["index"]):
+            next(iterator)
+    for number, loader in enumerate(loaders):
+        if loader.is_stateful and record["consumed"] is not None:
+            iterator._consumed[number] = record["consumed"][number]
     if record["again"] and fetcher.length is None and hasattr(fetcher, "batches"):
-        fetcher.batches.append(_DataFetcher.__next__(fetcher))
+        with suppress(StopIteration):
+            fetcher.batches.append(_DataFetcher.__next__(fetcher))
     fetcher.done = record["done"]
     for loader, batches, ended in zip(loaders, iterator.iterators, record["ended"], strict=True):
         if loader.is_stateful and ended and not record["again"]:
             next(batches, None)  # or it would take what comes next for the rest of this epoch
-    for loader in loaders:
-        loader.is_resumed()
 
 
 _OTHER_LOADERS = (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from lightning_hybrid.random import generator_marks, generator_states, set_generator_states
+from lightning_hybrid.own_generators import Generators
 
-__all__ = ["LoaderWrapper", "TracedIterator", "TracedLoader", "own_states", "set_own_states"]
+__all__ = ["LoaderWrapper", "TracedIterator", "TracedLoader"]
 
 
 class LoaderWrapper:
@@ -57,28 +58,64 @@ class TracedLoader(LoaderWrapper):
         super().__init__(loader)
         self._device = device
         self._waits = waits
-        self._past: tuple[Mapping[str, Any], int] | None = None
+        self._passes: list[_Pass] = []  # of this epoch, and perhaps earlier ones
+        self._past: list[Mapping[str, Any]] = []  # records of passes that are yet to be repeated
+        self._skipped = 0
+        self._again = 0
 
     def __iter__(self) -> Iterator[Any]:
         if self._waits:
             self._waits = False
             return iter([None])
-        past, self._past = self._past, None
-        return TracedIterator(self._loader, self._device, *(past if past is not None else ()))
+        past = self._past.pop(0) if self._past else None
+        iterator = TracedIterator(self._loader, self._device, past, num_skipped=self._skipped, num_again=self._again)
+        self._skipped = self._again = 0
+        self._passes.append(iterator.log)
+        return iterator
 
     @property
     def is_stateful(self) -> bool:
         """Whether the user's loader knows by itself where it is."""
         return _is_stateful(self._loader)
 
-    def go_on(self, record: Mapping[str, Any], num_again: int) -> None:
-        """Let the next iterator begin where another one was.
+    def begin_epoch(self) -> None:
+        """What was before the last iterator does not matter any more."""
+        del self._passes[:-1]
+        self._past = []
+
+    def record(self, num_batches: int, num_again: int, *, cycles: bool) -> list[dict[str, Any]]:
+        """How another loader comes to the same place: tensors and plain values for each of this epoch's iterators.
 
         Args:
-            record: Of the other one, from :meth:`TracedIterator.record`.
-            num_again: How many of the batches that it gave shall be given again.
+            num_batches: How many batches have been asked for in this epoch.
+            num_again: How many of them shall be given again.
+            cycles: Whether it begins anew where it ends before others.
         """
-        self._waits, self._past = False, (record, num_again)
+        if self.is_stateful:
+            last = self._passes[-1]
+            is_ahead = num_again > 0 and _length(self._loader) is None
+            state = last.former_state if is_ahead else self._loader.state_dict()
+            return [{**last.record(), "given": last.given - num_again, "loader": state}]
+        passes: list[dict[str, Any]] = []
+        for each in reversed(self._passes):
+            passes.insert(0, each.record())
+            num_batches -= each.given
+            if num_batches <= 0 or not cycles:
+                break
+        return [*passes, *map(dict, self._past)]
+
+    def go_on(self, past: list[Mapping[str, Any]], num_batches: int, num_again: int) -> None:
+        """Let the next iterators repeat others.
+
+        Args:
+            past: The record of these, from :meth:`record`.
+            num_batches: How many batches will be asked for, up to the place to go on from. A loader with a state gives
+                ``None`` for them: it is there already.
+            num_again: How many come after that which others have had, too.
+        """
+        self._waits, self._past, self._passes = False, list(past), []
+        if self.is_stateful:
+            self._skipped, self._again = num_batches, num_again
 
     def is_resumed(self) -> None:
         """Tell Lightning, which asks whether there is a state, that the loader goes on where it was."""
@@ -86,12 +123,33 @@ class TracedLoader(LoaderWrapper):
             self.state_dict, self.load_state_dict = dict, _forget
 
 
+@dataclass
+class _Pass:
+    """What an iterator has done.
+
+    Attributes:
+        generators: The states of the generators that mattered, by event.
+        events: How many there have been, with those that are yet to be repeated.
+        given: How many batches it has given.
+        former_state: That of a loader without a length before it was last asked for a batch: Lightning may fetch ahead.
+    """
+
+    generators: dict[int, dict[str, Any]] = field(default_factory=dict)
+    events: int = 0
+    given: int = 0
+    former_state: Any = None
+
+    def record(self) -> dict[str, Any]:
+        """As tensors and plain values."""
+        return {"generators": dict(self.generators), "events": self.events}
+
+
 class TracedIterator:
     """An iterator over a loader, and what is needed to bring another one to the same place.
 
     Samplers, data sets and workers draw random numbers when an iterator is made and when it is asked for a batch, from
-    generators that others use too. What matters for a repetition are the states of the generators at these events, but
-    only where something was drawn, and only where others have used them since the last time::
+    generators that others use too; loaders may share one of their own. What matters for a repetition are the states of
+    the generators at these events, but only where something was drawn, and only where others have used them since::
 
         event      0 (made)   1    2    3     others draw    4    5
         draws         x       x         x         x          x
@@ -100,97 +158,100 @@ class TracedIterator:
     Args:
         loader: The loader.
         device: The device of the model.
-        past: The record of an iterator that this one follows to its place. Others do not notice what is drawn.
-        num_again: How many batches before that place it stops. They are given with the random numbers of then.
+        past: The record of an iterator that this one repeats. Others do not notice what is drawn at these events.
+        num_skipped: Of a loader with a state, how many batches it is asked for that it has given before.
+        num_again: Likewise, how many are repeated after these.
+
+    Attributes:
+        log: What it has done.
     """
 
     def __init__(
-        self, loader: Any, device: torch.device, past: Mapping[str, Any] | None = None, num_again: int = 0
+        self,
+        loader: Any,
+        device: torch.device,
+        past: Mapping[str, Any] | None = None,
+        *,
+        num_skipped: int = 0,
+        num_again: int = 0,
     ) -> None:
         self._loader = loader
-        self._device = device
+        self._generators = Generators(loader, device)
         self._stateful = _is_stateful(loader)
         self._length = _length(loader)
         self._stopped = False
-        self._loader_state: Any = None
-        self._kept: dict[int, dict[str, Any]] = {}
         self._marks: Any = None  # of the generators after the last event that has drawn
         self._looked: tuple[Any, dict[str, Any]] = (None, {})  # marks of the generators, and their states
         self._event = 0
         self._last_again = 0  # events before this one are repetitions
         self._states: Mapping[str, Any] = {}
+        self._skipped = num_skipped
+        self.log = _Pass()
         if past is not None:
-            set_own_states(loader, past["own"])
-            self._kept = dict(past["generators"])
-            self._states = generator_states(device)
+            self.log = _Pass(dict(past["generators"]), past["events"], past.get("given", 0))
+            self._states = self._generators.states()
             self._last_again = past["events"]
-            if past["loader"] is not None:
+            if "loader" in past:
                 loader.load_state_dict(past["loader"])
-        self._own = own_states(loader)
         self._batches: Iterator[Any] = self._run(lambda: iter(loader))
-        if past is not None and past["loader"] is not None:
+        if past is not None and "loader" in past:
             self._event = max(self._event, past["events"] - num_again)
-        while self._event < self._last_again - num_again:
-            next(self, None)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._stateful and self._length is None:  # Lightning may fetch one batch ahead
-            self._loader_state = self._loader.state_dict()
+        if self._skipped:
+            self._skipped -= 1
+            return None
+        if self._stateful and self._length is None:
+            self.log.former_state = self._loader.state_dict()
         try:
-            return self._run(lambda: next(self._batches))
+            batch = self._run(lambda: next(self._batches))
         except StopIteration:
             self._stopped = True
             raise
+        self.log.given += 1
+        return batch
 
     @property
     def has_ended(self) -> bool:
         """Whether there are no more batches, as far as is known."""
-        return self._stopped or (self._length is not None and self._event > self._length)
+        return self._stopped or (self._length is not None and self.log.given >= self._length)
 
     def _run(self, action: Callable[[], Any]) -> Any:
-        return self._again(action) if self._event < self._last_again else self._first(action)
+        try:
+            return self._again(action) if self._event < self._last_again else self._first(action)
+        finally:
+            self._event += 1
+            self.log.events = max(self.log.events, self._event)
 
     def _first(self, action: Callable[[], Any]) -> Any:
-        before = generator_marks(self._device)
+        before = self._generators.marks()
+        kept = self.log.generators
         if self._stateful:  # it is not brought back batch by batch: what came before the last one does not matter
             self._marks = None
-            self._kept = {event: states for event, states in self._kept.items() if event == 0}
+            kept = self.log.generators = {event: states for event, states in kept.items() if event == 0}
         moved = before != self._marks
         if moved and before != self._looked[0]:
-            self._looked = before, generator_states(self._device)
+            self._looked = before, self._generators.states()
         try:
             return action()
         finally:
-            after = generator_marks(self._device)
+            after = self._generators.marks()
             if after != before:
                 if moved:
-                    self._kept[self._event] = self._looked[1]
+                    kept[self._event] = self._looked[1]
                 self._marks = after
-            self._event += 1
 
     def _again(self, action: Callable[[], Any]) -> Any:
-        outside = generator_states(self._device)
-        set_generator_states(self._kept.get(self._event, self._states), self._device)
+        outside = self._generators.states()
+        self._generators.set_states(self.log.generators.get(self._event, self._states))
         try:
             return action()
         finally:
-            self._states, self._marks = generator_states(self._device), generator_marks(self._device)
-            set_generator_states(outside, self._device)
-            self._event += 1
-
-    def record(self, num_again: int) -> dict[str, Any]:
-        """How another iterator comes to the same place: tensors and plain values.
-
-        Args:
-            num_again: How many of the batches that were given shall be given again.
-        """
-        state = None
-        if self._stateful:
-            state = self._loader_state if num_again and self._length is None else self._loader.state_dict()
-        return {"own": self._own, "generators": dict(self._kept), "events": self._event, "loader": state}
+            self._states, self._marks = self._generators.states(), self._generators.marks()
+            self._generators.set_states(outside)
 
 
 def _forget(state: Mapping[str, Any]) -> None:
@@ -206,34 +267,3 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
-
-
-def _own_generators(loader: Any) -> list[torch.Generator]:
-    """The generators that a loader and its samplers have of their own, whatever is wrapped around them."""
-    found: dict[int, torch.Generator] = {}
-    seen: dict[int, Any] = {}
-    waiting = [loader]
-    while waiting:
-        each = waiting.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen[id(each)] = each
-        generator = getattr(each, "generator", None)
-        if isinstance(generator, torch.Generator):
-            found.setdefault(id(generator), generator)
-        waiting += [getattr(each, name, None) for name in ("_loader", "sampler", "batch_sampler", *_WRAPPED)]
-    return list(found.values())
-
-
-_WRAPPED = ("_sampler", "_batch_sampler")  # in samplers of ours and of Lightning
-
-
-def own_states(loader: Any) -> list[torch.Tensor]:
-    """The states of the generators that a loader and its samplers have of their own."""
-    return [generator.get_state() for generator in _own_generators(loader)]
-
-
-def set_own_states(loader: Any, states: list[torch.Tensor]) -> None:
-    """Put the generators that a loader and its samplers have of their own into these states."""
-    for generator, state in zip(_own_generators(loader), states, strict=False):
-        generator.set_state(state)
