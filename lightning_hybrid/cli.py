@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from lightning_hybrid.consolidate import consolidate
-from lightning_hybrid.division import describe
+from lightning_hybrid.forecast import forecast
 from lightning_hybrid.inspection import inspect_checkpoint
+from lightning_hybrid.layout import describe
 from lightning_hybrid.schedule import SCHEDULES, build
 from lightning_hybrid.strategy import HybridStrategy
+from lightning_hybrid.summary import memory_table
 from lightning_hybrid.timeline import Timeline, simulate
 
 __all__ = ["HybridCLI", "main"]
@@ -128,6 +133,23 @@ def _figures(timeline: Timeline) -> str:
     )
 
 
+def _configured(
+    parser: argparse.ArgumentParser, config: str, others: Sequence[str]
+) -> tuple[HybridCLI, HybridStrategy]:
+    """What a configuration says, with the strategy in it; nothing is started."""
+    saved, sys.argv = sys.argv, [PROGRAM, "--config", config, *others]  # where a LightningCLI looks
+    try:
+        cli = HybridCLI(run=False)
+    except (ValueError, MisconfigurationException) as error:
+        parser.error(str(error))
+    finally:
+        sys.argv = saved
+    strategy = cli.trainer.strategy
+    if not isinstance(strategy, HybridStrategy):
+        parser.error(f"the strategy of {config} is a {type(strategy).__name__}, not a HybridStrategy")
+    return cli, strategy
+
+
 def _plan(words: Sequence[str]) -> None:
     """Say which rank would hold what."""
     parser = argparse.ArgumentParser(
@@ -137,20 +159,49 @@ def _plan(words: Sequence[str]) -> None:
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the configuration")
     options, others = parser.parse_known_args(words)
-    saved, sys.argv = sys.argv, [PROGRAM, "--config", options.config, *others]  # where a LightningCLI looks
-    try:
-        cli = HybridCLI(run=False)
-    finally:
-        sys.argv = saved
-    strategy = cli.trainer.strategy
-    if not isinstance(strategy, HybridStrategy):
-        parser.error(f"the strategy of {options.config} is a {type(strategy).__name__}, not a HybridStrategy")
+    cli, strategy = _configured(parser, options.config, others)
     if is_overridden("configure_model", cli.model):
         cli.model.configure_model()
     try:
         print(describe(cli.model, strategy.settings, strategy.sizes))
     except (ValueError, TypeError) as error:
         parser.error(str(error))
+
+
+def _memory(words: Sequence[str]) -> None:
+    """Say what each rank would hold."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} memory",
+        description="Show what the ranks of a configuration would hold of parameters, gradients, optimizer states,"
+        " activations and buffers. Nothing is started, and no device is needed: the step runs on shapes.",
+        epilog="Other options, such as --data.batch_size 64, change the configuration as those of `fit` do.",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the configuration")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes, instead of those of the configuration")
+    options, others = parser.parse_known_args(words)
+    world = [] if options.ranks is None else ["--trainer.devices", str(options.ranks), "--trainer.num_nodes", "1"]
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # what a run says of its start is not to the point
+    others += ["--trainer.accelerator", "cpu", *world]
+    cli, strategy = _configured(parser, options.config, others)
+    first = [cli]
+
+    def make() -> tuple[LightningModule, LightningDataModule | None]:
+        made = first.pop() if first else _configured(parser, options.config, others)[0]
+        return made.model, made.datamodule
+
+    arguments = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
+    try:
+        found = forecast(
+            make,
+            strategy.settings,
+            strategy.sizes,
+            precision=strategy.precision_plugin,
+            **{name: getattr(cli.trainer, name) for name in arguments},
+        )
+    except (ValueError, TypeError, MisconfigurationException) as error:
+        parser.error(str(error))
+    print(f"{found.layout}\n\n{memory_table(found.accounts)}")
 
 
 def _inspect(words: Sequence[str]) -> None:
@@ -215,6 +266,7 @@ def _progress_bar() -> Progress:
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "timeline": _timeline,
     "plan": _plan,
+    "memory": _memory,
     "inspect": _inspect,
     "consolidate": _consolidate,
 }
@@ -229,6 +281,7 @@ Train a LightningModule with hybrid parallelism.
   test         evaluate on the test data
   predict      run on new data
   plan         show who would hold what:     {PROGRAM} plan --config FILE
+  memory       show what each rank would hold:     {PROGRAM} memory --config FILE --ranks 8
   timeline     draw a pipeline schedule:     {PROGRAM} timeline --schedule 1f1b --ranks 4 --microbatches 8
   inspect      show what a checkpoint holds:     {PROGRAM} inspect PATH
   consolidate  make one file of a checkpoint that is a directory:     {PROGRAM} consolidate DIR FILE

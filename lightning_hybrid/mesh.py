@@ -9,52 +9,14 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["AXES", "Mesh", "resolve_sizes"]
+__all__ = ["AXES", "Mesh"]
 
 #: Short names, as in ``rank_order``, and the names of the axes, as Lightning spells them.
 AXES = {"dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel"}
-
-
-def resolve_sizes(
-    world_size: int, data_parallel_size: int | str, tensor_parallel_size: int, pipeline_parallel_size: int
-) -> tuple[int, int, int]:
-    """The sizes of the three axes.
-
-    Args:
-        world_size: The number of processes.
-        data_parallel_size: The number of replicas, or ``"auto"`` for all that the other two axes leave.
-        tensor_parallel_size: The number of ranks that share each layer.
-        pipeline_parallel_size: The number of ranks that share the layers.
-
-    Returns:
-        (data, tensor, pipeline) parallel size; their product is ``world_size``.
-
-    Raises:
-        ValueError: If the sizes do not multiply to ``world_size``.
-
-    Example:
-        >>> resolve_sizes(8, "auto", 2, 2)
-        (2, 2, 2)
-    """
-    model = tensor_parallel_size * pipeline_parallel_size
-    if world_size % model:
-        raise ValueError(
-            f"{world_size} processes cannot be divided into model groups of tensor_parallel_size"
-            f" ({tensor_parallel_size}) x pipeline_parallel_size ({pipeline_parallel_size}) = {model} ranks. Set"
-            f" `Trainer(devices=..., num_nodes=...)` to a multiple of {model}, or choose sizes whose product divides"
-            f" {world_size}."
-        )
-    data = world_size // model if data_parallel_size == "auto" else int(data_parallel_size)
-    if data * model != world_size:
-        raise ValueError(
-            f"data_parallel_size ({data}) x tensor_parallel_size ({tensor_parallel_size}) x pipeline_parallel_size"
-            f" ({pipeline_parallel_size}) = {data * model}, but there are {world_size} processes. Set"
-            f" data_parallel_size={world_size // model} or 'auto', or start {data * model} processes."
-        )
-    return data, tensor_parallel_size, pipeline_parallel_size
 
 
 def _weak(group: dist.ProcessGroup | None) -> weakref.ref[dist.ProcessGroup]:
@@ -86,6 +48,7 @@ class _Made:
         assert world is not None
         if self._world() is not world:
             self._things.clear()
+            _forget_divisions()
             gc.collect()
             self._world = weakref.ref(world)
         if key not in self._things:
@@ -95,6 +58,18 @@ class _Made:
     def forget(self) -> None:
         """Let go of everything: torch's mesh holds the group of all ranks."""
         self._things.clear()
+
+
+def _forget_divisions() -> None:
+    """Torch remembers how the results of operations on DTensors are divided, with the mesh of the first time.
+
+    An equal mesh of a world that is gone has groups that are gone; their names may now be those of others.
+    """
+    try:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    except ImportError:  # then a second world in one process needs meshes of other shapes
+        return
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 _MADE = _Made()
@@ -149,7 +124,7 @@ class Mesh:
         self._requests: Counter[Hashable] = Counter()
         self._ranks = device_mesh.mesh.permute([order.index(axis) for axis in ("pp", "dp", "tp")])
         self._timeout = timeout
-        self._holders: dict[tuple[int, ...], weakref.ref[dist.ProcessGroup] | None] = {}
+        self._holders: dict[tuple[tuple[int, ...], bool], weakref.ref[dist.ProcessGroup] | None] = {}
         place = (self._ranks == dist.get_rank()).nonzero().flatten().tolist()
         self.pipeline_rank, self.data_rank, self.tensor_rank = place
         # Not the groups of torch's mesh: those know nothing of our timeout.
@@ -160,6 +135,7 @@ class Mesh:
         self._model_group = _weak(self.new_group_of(model_groups))
         self._control_group = _weak(self.new_group_of(model_groups, backend="gloo"))
         self._world_group: weakref.ref[dist.ProcessGroup] | None = None
+        self._number_group: weakref.ref[dist.ProcessGroup] | None = None
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -203,9 +179,36 @@ class Mesh:
         return _alive(self._world_group)
 
     @property
+    def dividing_mesh(self) -> DeviceMesh:
+        """What parameters are divided over with ZeRO: the replicas, inside the ranks that share layers, if there are.
+
+        In this order, so that each replica has some of the rows that a rank has of a shared layer.
+        """
+        if self.tensor_parallel_size == 1:
+            return self.device_mesh[AXES["dp"]]
+        names = AXES["tp"], AXES["dp"]
+        groups = [self.device_mesh.get_group(name) for name in names]
+        ranks = self._ranks[self.pipeline_rank].T.contiguous()
+        device = self.device_mesh.device_type
+        mesh: DeviceMesh = _MADE.get(
+            (device, names, tuple(ranks.flatten().tolist()), tuple(ranks.shape)),
+            lambda: DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names),
+        )
+        return mesh
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the first rank of every axis: the one that writes, and says what is to be said."""
         return bool(self.pipeline_rank == self.data_rank == self.tensor_rank == 0)
+
+    def least_of_replicas(self, number: int) -> int:
+        """The smallest of the numbers that the replicas' ranks have."""
+        if self._number_group is None:
+            by_stage = self._ranks.permute(0, 2, 1).reshape(-1, self.data_parallel_size).tolist()
+            self._number_group = _weak(self.new_group_of(by_stage, backend="gloo"))
+        least = torch.tensor(number)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=_alive(self._number_group))
+        return int(least)
 
     def rank(self, pipeline_rank: int, data_rank: int, tensor_rank: int) -> int:
         """The global rank at this place."""
@@ -215,23 +218,26 @@ class Mesh:
         """The global ranks of one replica, by pipeline rank, then tensor rank."""
         return [int(rank) for rank in self._ranks[:, data_rank, :].flatten()]
 
-    def holders(self, pipeline_ranks: Iterable[int]) -> dist.ProcessGroup | None:
+    def holders(self, pipeline_ranks: Iterable[int], *, of_replica: bool = False) -> dist.ProcessGroup | None:
         """The group over the ranks of several stages and all replicas, at this rank's tensor rank.
 
         Every rank of the world must call this with the same arguments in the same order.
 
         Args:
             pipeline_ranks: The pipeline ranks that belong to the group.
+            of_replica: Whether it has the ranks of this replica only.
 
         Returns:
             The group that this rank is in; ``None`` if it is in none. Ranks are ordered by pipeline rank, then
             data rank.
         """
         stages = tuple(sorted(pipeline_ranks))
-        if stages not in self._holders:
-            group = self._new_groups(stages, [range(self.data_parallel_size)])
-            self._holders[stages] = None if group is None else weakref.ref(group)
-        reference = self._holders[stages]
+        key = stages, of_replica
+        if key not in self._holders:
+            replicas = range(self.data_parallel_size)
+            group = self._new_groups(stages, [range(d, d + 1) for d in replicas] if of_replica else [replicas])
+            self._holders[key] = None if group is None else weakref.ref(group)
+        reference = self._holders[key]
         return None if reference is None else _alive(reference)
 
     def pair(self, sender: int, receiver: int) -> dist.ProcessGroup | None:

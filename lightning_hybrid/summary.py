@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from torch import nn
 
+from lightning_hybrid.memory import Account
 from lightning_hybrid.schedule import Schedule
 
-__all__ = ["StageRow", "batch_text", "layout_text", "stage_rows", "stage_table"]
+__all__ = ["StageRow", "batch_text", "layout_text", "memory_table", "stage_rows", "stage_table"]
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,39 @@ def stage_table(rows: Sequence[StageRow], body: str) -> str:
         layers = f"{row.layers.start}-{row.layers.stop - 1}" if len(row.layers) > 1 else f"{row.layers.start}"
         share = f"{100 * row.share:.1f} %"
         cells.append((str(row.stage), str(row.rank), layers, row.kinds, f"{row.num_parameters:,}", share))
+    return _table(cells, left=(2, 3))
+
+
+def memory_table(accounts: Sequence[Account], measured: Sequence[Account] = ()) -> str:
+    """What each pipeline rank holds, as text.
+
+    Args:
+        accounts: As reckoned, by pipeline rank.
+        measured: As measured, if it was: then what was reckoned stands behind it, in brackets.
+    """
+    every = [field.name for field in fields(Account)]
+    names = [name for name in every if any(getattr(each, name) is not None for each in (*accounts, *measured))]
+    names += ["total"] if names == every else []
+    cells = [("MiB", *names)]
+    for rank, account in enumerate(accounts):
+        texts = [_mebibytes(getattr(account, name)) for name in names]
+        if measured:
+            seen = [_mebibytes(getattr(measured[rank], name)) for name in names]
+            texts = [f"{now} ({text})" for now, text in zip(seen, texts, strict=True)]
+        cells.append((f"pipeline rank {rank}", *texts))
+    return _table(cells, left=(0,))
+
+
+def _mebibytes(value: int | None) -> str:
+    return "?" if value is None else f"{value / 2**20:,.2f}"
+
+
+def _table(cells: Sequence[Sequence[str]], left: Collection[int]) -> str:
+    """Cells in columns, of which some are aligned to the left, below a line of titles."""
     widths = [max(len(cell[column]) for cell in cells) for column in range(len(cells[0]))]
     lines = [
         "  ".join(
-            cell.ljust(width) if column in (2, 3) else cell.rjust(width)
+            cell.ljust(width) if column in left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in cells

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_hybrid.mesh import Mesh, resolve_sizes
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.sizes import resolve_sizes
 from tests.pool import Pools
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -195,3 +197,18 @@ def groups_survive() -> bool:
 
 def test_destroyed_groups_are_gone(ranks: Pools) -> None:
     assert ranks(2).run(groups_survive) == [False, False]
+
+
+def doubled(num_groups: int) -> list[float]:
+    for _ in range(num_groups):
+        dist.new_group()
+    axis = Mesh(2, 2, 1).device_mesh["data_parallel"]
+    divided = DTensor.from_local(torch.ones(1), axis, [Shard(0)])
+    return (2 * divided).full_tensor().tolist()
+
+
+@pytest.mark.distributed
+def test_results_of_divided_tensors_belong_to_the_world_of_now(ranks: Pools) -> None:
+    """torch took the mesh of a result from an equal one that it had seen, with the groups of a world that was gone."""
+    for num_groups in (7, 0, 3):
+        assert ranks(4).run(doubled, num_groups) == [[2.0, 2.0]] * 4

@@ -1,0 +1,1 @@
+"""What does dividing over replicas cost, and what does it hold?"""
