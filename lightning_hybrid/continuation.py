@@ -5,16 +5,19 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hybrid.accumulations import load_logged, load_metrics, logged, metric_states
+from lightning_hybrid.accumulations import load_logged, load_metrics, logged, metric_states, plain_values
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.moment import Moment, has_begun
+from lightning_hybrid.moment import Moment, has_begun, is_epoch_over, progress
+from lightning_hybrid.own_generators import own_states, set_own_states
 from lightning_hybrid.positions import bring_back, loaders_of, record_positions
 from lightning_hybrid.random import (
     RandomStreams,
@@ -23,7 +26,7 @@ from lightning_hybrid.random import (
     seed_generators,
     set_generator_states,
 )
-from lightning_hybrid.retracing import own_states, set_own_states
+from lightning_hybrid.retracing import TracedLoader
 
 __all__ = ["Continuation"]
 
@@ -49,8 +52,11 @@ class Continuation(Callback):
         self._streams = streams
         self._device = device
         self._loaded: Mapping[str, Any] | None = None
-        self._ended: dict[str, Any] | None = None  # what a run that has ended left to be saved
-        self._validation: dict[str, Any] | None = None  # random numbers when the present one began
+        self._is_on = False  # whether training goes on already, from a checkpoint or not
+        self._ended: tuple[Any, dict[str, Any]] = None, {}  # the progress and record of a run when it ended
+        self._validation: dict[str, Any] | None = None  # what there was when the present one began
+        #: What metrics keep beside their states, before a module's first run.
+        self._fresh: WeakKeyDictionary[LightningModule, dict[str, Any]] = WeakKeyDictionary()
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -73,8 +79,8 @@ class Continuation(Callback):
         return {**checkpoint, name: {**checkpoint[name], **self._record(trainer)}}
 
     def _record(self, trainer: Trainer) -> dict[str, Any]:
-        mine = self._ended
-        if mine is None:
+        ended, mine = self._ended
+        if ended != progress(trainer):
             if trainer.state.fn != TrainerFn.FITTING or not has_begun(trainer):
                 return {}
             mine = self._snapshot(trainer)
@@ -91,63 +97,93 @@ class Continuation(Callback):
 
     def _snapshot(self, trainer: Trainer) -> dict[str, Any]:
         moment = Moment.now(trainer)
-        fit_loop, module = trainer.fit_loop, trainer.lightning_module
+        fit_loop = trainer.fit_loop
         val_loop = fit_loop.epoch_loop.val_loop
         reset = [val_loop._results] if moment.in_epoch else [val_loop._results, fit_loop.epoch_loop._results]
         # A validation that is not over is run again.
         repeated = trainer.validating and moment.kind == "batch end"
-        random = self._validation if repeated and self._validation is not None else self._drawn(val_loop)
+        now = self._validation if repeated and self._validation is not None else self._now(trainer)
         names = {entry.meta.metric_attribute for results in reset for entry in results.values()}
         return {
             "moment": moment.state_dict(),
-            "streams": random["streams"],
+            "streams": now["streams"],
             "reloads": [fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch],
             "rank": {
-                "generators": random["generators"],
+                "generators": now["generators"],
                 "loaders": record_positions(trainer, moment.batches if moment.in_epoch else None),
-                "validation": random["validation"],
+                "validation": now["validation"],
                 "logged": logged(trainer, up_to_date=moment.is_busy),
-                "metrics": metric_states(module, {name for name in names if name is not None}),
+                # Those that are reset before they are used again begin anew, but may keep something beside.
+                "metrics": {
+                    name: [0, {}, plain] if name in names else [count, states, plain]
+                    for name, (count, states, plain) in now["metrics"].items()
+                },
             },
         }
 
-    def _drawn(self, val_loop: Any) -> dict[str, Any]:
-        own = [own_states(loader) for loader in loaders_of(val_loop)]
+    def _now(self, trainer: Trainer) -> dict[str, Any]:
+        """What an evaluation changes."""
+        val_loop = trainer.fit_loop.epoch_loop.val_loop
+        own = None
+        if val_loop._combined_loader is not None:
+            own = [own_states(loader) for loader in loaders_of(val_loop)]
         with self._streams.outside():
             generators = generator_states(self._device)
-        return {"generators": generators, "streams": self._streams.state_dict(), "validation": own}
+        module = trainer.lightning_module
+        return {
+            "generators": generators,
+            "streams": self._streams.state_dict(),
+            "validation": own,
+            "metrics": metric_states(module, self._fresh.get(module, {})),
+        }
 
-    def _watch_validation(self, loop: Any) -> None:
+    def _watch_validation(self, trainer: Trainer) -> None:
+        loop = trainer.fit_loop.epoch_loop.val_loop
         run = loop.run
 
         def watched() -> Any:
-            self._validation = self._drawn(loop)
+            self._validation = self._now(trainer)
             return run()
 
         loop.__dict__["run"] = watched
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at metrics before a validation uses them."""
+        self._fresh.setdefault(pl_module, plain_values(pl_module))
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """How loaders came where they are is told from here on."""
+        for loader in loaders_of(trainer.fit_loop):
+            if isinstance(loader, TracedLoader):
+                loader.begin_epoch()
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """If the epoch is not over, the run ends in the middle of it; what hooks do now belongs to that end."""
-        if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            self._ended = self._snapshot(trainer)
+        if not is_epoch_over(trainer):
+            self._ended = progress(trainer), self._snapshot(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Loaders are about to be let go, and a checkpoint may be asked for later."""
-        if self._ended is None and has_begun(trainer):
-            self._ended = self._snapshot(trainer)
+        if self._ended[0] != progress(trainer) and has_begun(trainer):
+            self._ended = progress(trainer), self._snapshot(trainer)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
-    def load(self, checkpoint: dict[str, Any], record: Mapping[str, Any], trainer: Trainer) -> None:
-        """Take a checkpoint's record, and put the states of its loops in order; training goes on from there.
+    def load(self, checkpoint: dict[str, Any], record: Mapping[str, Any], path: Any, trainer: Trainer) -> None:
+        """Take the record of the checkpoint that a run begins with, and put the states of its loops in order.
+
+        Others are read too: by hooks, and by Lightning's tuners, which put everything back where it was before them.
 
         Args:
             checkpoint: As it was read; its loops are changed.
             record: What was saved with it; it may have nothing to go on from.
-            trainer: The Trainer, before it restores anything.
+            path: Where it was read.
+            trainer: The Trainer.
         """
+        if self._is_on or trainer.state.fn != TrainerFn.FITTING or path != trainer.ckpt_path:
+            return
         self._loaded = None
-        if trainer.state.fn != TrainerFn.FITTING or not record.get("ranks") or "loops" not in checkpoint:
+        if not record.get("ranks") or "loops" not in checkpoint:
             return
         self._loaded = record
         fit_loop = Moment(**record["moment"]).in_order(checkpoint["loops"]["fit_loop"])
@@ -160,20 +196,25 @@ class Continuation(Callback):
 
     def go_on(self, trainer: Trainer) -> None:
         """After the last hook of the start, before anything of the uninterrupted run: be where the checkpoint was."""
-        self._ended = None
-        self._watch_validation(trainer.fit_loop.epoch_loop.val_loop)
+        fit_loop = trainer.fit_loop
+        if not self._is_on:
+            self._watch_validation(trainer)
+        self._ended, self._is_on = (None, {}), True
         record, self._loaded = self._loaded, None
         if record is None:
             return
         moment = Moment(**record["moment"])
-        fit_loop = trainer.fit_loop
+        if not moment.is_restored(trainer):  # a tuner began before Lightning had restored the loops, and never does
+            iter(cast(Any, fit_loop._data_fetcher))
+            return
+        if moment.in_epoch:
+            _prepare_accumulation(trainer)
         if moment.in_epoch and fit_loop.epoch_loop._should_accumulate():
             rank_zero_warn(_ACCUMULATING)
         fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = record["reloads"]
         data_rank, mine = self._find(record)
         bring_back(trainer, mine["loaders"], moment.epochs)
-        for loader, states in zip(loaders_of(fit_loop.epoch_loop.val_loop), mine["validation"], strict=False):
-            set_own_states(loader, states)
+        _prepare_validation(trainer, mine["validation"])
         accumulated = self._find_accumulated(record)
         load_logged(trainer, (accumulated or mine)["logged"], entries=moment.in_epoch and accumulated is not None)
         if accumulated is not None:
@@ -183,6 +224,7 @@ class Continuation(Callback):
         if data_rank != self._mesh.data_rank:
             common = zlib.crc32(mine["generators"]["torch"].numpy().tobytes())
             seed_generators(derive_seed(common, self._mesh.data_rank), self._device)
+        _note_saved(trainer)
         moment.restart(trainer)
 
     def _find(self, record: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -211,9 +253,38 @@ class Continuation(Callback):
 
     def close(self, trainer: Trainer) -> None:
         """The run is over."""
-        self._loaded = None
+        self._loaded, self._is_on = None, False
         trainer.fit_loop.epoch_loop.val_loop.__dict__.pop("run", None)
         Moment.forget(trainer)
+
+
+def _prepare_accumulation(trainer: Trainer) -> None:
+    """What this callback does at the start of an epoch, which has been."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+
+
+def _prepare_validation(trainer: Trainer, states: list[Any] | None) -> None:
+    """Have validation loaders, with these states of their own generators, or have none until there is a validation."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    if states is None:
+        loop._combined_loader = None
+        return
+    trainer.validating = True
+    loop.setup_data()  # unless it has been done
+    trainer.training = True
+    for loader, own in zip(loaders_of(loop), states, strict=False):
+        set_own_states(loader, own)
+
+
+def _note_saved(trainer: Trainer) -> None:
+    """Checkpoints of this step are there: the next batch, which may be between two steps, must not replace them."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            every = callback._every_n_train_steps
+            if every >= 1 and trainer.global_step % every == 0:
+                callback._last_global_step_saved = trainer.global_step
 
 
 _ACCUMULATING = (

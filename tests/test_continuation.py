@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MinMaxMetric, RunningMean
 
 from lightning_hybrid.random import generator_states, set_generator_states
-from lightning_hybrid.retracing import TracedIterator
+from lightning_hybrid.retracing import TracedLoader
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, dataset, make_trainer, weights
 
@@ -37,11 +37,14 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {
     "dp2 x pp2": (4, PP2),
 }
 BATCHES = 6  # of an epoch on each rank
+#: Where iterators end and begin again: that of the shorter stream, and of the longer one while its last batch is used.
+ENDS = ("start 0.4", "batch 0.4", "start 0.5", "start 1.5", "batch 1.5")
 MOMENTS = ("batch 0.0", "inside 3.2", "validation 3", "start 0.4", "batch 0.5", "epoch 0", "batch 1.2", "validation 12")
 
 
 RELOADING = {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3}
 SHARDED = {"sharded": True}
+LATE = {"check_val_every_n_epoch": 2}
 
 
 class Augmented(Dataset[Any]):
@@ -71,16 +74,37 @@ class Stream(IterableDataset[Any]):
             yield self.samples[waiting.pop(random.randrange(min(4, len(waiting))))]
 
 
+class Short(Stream):
+    """Says that it has some more samples than it gives."""
+
+    def __len__(self) -> int:
+        return len(self.samples) + 4
+
+
 class Noisy(Regression):
     """Draws random numbers wherever user code may, and logs means of an epoch."""
 
-    def __init__(self, dropout: float = 0.3, half: bool = False, data: str = "map", plateau: str = "epoch") -> None:
+    def __init__(
+        self,
+        dropout: float = 0.3,
+        half: bool = False,
+        data: str = "map",
+        plateau: str = "epoch",
+        wrapped: bool = False,
+        steps_of: int | None = None,
+    ) -> None:
         super().__init__(4, dropout=dropout)
-        self.mean = MeanMetric()
+        self.mean, self.by_hand = MeanMetric(), MeanMetric()
+        self.running, self.extremes = RunningMean(window=4), MinMaxMetric(MeanMetric())
         if half:
             self.float()
         else:
-            self.mean.set_dtype(torch.float64)
+            for metric in (self.mean, self.by_hand):
+                metric.set_dtype(torch.float64)
+
+    def configure_callbacks(self) -> list[Any]:
+        steps_of = self.hparams["steps_of"]  # batches, in the second epoch
+        return [GradientAccumulationScheduler({0: 1, 1: steps_of})] if steps_of else []
 
     def train_dataloader(self) -> Any:
         torch.rand(3)  # what a run draws at its start is not drawn again in the middle
@@ -90,18 +114,24 @@ class Noisy(Regression):
             return (Sized if data == "sized" else Stateful)(self.trainer.strategy.mesh.data_rank)
         if data == "joined":
             return DataLoader(dataset(8 * BATCHES), 8 // replicas, shuffle=True)
-        if data == "stream":
-            return DataLoader(Stream(4 * BATCHES), 4)
+        if data in ("stream", "short"):
+            return DataLoader((Short if data == "short" else Stream)(4 * BATCHES), 4)
+        if data == "streams":
+            return {"a": DataLoader(Stream(4 * BATCHES), 4), "b": DataLoader(Stream(16), 4)}
         workers = {"num_workers": 2, "multiprocessing_context": "fork"} if data == "workers" else {}
-        loader = DataLoader(Augmented(4 * BATCHES * replicas), 4, shuffle=True, **workers)
+        samples = Augmented(4 * BATCHES * replicas)
         if data == "two":
-            generator = torch.Generator().manual_seed(5)
-            return {"a": loader, "b": DataLoader(Augmented(16), 4, shuffle=True, generator=generator)}
-        return loader
+            shared = torch.Generator().manual_seed(5)
+            return {
+                "a": DataLoader(samples, 4, shuffle=True, generator=shared),
+                "b": DataLoader(Augmented(16), 4, shuffle=True, generator=shared),
+            }
+        return DataLoader(samples, 4, shuffle=True, **workers)
 
     def val_dataloader(self) -> Any:
         if self.hparams["data"] == "joined":
             return DataLoader(dataset(16), 4)
+        torch.rand(3)  # now, or when there is a validation
         return DataLoader(Augmented(18), 4, shuffle=True, generator=torch.Generator().manual_seed(8))
 
     def loss(self, batch: Any) -> Tensor:
@@ -119,11 +149,22 @@ class Noisy(Regression):
             self.log("first", loss.detach(), on_step=False, on_epoch=True, sync_dist=True)
         self.mean(loss.detach())
         self.log("mean", self.mean, on_step=False, on_epoch=True)
+        if self.hparams["wrapped"]:
+            self.running(loss.detach().float())
+            self.log("running", self.running.compute())
+            self.extremes.update(loss.detach().float())
+            self.log("least mean", self.extremes.compute()["min"])
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         noise = torch.rand(()).item() if self.hparams["dropout"] else 0.0
-        self.log("val_loss", self.loss(batch) * (1 + noise), sync_dist=True)
+        loss = self.loss(batch) * (1 + noise)
+        self.log("val_loss", loss, sync_dist=True)
+        self.by_hand.update(loss)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("by hand", self.by_hand.compute())
+        self.by_hand.reset()
 
     def on_train_epoch_start(self) -> None:
         torch.rand(2)
@@ -145,15 +186,17 @@ class Trail(Checkpoint):
 
     Args:
         directory: Of the checkpoints; `None` for no checkpoints.
+        moments: When.
     """
 
-    def __init__(self, directory: str | None = None) -> None:
+    def __init__(self, directory: str | None = None, moments: Sequence[str] = MOMENTS) -> None:
         self.directory = directory
+        self.moments = moments
         self.saved: list[str] = []
         self.seen: list[Any] = []
 
     def save(self, trainer: Trainer, name: str) -> None:
-        if self.directory is not None and name in MOMENTS:
+        if self.directory is not None and name in self.moments:
             self.saved.append(name)
             trainer.save_checkpoint(f"{self.directory}/{name}")
 
@@ -251,7 +294,7 @@ def compared(resumed: dict[str, Any], again: Trail, straight: dict[str, Any], tr
 
 def interrupted(layout: Layout, directory: str, half: bool, hparams: Any, arguments: Any) -> dict[str, list[str]]:
     """What is different in runs that go on from each moment of an uninterrupted one."""
-    trail = Trail(directory)
+    trail = Trail(directory, ENDS if hparams.get("data") == "streams" else MOMENTS)
     scramble(3)
     straight = trained(layout, trail, None, half, hparams, **arguments)
     found = {}
@@ -265,8 +308,15 @@ def interrupted(layout: Layout, directory: str, half: bool, hparams: Any, argume
 
 CASES: dict[str, tuple[str, bool, dict[str, Any], dict[str, Any]]] = {
     "one": ("1x1x1", False, {}, {"val_check_interval": 0.5}),
-    "one, stream": ("1x1x1", False, {"data": "stream", "plateau": "step"}, {"val_check_interval": 3}),
-    "one, two loaders": ("1x1x1", False, {"data": "two"}, {"val_check_interval": 3}),
+    "one, stream": (
+        "1x1x1",
+        False,
+        {"data": "stream", "plateau": "step", "wrapped": True, "steps_of": 3},
+        {"val_check_interval": 3},
+    ),
+    "one, two streams": ("1x1x1", False, {"data": "streams", "plateau": "none"}, {**LATE, "num_sanity_val_steps": 0}),
+    "one, shorter than it says": ("1x1x1", False, {"data": "short"}, {}),
+    "one, two loaders": ("1x1x1", False, {"data": "two"}, LATE),
     "dp2, reloading": ("dp2", False, {"plateau": "step"}, {"val_check_interval": 3, **RELOADING}),
     "dp2, workers": ("dp2", False, {"data": "workers"}, {"val_check_interval": 3}),
     "pp2 chunks 2, half": ("pp2 chunks 2", True, {"plateau": "none"}, {"val_check_interval": 3}),
@@ -277,7 +327,13 @@ CASES: dict[str, tuple[str, bool, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+#: Of every run: streams, workers, chunks, and two axes together.
+DAILY = {"one, stream", "dp2, workers", "pp2 chunks 2, half", "dp2 x pp2"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in DAILY else pytest.mark.thorough) for case in CASES]
+)
 def test_a_run_goes_on_bit_by_bit(ranks: Pools, tmp_path: Path, case: str) -> None:
     name, half, hparams, arguments = CASES[case]
     size, layout = LAYOUTS[name]
@@ -313,6 +369,25 @@ def test_a_run_goes_on_from_an_optimizer_step(ranks: Pools, tmp_path: Path) -> N
     lost = ("batch 0.0", "start 0.4")
     assert found == {name: (name in lost, name in lost) for name in found}
     assert set(lost) < set(found)
+
+
+def saved_again(directory: str) -> list[str]:
+    """The files after a run that goes on for two batches, where a step takes three."""
+    arguments: dict[str, Any] = {"accumulate_grad_batches": 3, "enable_checkpointing": True, "max_epochs": -1}
+    data = DataLoader(dataset(96), 8)
+    for steps, resume in ((2, None), (9, f"{directory}/step=2.ckpt")):
+        saving = ModelCheckpoint(directory, "{step}", every_n_train_steps=2)
+        trainer = make_trainer({}, max_steps=steps, callbacks=[saving], **arguments)
+        if resume:
+            trainer.fit_loop.max_epochs, trainer.limit_train_batches = 1, 8
+        trainer.fit(Regression(), data, ckpt_path=resume)
+    checkpoint = torch.load(f"{directory}/step=2.ckpt", weights_only=True)
+    return [*(each.name for each in Path(directory).iterdir()), checkpoint["hybrid_parallel"]["moment"]]
+
+
+def test_a_checkpoint_is_not_replaced_between_two_steps(ranks: Pools, tmp_path: Path) -> None:
+    (found,) = ranks(1, lightning=True).run(saved_again, str(tmp_path))
+    assert found == ["step=2.ckpt", {"kind": "batch end", "epochs": 0, "batches": 6}]
 
 
 # -- other ways to stop ------------------------------------------------------------------------------------------------
@@ -410,6 +485,52 @@ def test_a_loader_with_a_state_gets_that_of_its_data_rank(ranks: Pools, tmp_path
         assert not any(found.values()), found
 
 
+# -- checkpoints that nothing begins with ------------------------------------------------------------------------------
+
+
+def tuned(directory: str) -> list[Any]:
+    """A learning rate is looked for at the start of the second epoch."""
+
+    class Finder(LearningRateFinder):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            """Not yet."""
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                self.lr_find(trainer, pl_module)
+
+    trail = Trail()
+    finder = Finder(num_training_steps=3, update_attr=True, attr_name="learning_rate")
+    arguments: Any = {"default_root_dir": directory, "callbacks": [finder, trail], "enable_checkpointing": True}
+    trainer = make_trainer({}, max_epochs=3, **arguments)
+    trainer.fit(Regression(), DataLoader(dataset(24), 8))
+    return [each[0] for each in trail.seen if each[0] != "epoch"]
+
+
+def peeked(path: str) -> list[Any]:
+    """A hook reads another checkpoint than the one that the run begins with."""
+
+    class Peeking(Noisy):
+        def on_fit_start(self) -> None:
+            self.load_state_dict(self.trainer.strategy.load_checkpoint(path)["state_dict"])
+
+    trail = Trail()
+    make_trainer({}, callbacks=[trail], enable_checkpointing=True).fit(Peeking())
+    return [each[0] for each in trail.seen]
+
+
+def test_a_run_goes_on_from_the_checkpoint_that_it_begins_with_and_no_other(ranks: Pools, tmp_path: Path) -> None:
+    """Lightning's tuners and hooks of the user read some too."""
+    pool = ranks(1, lightning=True)
+    (seen,) = pool.run(tuned, str(tmp_path))
+    assert seen == [
+        (epoch, batch, 3 * epoch + batch, 3 * epoch + batch + 1) for epoch in range(3) for batch in range(3)
+    ]
+    pool.run(story, {}, str(tmp_path), None)
+    (seen,) = pool.run(peeked, str(tmp_path / "batch 1.2"))
+    assert seen[:BATCHES] == [(0, batch, batch, batch + 1) for batch in range(BATCHES)]
+
+
 # -- the record --------------------------------------------------------------------------------------------------------
 
 
@@ -500,7 +621,7 @@ def test_an_iterator_is_brought_back(kind: str, others_draw: bool) -> None:
         generator = torch.Generator().manual_seed(5) if kind == "own generator" else None
         return DataLoader(Augmented(24), 4, shuffle=True, generator=generator)
 
-    def batches(iterator: TracedIterator, number: int) -> list[Tensor]:
+    def batches(iterator: Iterator[Any], number: int) -> list[Tensor]:
         found = []
         for _ in range(number):
             if others_draw:
@@ -509,17 +630,21 @@ def test_an_iterator_is_brought_back(kind: str, others_draw: bool) -> None:
         return found
 
     scramble(3)
-    iterator = TracedIterator(loader(), CPU)
+    first = TracedLoader(loader(), CPU)
+    iterator = iter(first)
     batches(iterator, 3)
-    record, states = iterator.record(1), generator_states(CPU)
+    record, states = first.record(3, 1, cycles=False), generator_states(CPU)
     rest = batches(iterator, 3)
     if kind == "silent" or not others_draw:  # drawn at the beginning only, or in one go
-        assert len(record["generators"]) == 1
+        assert len(record[0]["generators"]) == 1
 
     scramble(4)
-    again = TracedIterator(loader(), CPU, record, 1)
+    second = TracedLoader(loader(), CPU)
+    second.go_on(record, 2, 1)
+    again = iter(second)
+    batches(again, 2)
     third = next(again)
-    assert again.record(0)["events"] == record["events"]
+    assert second.record(3, 0, cycles=False)[0]["events"] == record[0]["events"]
     set_generator_states(states, CPU)
     for found, expected in zip(batches(again, 3), rest, strict=True):
         assert torch.equal(found, expected)
