@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -12,12 +14,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor.experimental import implicit_replication
 
+from lightning_hybrid.accounting import Accounting
 from lightning_hybrid.adjustments import Adjustments
 from lightning_hybrid.after_hook import AfterHook
 from lightning_hybrid.archive import Archive
 from lightning_hybrid.batch_start import BatchStart
 from lightning_hybrid.continuation import Continuation
-from lightning_hybrid.data import prepare_loader
+from lightning_hybrid.departure import Departure
 from lightning_hybrid.division import Division
 from lightning_hybrid.engine import Engine
 from lightning_hybrid.epoch import EpochBoundary
@@ -26,13 +29,14 @@ from lightning_hybrid.exchange import broadcast_object
 from lightning_hybrid.failure import FailureBoard, close_groups
 from lightning_hybrid.gathering import refuse_step
 from lightning_hybrid.gradients import Replication
+from lightning_hybrid.layout import find_schedule
+from lightning_hybrid.loading import Loading
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.offload import Offload
 from lightning_hybrid.pipeline import Pipeline, make_channels
 from lightning_hybrid.random import RandomStreams
 from lightning_hybrid.refusals import agree, check_trainer
-from lightning_hybrid.retracing import TracedLoader
 from lightning_hybrid.settings import Settings
-from lightning_hybrid.summary import batch_text
 from lightning_hybrid.training import TrainingStep
 from lightning_hybrid.transfer import SeededTransfer, onlookers
 from lightning_hybrid.weights import Source
@@ -49,12 +53,16 @@ class Assembly:
         settings: The settings.
         sizes: (data, tensor, pipeline) parallel size.
         device: The device of this process.
+        started: Modules that have had their initial weights, in this run or an earlier one.
 
     Attributes:
         mesh: The ranks.
         board: Where failures are written.
+        departure: Leaves after one.
         replication: What this rank has in common with others.
+        accounting: Says what is held; there during a run.
         continuation: Goes on where a checkpoint was written.
+        loading: Prepares loaders.
         archive: Saves and loads; there once the module has been divided.
         transfer: Around batch-transfer hooks.
         is_cut: Whether steps are.
@@ -64,18 +72,21 @@ class Assembly:
         evaluation: Runs evaluation batches, likewise.
     """
 
-    def __init__(self, settings: Settings, sizes: tuple[int, int, int], device: torch.device) -> None:
-        self._settings = settings
-        self._device = device
-        self._sizes = sizes
+    def __init__(
+        self, settings: Settings, sizes: tuple[int, int, int], device: torch.device, started: WeakSet[LightningModule]
+    ) -> None:
+        self._settings, self._started = settings, started
+        self._device, self._sizes = device, sizes
         self.is_cut = self.is_gathered = False
         self.mesh = Mesh(*sizes, rank_order=settings.rank_order, device_type=device.type, timeout=settings.timeout)
         world = dist.group.WORLD
         assert world is not None
         self.board = FailureBoard(world.get_group_store(), broadcast_object(str(next(_RUNS)), 0, world))
+        self.departure = Departure(self.board, self.abandon)
         self._seed: int = broadcast_object(torch.initial_seed(), 0, world)
         self._streams = RandomStreams(self._seed, self.mesh.data_rank, device)
         self.continuation = Continuation(self.mesh, self._streams, device)
+        self.loading = Loading(self.mesh, device, self.continuation, share=settings.broadcast_batches)
         if dist.get_backend() == "nccl":
             self.board.watch(close_groups)
         self._engine: Engine | None = None
@@ -88,6 +99,7 @@ class Assembly:
         self.transfer = SeededTransfer(self._streams, alone=self.mesh.model_group.size() == 1)
         self._mixing = ExitStack()
         self._moves_microbatches: bool | None = None
+        self._callbacks: list[Callback] = []
         self.training: TrainingStep | None = None
         self.evaluation: EvaluationStep | None = None
 
@@ -96,15 +108,13 @@ class Assembly:
         if module is not self._module:
             self._module, self._division = module, self._new_division(module)
             self.is_cut = self._settings.cut(self._sizes, module)
-            if module.trainer.ckpt_path is None:  # what is resumed wins
+            if module.trainer.ckpt_path is None and module not in self._started:  # what is resumed or trained wins
                 self._division.source = self._settings.initial_weights
-        # Lightning's own sampler shuffles training data whether or not the user's loader does; ours keeps its order.
-        connector = module.trainer._accelerator_connector
-        self._divides_data = connector.use_distributed_sampler
-        connector.use_distributed_sampler = False
-        if self.mesh.tensor_parallel_size > 1:
+        self.loading.attach(module.trainer)
+        if self.mesh.tensor_parallel_size > 1 or self._settings.zero_stage:
             # Optimizers and callbacks compute with lists of parameters, of which some are divided and some are not.
             self._mixing.enter_context(implicit_replication())
+        self.departure.install(module.trainer)
         check_trainer(module.trainer, module, num_stages=self._division.num_stages)
 
     def divide_early(self) -> None:
@@ -134,6 +144,7 @@ class Assembly:
             return
         assert self._module is not None
         self._division()
+        self._started.add(self._module)
         self.is_gathered = False
         self.archive = self._new_archive(self._module)
 
@@ -149,9 +160,12 @@ class Assembly:
 
     def gather(self) -> None:
         """Undo the division, on every rank."""
-        if self.mesh.model_group.size() == 1 or self._module is None or not self._division.is_done:
+        is_whole = self.mesh.model_group.size() == 1 and not self._settings.zero_stage
+        if is_whole or self._module is None or not self._division.is_done:
             return
         self.archive.finish()
+        if hasattr(self, "replication") and self.replication.wholes is not None:
+            self.replication.wholes.remove()
         self._division.undo()
         self._division, self.is_gathered = self._new_division(self._module), True
         self.archive = self._new_archive(self._module)
@@ -171,8 +185,16 @@ class Assembly:
         agree(self._division.check)
         self.archive.open()
         placement, adds_up = self._division.placement, self._division.adds_up
-        self.replication = Replication(module, placement, self.mesh, sync_batch_norm=sync_batch_norm, adds_up=adds_up)
+        options: dict[str, Any] = {
+            "sync_batch_norm": sync_batch_norm,
+            "adds_up": adds_up,
+            "wholes": self._division.make_wholes(),
+            "wide": settings.float32_gradients,
+        }
+        self.replication = Replication(module, placement, self.mesh, **options)
         self.replication.equalize_start()
+        self.offload = Offload(settings.offload, self._device)
+        self.around_forwards = self._division.around_forwards(self.offload, self.replication.forms)
         if not self.is_cut:
             self.pipeline = self.training = self.evaluation = None
             return
@@ -181,16 +203,8 @@ class Assembly:
                 self.mesh, settings.num_chunks, self._device, dynamic_shapes=settings.dynamic_shapes
             )
             self._engine = Engine(self.mesh.pipeline_rank, channels)
-        self.pipeline = Pipeline(
-            module,
-            self._division.body,
-            placement,
-            self.mesh,
-            self._streams,
-            self.board,
-            self._device,
-            self._engine,
-        )
+        parts = module, self._division.body, placement, self.mesh, self._streams, self.board, self._device, self._engine
+        self.pipeline = Pipeline(*parts, self.around_forwards)
         self.training = TrainingStep(
             self.pipeline,
             self.replication,
@@ -204,7 +218,14 @@ class Assembly:
 
     def install(self, trainer: Trainer) -> None:
         """Take the places in the Trainer and the module that are needed during a run."""
-        trainer.callbacks.insert(0, self.continuation)  # type: ignore[attr-defined]
+        division, schedule = self._division, partial(find_schedule, self._settings, self.mesh.pipeline_parallel_size)
+        reckon = partial(division.reckon, trainer.strategy.optimizers)
+        counts = self._settings.measure_activations
+        self.accounting = Accounting(self.replication, self.mesh, reckon, schedule, counts_activations=counts)
+        self._callbacks = [self.continuation, self.accounting, self.batch_start]
+        trainer.callbacks[:0] = self._callbacks[:2]  # type: ignore[attr-defined]
+        if self.replication.wholes is not None:
+            self.replication.wholes.follow(trainer.strategy.optimizers)
         if self.pipeline is None or self._module is None:
             return
         mesh = self.mesh
@@ -223,12 +244,14 @@ class Assembly:
     def remove(self, trainer: Trainer) -> None:
         """Undo :meth:`attach` and :meth:`install`, and take hooks off parameters."""
         self._mixing.close()
-        trainer._accelerator_connector.use_distributed_sampler = self._divides_data
+        self.loading.detach(trainer)
         if self._hook is not None:
             self._hook.forget()
         self.continuation.close(trainer)
-        ours: tuple[Callback, ...] = (self.continuation, self.batch_start)
-        trainer.callbacks = [each for each in trainer.callbacks if each not in ours]  # type: ignore[attr-defined]
+        self.departure.remove(trainer)
+        trainer.callbacks = [each for each in trainer.callbacks if each not in self._callbacks]  # type: ignore[attr-defined]
+        if self._callbacks:
+            self.accounting.close()
         if hasattr(self, "replication"):
             self.replication.remove()
         if self.pipeline is None or self._boundary is None or self._module is None or self._adjustments is None:
@@ -263,19 +286,6 @@ class Assembly:
 
     # -- data and random numbers -----------------------------------------------------------------------------------
 
-    def process_loader(self, loader: object, trainer: Trainer) -> object:
-        """A loader of this replica's samples that gives the same batches to all ranks of the model group."""
-        prepared = prepare_loader(
-            loader,
-            self.mesh,
-            divide=self._divides_data,
-            share=self._settings.broadcast_batches,
-            stage=trainer.state.stage,
-        )
-        if not trainer.training:
-            return prepared
-        return TracedLoader(prepared, self._device, waits=self.continuation.is_loaded)
-
     @property
     def moves_microbatches(self) -> bool:
         """Whether training batches stay on the host, and their micro-batches move when they are needed."""
@@ -287,12 +297,3 @@ class Assembly:
     def next_evaluation(self) -> int:
         """A number for each evaluation batch."""
         return self._streams.next_number("evaluation batches")
-
-    def batch_text(self, trainer: Trainer) -> str:
-        """How many samples a step takes."""
-        return batch_text(
-            getattr(trainer.train_dataloader, "batch_size", None),
-            self.mesh.data_parallel_size,
-            trainer.accumulate_grad_batches,
-            num_microbatches=self._settings.num_microbatches if self.is_cut else None,
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -50,19 +51,19 @@ class ReplicaCollectives(ParallelStrategy):
     _log_dir: tuple[Any, Any] | None = None  # that of `trainer.log_dir`
 
     @property
+    @abstractmethod
     def mesh(self) -> Mesh:
         """The ranks."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def is_alone(self) -> bool:
         """Whether there are no process groups: before a run, or after they were destroyed."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def in_step(self) -> bool:
         """Whether the user's step runs, and not on every rank."""
-        raise NotImplementedError
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, or over the group that is given."""

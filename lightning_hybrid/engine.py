@@ -31,6 +31,10 @@ def _nothing(_: Any) -> None:
     """The callback of someone who does not want to know."""
 
 
+def _never(_: int, __: bool) -> None:
+    """Likewise."""
+
+
 class Engine:
     """Runs the actions of one pipeline rank, in the order of the schedule and no other.
 
@@ -72,8 +76,8 @@ class Engine:
         compute: Compute,
         keys: Sequence[Hashable],
         *,
-        last_backward_begins: Callable[[int], None] = _nothing,
-        last_backward_ends: Callable[[int], None] = _nothing,
+        backward_begins: Callable[[int, bool], None] = _never,
+        backward_ends: Callable[[int, bool], None] = _never,
         profile: Profile | None = None,
     ) -> list[Any]:
         """Run this rank's part of a schedule.
@@ -85,8 +89,8 @@ class Engine:
                 already scaled.
             keys: Signature of each microbatch, the same on all ranks: microbatches with equal keys have equal shapes,
                 dtypes and plain values at every stage boundary.
-            last_backward_begins: Called with a stage just before its last backward of this run.
-            last_backward_ends: Called with a stage just after its last backward of this run.
+            backward_begins: Called with a stage just before a backward, and whether it is its last one of this run.
+            backward_ends: Called in the same way just after a backward.
             profile: Gives a context for ``"forward"``, ``"backward"``, ``"send"``, ``"receive"`` (posting) and
                 ``"wait"`` (for a message).
 
@@ -103,7 +107,7 @@ class Engine:
         steps = self._program(schedule)
         self._connect()
         self.retire()
-        run = _Run(compute, keys, last_backward_begins, last_backward_ends, {})
+        run = _Run(compute, keys, backward_begins, backward_ends, {})
         self._play(steps, run) if profile is None else self._play_profiled(steps, run, profile)
         self.position = None
         return [run.results[microbatch] for microbatch in sorted(run.results)]
@@ -160,15 +164,13 @@ class Engine:
         run.results[step.microbatch] = step.stage.evaluate(run.compute, step.microbatch, message)
 
     def _backward(self, step: _Step, run: _Run, message: Any) -> None:
+        index = step.stage.index
+        run.backward_begins(index, step.is_last_backward)
         self._trace(step.name)
         gradients = step.stage.backward(step.microbatch, None if message is None else message[0])
-        if step.stage.index > 0:
+        if index > 0:
             step.puts_into[step.microbatch] = gradients, None
-
-    def _last_backward(self, step: _Step, run: _Run, message: Any) -> None:
-        run.last_backward_begins(step.stage.index)
-        self._backward(step, run, message)
-        run.last_backward_ends(step.stage.index)
+        run.backward_ends(index, step.is_last_backward)
 
     def _send(self, step: _Step, run: _Run, message: Any) -> None:
         leaves, spec = step.takes_from.pop(step.microbatch)
@@ -225,7 +227,7 @@ class Engine:
             channel = None if action.kind.is_compute else self._channel(schedule, action)
             steps.append(
                 _Step(
-                    _handler(schedule, action, is_last_backward=last_backwards.get(action.stage) is action),
+                    _handler(schedule, action),
                     action,
                     action.kind.is_compute,
                     str(action),
@@ -236,6 +238,7 @@ class Engine:
                     channel,
                     action.stage - 1 if action.kind in (Kind.RECV_F, Kind.SEND_B) else action.stage,
                     tuple(map(str, proven)),
+                    last_backwards.get(action.stage) is action,
                 )
             )
         return steps
@@ -255,8 +258,8 @@ class _Run(NamedTuple):
 
     compute: Compute
     keys: Sequence[Hashable]
-    last_backward_begins: Callable[[int], None]
-    last_backward_ends: Callable[[int], None]
+    backward_begins: Callable[[int, bool], None]
+    backward_ends: Callable[[int, bool], None]
     results: dict[int, Any]
 
 
@@ -277,16 +280,17 @@ class _Step(NamedTuple):
     channel: Any  # Channel, or None for F and B
     boundary: int  # The stage before it: with several chunks, several boundaries share a channel.
     retired: tuple[str, ...]
+    is_last_backward: bool
 
 
-def _handler(schedule: Schedule, action: Action, *, is_last_backward: bool) -> _Handler:
+def _handler(schedule: Schedule, action: Action) -> _Handler:
     is_last_stage = action.stage == schedule.num_stages - 1
     if action.kind is Kind.F and schedule.has_backward:
         return Engine._forward_loss if is_last_stage else Engine._forward
     if action.kind is Kind.F:
         return Engine._evaluate_last if is_last_stage else Engine._evaluate
     if action.kind is Kind.B:
-        return Engine._last_backward if is_last_backward else Engine._backward
+        return Engine._backward
     if action.kind.is_send:
         return Engine._send if schedule.has_backward else Engine._send_in_window
     return Engine._receive

@@ -77,6 +77,7 @@ class Pipeline:
         board: Where failures are written.
         device: Where this rank computes.
         engine: Runs the schedules; outlives this object.
+        around_forwards: Around forwards: what layers keep for backward, and where.
 
     Attributes:
         num_stages: The number of stages, over all ranks.
@@ -96,8 +97,10 @@ class Pipeline:
         board: FailureBoard,
         device: torch.device,
         engine: Engine,
+        around_forwards: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.module = module
+        self._around_forwards = around_forwards
         self.device = device
         self.mesh = mesh
         self.streams = streams
@@ -183,6 +186,7 @@ class Pipeline:
         with (
             self.guard(),
             self.streams.isolated(),
+            self._around_forwards(),
             local,
             cut,
             self._logger_calls() as self._calls,

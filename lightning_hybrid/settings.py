@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lightning.pytorch import LightningModule
 
+from lightning_hybrid.recompute import Recompute
 from lightning_hybrid.tensor_parallel import UserPlan
 
 __all__ = ["Settings"]
@@ -24,6 +25,12 @@ class Settings:
     body: str | None
     tensor_parallel_plan: UserPlan | str | None
     sequence_parallel: bool
+    zero_stage: int
+    zero_frees: str
+    recompute: Recompute
+    offload: tuple[str, ...]
+    float32_gradients: bool
+    measure_activations: bool
     broadcast_batches: bool
     loss_reduction: str
     dynamic_shapes: bool
@@ -33,6 +40,11 @@ class Settings:
     initial_weights: str | Path | None
     rank_order: str
     timeout: timedelta | None
+
+    @property
+    def frees_early(self) -> bool:
+        """Whether stage 3 of ZeRO lets go of a layer after each use."""
+        return self.zero_frees == "microbatch" or (self.zero_frees == "auto" and self.num_microbatches == 1)
 
     def cut(self, sizes: tuple[int, int, int], module: LightningModule) -> bool:
         """Whether steps run in stages, in micro-batches or on shared layers, or losses are weighted over replicas."""

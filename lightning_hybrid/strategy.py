@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,25 +23,26 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from lightning_hybrid import optimization, processes, refusals
+from lightning_hybrid.arguments import check_arguments
 from lightning_hybrid.assembly import Assembly
 from lightning_hybrid.clipping import clip_by_total_norm, total_norm
 from lightning_hybrid.collectives import outside_of_steps
-from lightning_hybrid.failure import close_groups, is_transport
 from lightning_hybrid.materialize import lacks_values
-from lightning_hybrid.mesh import Mesh, resolve_sizes
+from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.precision import adapt, check_optimizer
-from lightning_hybrid.saving import SavingStrategy
 from lightning_hybrid.settings import Settings
 from lightning_hybrid.shards import keeping_marks
+from lightning_hybrid.sizes import resolve_sizes
+from lightning_hybrid.stepping import SteppingStrategy
+from lightning_hybrid.summary import batch_text
 from lightning_hybrid.transfer import pinned
 
 __all__ = ["HybridStrategy"]
 
 
-class HybridStrategy(SavingStrategy):
+class HybridStrategy(SteppingStrategy):
     """Trains an unmodified LightningModule over data x tensor x pipeline parallel ranks, with one process's numbers.
 
     The body of the module, an `nn.Sequential`, is divided into stages, one or more on each pipeline rank. Each batch is
@@ -67,6 +70,18 @@ class HybridStrategy(SavingStrategy):
             knows; ``None`` divides nothing.
         sequence_parallel: Whether activations between shared layers are divided along the sequence, where the plan has
             regions for it; transformer layers of torch are some.
+        zero_stage: What is divided over replicas (ZeRO): 1 the optimizers' states, 2 gradients too, 3 parameters too.
+        zero_frees: When stage 3 lets go of the parameters of a layer: ``"step"`` after its last backward of a step,
+            ``"microbatch"`` after each forward and each backward; ``"auto"`` is ``"step"`` with several micro-batches.
+        recompute: What is computed again in backward instead of being kept: ``True`` for every layer of the body,
+            ``"selective"`` for all of them but matrix products and attention; a number of layers of each stage, a share
+            of them (``0.5``), a list with a number for each stage, or of names of modules, where ``*`` stands for
+            anything between two dots.
+        offload: What is kept on the host while the device does not need it: ``"activations"``, ``"optimizer"`` (its
+            states) or a list of both. Where the device is the host it has no effect.
+        float32_gradients: Whether gradients of parameters in half precision (``precision="bf16-true"``) are added up
+            over micro-batches, and over ranks, in float32.
+        measure_activations: Whether what activations take in the first step is measured, and logged with the rest.
         broadcast_batches: Whether one rank of each model group loads and the others receive. Otherwise all load, and
             checksums are compared.
         loss_reduction: How the loss of ``training_step`` reduces over the samples of a batch: ``"mean"`` or ``"sum"``.
@@ -100,6 +115,12 @@ class HybridStrategy(SavingStrategy):
         body: str | None = None,
         tensor_parallel_plan: dict[str, str] | str | None = "auto",
         sequence_parallel: bool = False,
+        zero_stage: Literal[0, 1, 2, 3] = 0,
+        zero_frees: Literal["auto", "step", "microbatch"] = "auto",
+        recompute: bool | int | float | str | list[int] | list[str] = False,
+        offload: str | list[str] | None = None,
+        float32_gradients: bool = False,
+        measure_activations: bool = False,
         broadcast_batches: bool = True,
         loss_reduction: Literal["mean", "sum"] = "mean",
         dynamic_shapes: bool = False,
@@ -112,31 +133,15 @@ class HybridStrategy(SavingStrategy):
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        refusals.check_arguments(**given)
-        if num_microbatches == "auto":
-            num_microbatches = 4 * pipeline_parallel_size if pipeline_parallel_size > 1 else 1
-        self.settings = Settings(
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            num_chunks=num_chunks,
-            partition=partition,
-            body=body,
-            tensor_parallel_plan=tensor_parallel_plan,
-            sequence_parallel=sequence_parallel,
-            broadcast_batches=broadcast_batches,
-            loss_reduction=loss_reduction,
-            dynamic_shapes=dynamic_shapes,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            async_save=async_save,
-            gather_module_on_teardown=gather_module_on_teardown,
-            initial_weights=initial_weights,
-            rank_order=rank_order,
-            timeout=timeout,
-        )
+        check_arguments(**given)
+        usual = 4 * pipeline_parallel_size if pipeline_parallel_size > 1 else 1
+        given["num_microbatches"] = usual if num_microbatches == "auto" else num_microbatches
+        given["offload"] = (offload,) if isinstance(offload, str) else tuple(offload or ())
+        self.settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
         self._wished_sizes = (data_parallel_size, tensor_parallel_size, pipeline_parallel_size)
         self._assembly: Assembly | None = None
+        self._started: WeakSet[LightningModule] | None = None  # modules that have had their initial weights
         self._process_group_backend = process_group_backend
-        self._sync_blocked = False
         self.num_nodes = 1
         super().__init__()
 
@@ -186,7 +191,8 @@ class HybridStrategy(SavingStrategy):
         return pipeline is not None and pipeline.in_step
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_assembly": None}  # process groups stay with their process
+        # Process groups, and what is known of modules, stay with their process.
+        return {**super().__getstate__(), "_assembly": None, "_started": None}
 
     @property
     def precision_plugin(self) -> Precision:
@@ -196,11 +202,14 @@ class HybridStrategy(SavingStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
-            adapt(plugin, model_group=self._model_group, clip_by_norm=self._clip_by_norm)
+            adapt(plugin, model_group=self._owners, clip_by_norm=self._clip_by_norm)
         self._precision_plugin = plugin
 
-    def _model_group(self) -> dist.ProcessGroup | None:
-        return None if self._assembly is None else self._assembly.mesh.model_group
+    def _owners(self) -> dist.ProcessGroup | None:
+        """The ranks that together own the parameters: the model group, or with ZeRO all."""
+        if self._assembly is None:
+            return None
+        return dist.group.WORLD if self.settings.zero_stage else self._assembly.mesh.model_group
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -230,7 +239,8 @@ class HybridStrategy(SavingStrategy):
             )
             self._assembly = None
         if self._assembly is None:
-            self._assembly = Assembly(self.settings, self.sizes, self.root_device)
+            self._started = WeakSet() if self._started is None else self._started
+            self._assembly = Assembly(self.settings, self.sizes, self.root_device, self._started)
         module = self._module
         module._device_mesh = self.device_mesh
         self._assembly.attach(module)
@@ -285,16 +295,11 @@ class HybridStrategy(SavingStrategy):
         assert self.model is not None
         self.model.to(self.root_device)
 
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
     def process_dataloader(self, dataloader: object) -> object:
         """One loader for each model group, over this replica's samples."""
         if self._assembly is None and self.sizes[0] == 1:
             return dataloader  # asked for before a run, such as for `Trainer.estimated_stepping_batches`
-        return self._parts.process_loader(dataloader, self._module.trainer)
+        return self._parts.loading(dataloader, self._module.trainer)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; the user's transfer hooks draw the same random numbers on every rank of the model group."""
@@ -303,90 +308,20 @@ class HybridStrategy(SavingStrategy):
         with self._parts.transfer(self._module):
             return super().batch_to_device(batch, device, dataloader_idx)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch forward, and with a pipeline backward too."""
-        parts = self._parts
-        parts.batch_start.close()
-        parts.replication.equalize_buffers()
-        if parts.training is None:
-            return super().training_step(*args, **kwargs)
-        loop = self._module.trainer.fit_loop.epoch_loop
-        backward = not loop.automatic_optimization._skip_backward
-        return parts.training(
-            args,
-            step=loop.total_batch_idx,
-            context=self.precision_plugin.train_step_context,
-            scale=self._scale_loss,
-            backward=backward,
-            reduce=backward and not self._sync_blocked,
-        )
-
-    def _scale_loss(self, loss: Tensor) -> Tensor:
-        accumulated = self._module.trainer.accumulate_grad_batches
-        loss = loss if accumulated == 1 else loss / accumulated
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return loss if scaler is None else scaler.scale(loss)
-
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward and average the gradients; with a pipeline both are done, and only the hooks are called."""
-        plugin, module = self.precision_plugin, self._module
-        closure_loss = plugin.pre_backward(closure_loss, module)
-        if not self._parts.is_cut:
-            self._backward(closure_loss, optimizer, *args, **kwargs)
-        return plugin.post_backward(closure_loss, module)
-
-    def _backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
-        replication = self._parts.replication
-        if not self._sync_blocked:
-            replication.last_backward_begins(0)
-        self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
-        if not self._sync_blocked:
-            replication.last_backward_ends(0)
-            replication.finish()
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Inside, gradients are accumulated on each rank and not yet averaged."""
-        self._sync_blocked = True
-        try:
-            yield
-        finally:
-            self._sync_blocked = False
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a validation batch."""
-        return self._evaluate("validation_step", args, self.precision_plugin.val_step_context)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a test batch."""
-        return self._evaluate("test_step", args, self.precision_plugin.test_step_context)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch for prediction."""
-        return self._evaluate("predict_step", args, self.precision_plugin.predict_step_context)
-
-    def _evaluate(self, name: str, args: tuple[Any, ...], context: Callable[[], Any]) -> Any:
-        evaluation = self._parts.evaluation
-        self._parts.batch_start.close()
-        if evaluation is None:
-            with context():
-                return getattr(self._module, name)(*args)
-        return evaluation(name, args, step=self._parts.next_evaluation(), context=context)
-
-    def on_validation_start(self) -> None:
-        """Evaluate with the first replica's buffers."""
-        self._parts.replication.equalize_buffers()
-
-    on_test_start = on_predict_start = on_validation_start
-
     def on_train_start(self) -> None:
         """Say what a step takes, and go on where a checkpoint was."""
         trainer = self._module.trainer
-        rank_zero_info(self._parts.batch_text(trainer))
+        num_microbatches = self.settings.num_microbatches if self._parts.is_cut else None
+        size = getattr(trainer.train_dataloader, "batch_size", None)
+        replicas, accumulated = self.mesh.data_parallel_size, trainer.accumulate_grad_batches
+        rank_zero_info(batch_text(size, replicas, accumulated, num_microbatches=num_microbatches))
+        if self.settings.offload and not self._parts.offload.has_effect:
+            rank_zero_info(f"offload={list(self.settings.offload)} has no effect: the device is the host.")
         self._parts.continuation.go_on(trainer)
 
     def _clip_by_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        if self._parts.mesh.model_group.size() == 1:
+        owners = self._owners()
+        if owners is None or owners.size() == 1:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         return clip_by_total_norm(parameters, max_norm, **self._norm_arguments())
 
@@ -405,20 +340,15 @@ class HybridStrategy(SavingStrategy):
 
     def _norm_arguments(self) -> dict[str, Any]:
         parts = self._parts
-        return {"group": parts.mesh.model_group, "counts": parts.replication.counts, "device": self.root_device}
+        return {"group": self._owners(), "counts": parts.replication.counts, "device": self.root_device}
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, and leave every group without a collective."""
         super().on_exception(exception)
         if self._assembly is None or self.world_size == 1 or not isinstance(exception, Exception):
             return
-        board = self._assembly.board
-        cause = board.cause(patience=2.0 if is_transport(exception) else 0.0)
-        if cause is None:
-            board.report(exception, f"Rank {self.global_rank}")
-        self._assembly.abandon()
-        close_groups(exception)
-        if cause is not None and is_transport(exception):
+        cause = self._assembly.departure.leave(exception)
+        if cause is not None:
             self.teardown()  # the Trainer comes no further than this
             raise cause from exception
 

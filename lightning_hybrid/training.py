@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_hybrid.failure import WrongUseError
@@ -18,11 +19,11 @@ from lightning_hybrid.materialize import without_value_text
 from lightning_hybrid.microbatch import find_batch_size, signature, sizes, split_batch
 from lightning_hybrid.outputs import merge_outputs
 from lightning_hybrid.pipeline import Pipeline
-from lightning_hybrid.schedule import build, build_forward
+from lightning_hybrid.schedule import Schedule, build, build_forward
 from lightning_hybrid.tensor_parallel import whole
 from lightning_hybrid.transfer import to_device
 
-__all__ = ["TrainingStep"]
+__all__ = ["TrainingStep", "split_into"]
 
 _TRAINING = 0  # tells the random numbers of training from those of evaluation
 
@@ -76,16 +77,13 @@ class TrainingStep:
         Returns:
             What `training_step` returned, merged over the micro-batches: the same on every rank, without a graph.
         """
-        pipeline = self._pipeline
+        pipeline, replication = self._pipeline, self._replication
         microbatches, counts = self._split(arguments[0])
         weights, factors = self._weights(microbatches, counts)
-        if backward:
-            schedule = build(self._schedule, pipeline.num_ranks, len(counts), pipeline.num_chunks)
-        else:
-            schedule = build_forward(pipeline.num_ranks, len(counts), pipeline.num_chunks)
         outputs: list[Any] = []
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
+            replication.forward_begins(stage)
             with context():
                 value = self._compute(stage, microbatch, inputs, (microbatches[microbatch], *arguments[1:]), step)
                 if stage < pipeline.num_stages - 1:
@@ -95,23 +93,35 @@ class TrainingStep:
 
         version = pipeline.version(gradients=backward)
         keys = [(version, signature(microbatch)) for microbatch in microbatches]
-        with pipeline.step(num_microbatches=len(counts), counts=counts) as records, torch.set_grad_enabled(backward):
+        with (
+            pipeline.step(num_microbatches=len(counts), counts=counts) as records,
+            torch.set_grad_enabled(backward),
+            replication.step(),
+        ):
             pipeline.run(
-                schedule,
+                self._schedule_of(len(counts), backward=backward),
                 compute,
                 keys,
-                last_backward_begins=self._replication.last_backward_begins if reduce else _ignore,
-                last_backward_ends=self._replication.last_backward_ends if reduce else _ignore,
+                backward_begins=lambda stage, is_last: replication.backward_begins(stage, is_last=is_last and reduce),
+                backward_ends=lambda stage, is_last: replication.backward_ends(
+                    stage, is_last=is_last and reduce, frees=is_last
+                ),
             )
             if reduce:
                 with pipeline.profile("reduce"):
-                    self._replication.finish()
+                    replication.finish()
         return pipeline.share(
             lambda: (
                 merge_outputs(outputs, counts, _total(outputs, weights)),
                 merge_logs(records, counts, self._num_microbatches),
             )
         )
+
+    def _schedule_of(self, num_microbatches: int, *, backward: bool) -> Schedule:
+        num_ranks, num_chunks = self._pipeline.num_ranks, self._pipeline.num_chunks
+        if backward:
+            return build(self._schedule, num_ranks, num_microbatches, num_chunks)
+        return build_forward(num_ranks, num_microbatches, num_chunks)
 
     def _compute(self, stage: int, microbatch: int, inputs: Any, arguments: Sequence[Any], step: int) -> Any:
         """The part of one stage: its layers, and the user's code on the first and the last one."""
@@ -131,18 +141,13 @@ class TrainingStep:
         return layers(inputs)
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
-        user_split = getattr(self._pipeline.module, "split_batch", None)
-        if user_split is None:
-            return split_batch(batch, self._num_microbatches)
-        microbatches = list(user_split(batch, self._num_microbatches))
-        if not microbatches:
-            raise ValueError("`split_batch` returned no micro-batches; it must return a list with at least one.")
-        found = [find_batch_size(microbatch) for microbatch in microbatches]
-        counts = [count for count in found if count is not None]
-        if len(counts) == len(found):
+        microbatches, counts = split_into(batch, self._num_microbatches, self._pipeline.module)
+        wholes = self._replication.wholes
+        if wholes is None or not wholes.needs_equal_microbatches or self._num_microbatches == 1:
             return microbatches, counts
-        _, total = split_batch(batch, 1)
-        return microbatches, sizes(max(total[0], len(microbatches)), len(microbatches))
+        # Replicas take part in the same collectives, so the one with the smallest batch decides.
+        least = self._pipeline.mesh.least_of_replicas(len(counts))
+        return (microbatches, counts) if least == len(counts) else split_into(batch, least, self._pipeline.module)
 
     def _weights(self, microbatches: list[Any], counts: list[int]) -> tuple[list[float | Tensor], list[float | Tensor]]:
         """What each micro-batch counts.
@@ -168,8 +173,32 @@ class TrainingStep:
         return list((each / own).nan_to_num()), list((each * (mesh.data_parallel_size / total)).nan_to_num())
 
 
-def _ignore(_: int) -> None:
-    """Gradients stay on this rank: more batches are accumulated before they are reduced."""
+def split_into(batch: Any, num_microbatches: int, module: LightningModule) -> tuple[list[Any], list[int]]:
+    """Split a training batch, by the module's `split_batch` if it has one.
+
+    Args:
+        batch: The batch.
+        num_microbatches: The wished number of micro-batches.
+        module: The user's module.
+
+    Returns:
+        The micro-batches, and the number of samples of each.
+
+    Raises:
+        ValueError: If `split_batch` returns none.
+    """
+    user_split = getattr(module, "split_batch", None)
+    if user_split is None:
+        return split_batch(batch, num_microbatches)
+    microbatches = list(user_split(batch, num_microbatches))
+    if not microbatches:
+        raise ValueError("`split_batch` returned no micro-batches; it must return a list with at least one.")
+    found = [find_batch_size(microbatch) for microbatch in microbatches]
+    counts = [count for count in found if count is not None]
+    if len(counts) == len(found):
+        return microbatches, counts
+    _, total = split_batch(batch, 1)
+    return microbatches, sizes(max(total[0], len(microbatches)), len(microbatches))
 
 
 def _loss_of(output: Any) -> Tensor:

@@ -13,29 +13,32 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 
 # A room is a module or a sub-package. It imports rooms of lower floors only.
 FLOORS = (
-    {"schedule", "partition", "pytree", "places", "version"},  # 0: plain data
+    {"schedule", "partition", "pytree", "places", "sizes", "version"},  # 0: plain data
     {"timeline", "microbatch", "outputs", "header", "placement", "trays"},  # 1
     {"mesh", "random", "shards"},  # 2: where torch.distributed begins
     # 3: parts
-    {"p2p", "exchange", "stage", "tensor_parallel", "data_parallel", "clipping", "materialize", "failure"},
-    {"engine", "gradients", "storage", "retracing"},  # 4
+    {"p2p", "exchange", "stage", "tensor_parallel", "data_parallel", "clipping", "materialize", "failure"}
+    | {"recompute", "own_generators", "offload"},
+    {"engine", "gradients", "storage", "retracing", "memory"},  # 4
     # 5: where Lightning begins
     {"step", "optimization", "logging", "logger_calls", "metrics", "data", "transfer", "precision", "checkpoint"}
     | {"refusals", "settings", "summary", "processes", "attributes", "adjustments", "collectives", "batch_start"}
-    | {"accumulations", "moment", "after_hook", "positions"},
+    | {"accumulations", "moment", "after_hook", "positions", "arguments", "departure"},
     # 6 to 8: a step through the pipeline, put together
-    {"completion", "gathering", "pipeline", "epoch", "record", "weights", "continuation"},
-    {"division", "training", "evaluation", "archive", "consolidate"},
-    {"assembly", "inspection"},
+    {"completion", "gathering", "pipeline", "epoch", "record", "weights", "continuation", "layout", "accounting"}
+    | {"reckoning"},
+    {"division", "training", "evaluation", "archive", "consolidate", "loading"},
+    {"assembly", "inspection", "forecast"},
     {"saving"},
-    {"strategy"},  # 10
-    {"cli"},  # 11: the door
+    {"stepping"},
+    {"strategy"},  # 11
+    {"cli"},  # 12: the door
     {"__init__", "__main__"},  # the door plate: what `import lightning_hybrid` and `python -m lightning_hybrid` find
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # The lowest floor that may import a library, and rooms that may not whatever their floor.
-LOWEST_FLOOR = {"torch.distributed": 2, "lightning": 5, "torchmetrics": 5, "jsonargparse": 11}
+LOWEST_FLOOR = {"torch.distributed": 2, "lightning": 5, "torchmetrics": 5, "jsonargparse": 12}
 WITHOUT_TORCH = {"schedule", "partition", "timeline"}
 
 MODULE_LINES = {"strategy": 450}

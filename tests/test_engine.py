@@ -428,7 +428,7 @@ def test_hooks_on_inputs_do_not_accumulate(ranks: Pools) -> None:
     assert ranks(2).run(hooks)[1] == [3, 3, 3, 0]
 
 
-def last_backwards(num_chunks: int) -> list[str]:
+def watched_backwards(num_chunks: int) -> list[str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     channels, _ = open_channels()
     events: list[str] = []
@@ -440,19 +440,20 @@ def last_backwards(num_chunks: int) -> list[str]:
         build("interleaved_1f1b", size, 4, num_chunks),
         job.compute,
         ["key"] * 4,
-        last_backward_begins=lambda stage: events.append(f"begins {stage}"),
-        last_backward_ends=lambda stage: events.append(f"ends {stage}"),
+        backward_begins=lambda stage, is_last: events.append(f"{stage} begins {is_last}"),
+        backward_ends=lambda stage, is_last: events.append(f"{stage} ends {is_last}"),
     )
     engine.retire()
     return events
 
 
-def test_callbacks_enclose_the_last_backward_of_each_stage(ranks: Pools) -> None:
-    for rank, events in enumerate(ranks(2).run(last_backwards, 2)):
+def test_callbacks_enclose_each_backward_and_know_the_last_one(ranks: Pools) -> None:
+    for rank, events in enumerate(ranks(2).run(watched_backwards, 2)):
         for stage in (rank, rank + 2):
-            begins = events.index(f"begins {stage}")
-            assert events[begins : begins + 3] == [f"begins {stage}", f"{stage}B3", f"ends {stage}"]
-        assert len(events) == 2 * (4 + 2)
+            for microbatch in range(4):
+                place, is_last = events.index(f"{stage}B{microbatch}"), microbatch == 3
+                assert events[place - 1 : place + 2 : 2] == [f"{stage} begins {is_last}", f"{stage} ends {is_last}"]
+        assert len(events) == 2 * 4 * 3
 
 
 def test_failure_tells_its_position() -> None:

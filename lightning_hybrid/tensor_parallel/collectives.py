@@ -122,7 +122,10 @@ def gather_fan_out(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
 
 
 def fan_in_scatter(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """This rank's shard, along a dimension, of the sum over the ranks."""
+    """This rank's shard, along a dimension, of the sum over the ranks.
+
+    It uses up `x`, which must be the fresh result of an operation.
+    """
     result: Tensor = _FanInScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return result
 
@@ -212,7 +215,9 @@ class _FanInScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: TensorGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _summed(x, dim, group)
+        summed = _summed(x, dim, group)
+        x.untyped_storage().resize_(0)  # nobody needs it any more, and recomputation need not keep it
+        return summed
 
     @staticmethod
     @once_differentiable

@@ -145,7 +145,11 @@ class VocabularyEmbedding(ParallelLayer):
     def forward(self, indices: Tensor) -> Tensor:
         """Indices of any shape to ``(..., embedding_dim)``: rows of other ranks are zero here, then all are summed."""
         weight = shard_of(self.weight)
-        if indices.device.type == "cpu" and ((indices < 0) | (indices >= len(self.weight))).any():
+        if (
+            type(indices) is Tensor
+            and indices.device.type == "cpu"
+            and ((indices < 0) | (indices >= len(self.weight))).any()
+        ):
             raise IndexError(f"an index is out of range: the embedding has {len(self.weight)} rows")
         first = self.tensor_group.rank * len(weight)
         local = indices - first

@@ -122,7 +122,7 @@ def _check_classes(target: Tensor, shard: Tensor, ignore_index: int, num_classes
     expected = [*shard.shape[:dim], *shard.shape[dim + 1 :]]
     if list(target.shape) != expected:
         raise ValueError(f"Expected a target of shape {expected} for these logits, got {list(target.shape)}.")
-    if target.device.type == "cpu":
+    if type(target) is Tensor and target.device.type == "cpu":
         wrong = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
         if wrong.any():
             raise IndexError(f"Target {int(target[wrong][0])} is out of bounds: there are {num_classes} classes.")

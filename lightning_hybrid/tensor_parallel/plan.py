@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from lightning_hybrid.placement import name_matches
 from lightning_hybrid.tensor_parallel.auto import automatic_plan
 from lightning_hybrid.tensor_parallel.collectives import TensorGroup
 from lightning_hybrid.tensor_parallel.fast_paths import leave_fast_paths, take_fast_paths
@@ -177,7 +177,7 @@ def _expand(module: nn.Module, wish: UserPlan) -> dict[str, Any]:
                 f"tensor_parallel_plan names the style {style!r} for {pattern!r}; there are {', '.join(STYLES)}, and"
                 f" '{_ATTRIBUTES}ATTRIBUTE' for an integer that a module computes with."
             )
-        matching = [name for name in names if _matches(name, pattern)]
+        matching = [name for name in names if name_matches(name, pattern)]
         if not matching:
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:8]
             raise ValueError(
@@ -201,11 +201,6 @@ def _is_known(style: object) -> bool:
         return False
     parts = [part.strip() for part in style.split("+")]
     return all(part.startswith(_ATTRIBUTES) or part in STYLES or part in _WITH_SUFFIX for part in parts)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int) -> Iterator[PlanRow]:

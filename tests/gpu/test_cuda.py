@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import HybridStrategy, offload
 from tests.pool import Pools
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -126,3 +126,33 @@ def test_precisions_on_two_stages(ranks: Pools, precision: str) -> None:
     expected = fit("auto", precision=precision)
     for result in ranks(2, lightning=True).run(fit_as_node, {"pipeline_parallel_size": 2}, {"precision": precision}):
         assert_alike(result, expected, {"64-true": 1e-9}.get(precision, 5e-2))
+
+
+@pytest.mark.parametrize("what", ["activations", "optimizer", ["activations", "optimizer"]], ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_what_lies_on_the_host_changes_nothing(what: Any, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.Offload.__init__, "__kwdefaults__", {"small": 0})
+    found = fit(HybridStrategy(num_microbatches=4, offload=what), precision=precision)
+    assert_alike(found, fit(HybridStrategy(num_microbatches=4), precision=precision), 1e-6)
+
+
+def test_states_are_on_the_host_between_steps() -> None:
+    class Places(Callback):
+        seen: set[str] = set()  # noqa: RUF012
+
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            states = trainer.optimizers[0].state.values()
+            self.seen.update(state["exp_avg"].device.type for state in states)
+
+    places = Places()
+    trainer = Trainer(
+        accelerator="gpu",
+        devices=1,
+        strategy=HybridStrategy(offload="optimizer"),
+        callbacks=[places],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Model(), loader())
+    assert places.seen == {"cpu"}
