@@ -5,6 +5,8 @@ VENV   := .venv
 PYTHON ?= $(VENV)/bin/python
 # Arguments of pytest: make test ARGS="tests/test_mesh.py -x"
 ARGS   ?=
+# Files of tests at a time: ranks wait for each other more than they compute. JOBS=0 is one after the other.
+JOBS   ?= 2
 
 READY  := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/.installed)
 
@@ -22,7 +24,7 @@ demo: $(READY)  ## Train a Vision Transformer on handwritten digits, tensor 2 x 
 	$(PYTHON) -m lightning_hybrid fit --config configs/vit_hybrid.yaml
 
 test: $(READY)  ## Run the tests
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: lint types test  ## Run everything that a change must pass
 

@@ -7,6 +7,7 @@ import os
 # Before torch is imported anywhere: ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -76,6 +77,11 @@ def _flags_restored() -> Iterator[None]:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, cudnn_deterministic
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: runs that collect garbage need not look through it each time."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

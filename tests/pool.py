@@ -1,6 +1,6 @@
 """Ranks that stay alive between tests: a multi-process test costs milliseconds instead of seconds.
 
-pytest --fork--> fork server (torch and lightning imported once)
+pytest --fork--> fork server (torch, lightning and the package imported once)
    |                 |--fork--> rank 0 --+
    |                 |--fork--> rank 1 --+-- a fresh gloo group (or Lightning's own) for every run
    |                 `--fork--> ...    --+
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import itertools
+import logging
 import multiprocessing
 import os
 import pickle
@@ -34,7 +36,7 @@ __all__ = ["Pool", "Pools", "RankError"]
 DEFAULT_TIMEOUT = 60.0
 # How long the other ranks may take to tell their own story after one has failed.
 GRACE = 1.0
-PRELOAD = ["torch.distributed.tensor", "torchmetrics", "lightning.pytorch", "pytest"]
+PRELOAD = ["torch.distributed.tensor", "torchmetrics", "lightning.pytorch", "pytest", "lightning_hybrid"]
 
 
 class RankError(RuntimeError):
@@ -178,7 +180,9 @@ def _serve(connection: Connection, rank: int, size: int, lightning: bool, direct
     """The life of a rank: one run after another until the parent closes the pipe."""
     import torch
 
+    gc.freeze()  # what was imported stays, and need not be looked through again and again
     torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # what nobody reads is not reckoned
     multiprocessing.current_process().daemon = False  # a daemon may not start workers of a DataLoader
     os.chdir(directory)  # what a Trainer leaves behind goes with the pool
     with (directory / f"stacks-{rank}").open("w") as stacks:

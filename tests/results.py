@@ -31,7 +31,7 @@ class Results:
             waiting = [other for other in self._cases if other.size == case.size and other not in self._done]
             batch = [case, *(other for other in waiting if other != case)][:BATCH]
             oracles = {oracle_of(member) for member in batch} - self._done.keys()
-            for size in (1, 2):
+            for size in sorted({key.size for key in oracles}):
                 self._run(size, [key for key in oracles if key.size == size])
             self._run(case.size, batch)
         outcomes = self._done[case], self._done[oracle_of(case)]

@@ -117,7 +117,7 @@ def resumed(layout: Layout, save: str | None, ckpt_path: str | None, epochs: int
     return fitted(module, layout, save=save, ckpt_path=ckpt_path, max_epochs=epochs, callbacks=callbacks)
 
 
-@pytest.mark.parametrize("callback", [None, *CALLBACKS])
+@pytest.mark.parametrize("callback", [None, *[pytest.param(each, marks=pytest.mark.thorough) for each in CALLBACKS]])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_checkpoints_are_those_of_one_process(ranks: Pools, tmp_path: Path, layout: str, callback: str | None) -> None:
     one, ours = str(tmp_path / "one.ckpt"), str(tmp_path / "ours.ckpt")

@@ -27,14 +27,13 @@ CASES = [
 ]
 CASES.sort(key=lambda case: case.size)
 
-#: Of every run: each subject under layouts of up to 4 ranks that divide layers in another way, some with chunks or 8.
-DAILY = {"tp2", "tp4_sequence", "tp2_pp2_sequence"}
-EIGHT = {("gpt", "tp2_pp2_dp2"), ("tied_words", "tp2_pp2_dp2_sequence"), ("own_attention", "tp2_pp2_dp2_sequence")}
+#: Of every run: each subject under one layout, one with chunks.
+DAILY = {"tp2_pp2_sequence"}
 
 
 def _marked(case: Case) -> Any:
-    chunks = case.layout == "tp2_pp2_chunks2" and case.subject in ("gpt", "mlps")
-    daily = chunks or case.layout in DAILY or (case.subject, case.layout) in EIGHT
+    chunks = case.layout == "tp2_pp2_chunks2" and case.subject == "gpt"
+    daily = chunks or case.layout in DAILY
     return pytest.param(case, id=str(case), marks=() if daily else pytest.mark.thorough)
 
 
@@ -49,7 +48,13 @@ def test_double_precision(results: Results, case: Case) -> None:
     assert not differences, listed(differences)
 
 
-@pytest.mark.parametrize("case", SINGLE, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=() if case.subject == "tied_words" else pytest.mark.thorough)
+        for case in SINGLE
+    ],
+)
 def test_single_precision(results: Results, case: Case) -> None:
     differences = compare(case, *results[case])
     assert not differences, listed(differences)

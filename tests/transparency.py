@@ -23,7 +23,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,8 @@ class Layout:
     sequence_parallel: bool = False
     rank_order: str = "pp-dp-tp"
     partition: str = "uniform"
+    zero: int = 0
+    frees: str = "auto"
 
     @property
     def size(self) -> int:
@@ -218,6 +220,23 @@ TENSOR_LAYOUTS: dict[str, Layout] = _named(
 )
 
 
+#: What replicas divide, under every kind of layout that has some.
+ZERO_LAYOUTS: dict[str, Layout] = _named(
+    replace(layout, name=f"{layout.name}_zero{stage}{'_early' * (frees == 'microbatch')}", zero=stage, frees=frees)
+    for layout in [
+        Layout("dp2", data=2),
+        Layout("dp4", data=4),
+        Layout("dp2_m3", data=2, microbatches=3),
+        Layout("pp2_dp2", pipeline=2, data=2, microbatches=4, rank_order="dp-pp-tp"),
+        Layout("pp2_dp2_chunks2", pipeline=2, data=2, chunks=2, microbatches=3, partition="parameters"),
+        Layout("tp2_dp2", tensor=2, data=2, rank_order="tp-dp-pp"),
+        Layout("tp2_dp2_sequence", tensor=2, data=2, sequence_parallel=True),
+        Layout("tp2_pp2_dp2", tensor=2, pipeline=2, data=2, microbatches=4),
+    ]
+    for stage, frees in ((1, "auto"), (2, "auto"), (3, "step"), (3, "microbatch"))
+)
+
+
 def subject_of(name: str) -> Subject:
     """The subject of this name."""
     return SUBJECTS[name] if name in SUBJECTS else TENSOR_SUBJECTS[name]
@@ -225,7 +244,7 @@ def subject_of(name: str) -> Subject:
 
 def layout_of(name: str) -> Layout:
     """The layout of this name."""
-    return LAYOUTS[name] if name in LAYOUTS else TENSOR_LAYOUTS[name]
+    return (LAYOUTS | TENSOR_LAYOUTS | ZERO_LAYOUTS)[name]
 
 
 def allowed(subject: str, layout: str, schedule: str) -> bool:
@@ -356,6 +375,8 @@ def _hybrid(case: Case) -> Record:
         "rank_order": layout.rank_order,
         "partition": layout.partition,
         "schedule": case.schedule,
+        "zero_stage": layout.zero,
+        "zero_frees": layout.frees,
         **subject.strategy,
     }
     return _fit(subject, subject.module, HybridStrategy(**arguments), layout.size, layout.data, case.double)
