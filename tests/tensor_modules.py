@@ -157,7 +157,10 @@ class MLPs(Sequences):
 
 
 class Words(Example):
-    """Tokens through transformer layers, to a head that shares the embedding's weight."""
+    """Tokens through transformer layers, to a head that shares the embedding's weight.
+
+    Smooth: where a ReLU bends, float32 may fall on the other side of zero, which is another gradient.
+    """
 
     samples = 40
     layers = 4
@@ -165,7 +168,7 @@ class Words(Example):
     def build(self) -> None:
         self.embed = nn.Embedding(TOKENS, DIM, padding_idx=0)
         self.body = nn.Sequential(
-            *(nn.TransformerEncoderLayer(DIM, HEADS, 32, 0.0, batch_first=True) for _ in range(self.layers))
+            *(nn.TransformerEncoderLayer(DIM, HEADS, 32, 0.0, F.gelu, batch_first=True) for _ in range(self.layers))
         )
         self.head = nn.Linear(DIM, TOKENS, bias=False)
         self.head.weight = self.embed.weight
