@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from tests.results import Results
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    """The session's live ranks."""
+    """The live ranks of a module's tests."""
     pools = Pools()
     yield pools
     pools.close()

@@ -36,6 +36,9 @@ __all__ = ["Pool", "Pools", "RankError"]
 DEFAULT_TIMEOUT = 60.0
 # How long the other ranks may take to tell their own story after one has failed.
 GRACE = 1.0
+# A gloo group wakes up a hundred times a second for as long as it lives, and torch's caches and cycles keep groups of
+# runs that are over. Ranks are replaced before that costs more than to start them.
+RUNS = 10
 PRELOAD = ["torch.distributed.tensor", "torchmetrics", "lightning.pytorch", "pytest", "lightning_hybrid"]
 
 
@@ -49,7 +52,7 @@ class RankError(RuntimeError):
 
 
 class Pools:
-    """The pools of a pytest session, by size and kind; started when first asked for."""
+    """The pools of a module of tests, by size and kind; started when first asked for."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[int, bool], Pool] = {}
@@ -98,6 +101,8 @@ class Pool:
         Raises:
             RankError: The function raised, hung or died on a rank. The next run starts with new ranks.
         """
+        if self._runs % RUNS == 0:
+            self.close()
         self._directory = self._start()
         self._runs += 1
         rendezvous = self._directory / f"rendezvous-{self._runs}"
