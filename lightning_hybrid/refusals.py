@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -200,17 +201,25 @@ def agree(check: Callable[[], _T]) -> _T:
         result = check()
     except Exception as raised:
         error = raised
+    failed = torch.tensor(error is not None, dtype=torch.int32, device=_device())
+    dist.all_reduce(failed, dist.ReduceOp.MAX)  # a third of the time that texts take
+    if not failed.item():
+        checked: _T = result
+        return checked
     errors: list[Any] = [None] * dist.get_world_size()
     kind = next((number for number, kind in enumerate(_AGREED) if isinstance(error, kind)), len(_AGREED) - 1)
     text = str(error) if isinstance(error, _AGREED) else f"{type(error).__name__}: {error}"
     dist.all_gather_object(errors, None if error is None else (kind, text))
-    first = next((found for found in errors if found is not None), None)
-    if first is not None:
-        if error is not None and text == first[1]:
-            raise error
-        raise _AGREED[first[0]](first[1]) from error
-    checked: _T = result
-    return checked
+    first = next(found for found in errors if found is not None)
+    if error is not None and text == first[1]:
+        raise error
+    raise _AGREED[first[0]](first[1]) from error
+
+
+def _device() -> torch.device:
+    """Where the group of all ranks takes tensors: the host, if it can."""
+    has_host = "cpu:" in dist.get_backend_config()
+    return torch.device("cpu") if has_host else torch.device("cuda", torch.cuda.current_device())
 
 
 _AGREED = (FileNotFoundError, OSError, TypeError, ValueError, RuntimeError)

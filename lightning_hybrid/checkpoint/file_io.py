@@ -16,6 +16,7 @@ from lightning_hybrid.storage import discard, new_file
 
 __all__ = ["OUR_PLUGINS", "FileIO", "local_path"]
 
+_LARGE = 1 << 20  # bytes; what is smaller is read sooner than mapped
 _MAPPED = ("state_dict", "optimizer_states")  # of these, each rank takes a part
 
 
@@ -56,7 +57,7 @@ class FileIO(TorchCheckpointIO):
         if file is None or not file.exists() or file.is_dir():
             return super().load_checkpoint(path, map_location, weights_only)
         try:
-            mapped = zipfile.is_zipfile(file)
+            mapped = file.stat().st_size >= _LARGE and zipfile.is_zipfile(file)
             checkpoint: dict[str, Any] = torch.load(
                 file, map_location or "cpu", mmap=mapped or None, weights_only=weights_only
             )
