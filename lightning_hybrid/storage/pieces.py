@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 __all__ = ["pieces"]
 
@@ -32,8 +33,10 @@ def pieces(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
         return
     with torch.no_grad():
         local = tensor.to_local()
-    divided = _indices(tensor)
-    runs = [_runs(divided[dim]) if dim in divided else [(0, 0, size)] for dim, size in enumerate(tensor.shape)]
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in the mesh"
+    runs = _runs_of(tensor.shape, tensor.placements, tuple(coordinate), mesh.shape)
     for rectangle in itertools.product(*runs):
         view = local.detach()
         for dim, (_, begin, length) in enumerate(rectangle):
@@ -41,20 +44,28 @@ def pieces(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
         yield torch.Size([first for first, _, _ in rectangle]), view
 
 
-def _indices(tensor: DTensor) -> dict[int, Tensor]:
+@lru_cache(maxsize=4096)  # layers are alike, and each parameter has states of its own shape
+def _runs_of(
+    shape: torch.Size, placements: tuple[Placement, ...], coordinate: tuple[int, ...], sizes: tuple[int, ...]
+) -> list[list[tuple[int, int, int]]]:
+    """For each dimension the runs of what is here of a tensor; see :func:`_runs`."""
+    divided = _indices(shape, placements, coordinate, sizes)
+    return [_runs(divided[dim]) if dim in divided else [(0, 0, size)] for dim, size in enumerate(shape)]
+
+
+def _indices(
+    shape: torch.Size, placements: tuple[Placement, ...], coordinate: tuple[int, ...], sizes: tuple[int, ...]
+) -> dict[int, Tensor]:
     """For each divided dimension the places in the whole tensor of what is here, in the order in which it is here.
 
     Of the mesh's axes the outermost divides first; `chunk` is how torch divides what cannot be divided evenly.
     """
     indices: dict[int, Tensor] = {}
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this rank is in the mesh"
-    for placement, place, size in zip(tensor.placements, coordinate, mesh.shape, strict=True):
+    for placement, place, size in zip(placements, coordinate, sizes, strict=True):
         dim = getattr(placement, "dim", None)  # a replica has none
         if dim is None:
             continue
-        blocks = indices.get(dim, torch.arange(tensor.shape[dim])).chunk(getattr(placement, "split_factor", 1))
+        blocks = indices.get(dim, torch.arange(shape[dim])).chunk(getattr(placement, "split_factor", 1))
         shares = [block.chunk(size) for block in blocks]
         indices[dim] = torch.cat([share[place] if place < len(share) else share[0][:0] for share in shares])
     return indices
