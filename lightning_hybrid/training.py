@@ -102,10 +102,8 @@ class TrainingStep:
                 self._schedule_of(len(counts), backward=backward),
                 compute,
                 keys,
-                backward_begins=lambda stage, is_last: replication.backward_begins(stage, is_last=is_last and reduce),
-                backward_ends=lambda stage, is_last: replication.backward_ends(
-                    stage, is_last=is_last and reduce, frees=is_last
-                ),
+                backward_begins=lambda stage, last: replication.backward_begins(stage, is_last=last and reduce),
+                backward_ends=lambda stage, last: replication.backward_ends(stage, is_last=last and reduce, frees=last),
             )
             if reduce:
                 with pipeline.profile("reduce"):
