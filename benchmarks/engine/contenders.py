@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from benchmarks.block import Block
 from lightning_hybrid.engine import Engine
 from lightning_hybrid.p2p import Channel
 from lightning_hybrid.schedule import ChannelKey, build
@@ -18,20 +19,6 @@ __all__ = ["CONTENDERS", "MODELS", "Step"]
 
 Step = Callable[[], None]
 CPU = torch.device("cpu")
-
-
-class Block(nn.Module):
-    """Layer norm and a 4x MLP, around a residual."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape (batch, width) -> (batch, width)."""
-        return x + self.layers(x)
 
 
 def tiny(num_ranks: int, num_stages: int) -> tuple[list[nn.Module], Tensor]:

@@ -26,26 +26,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.block import Block
 from benchmarks.memory.account import Account
 from benchmarks.ratios import interval
 from lightning_hybrid import HybridStrategy
 
 REPLICAS = 2
 BATCHES_PER_ROUND = 6
-
-
-class Block(nn.Module):
-    """A transformer block without attention: norm, two linear layers, residual."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape (batch, width) -> (batch, width)."""
-        return x + self.layers(x)
 
 
 class Model(LightningModule):

@@ -20,24 +20,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.block import Block
 from benchmarks.ratios import interval
 from lightning_hybrid import HybridStrategy
 
 BATCHES_PER_ROUND = 8
-
-
-class Block(nn.Module):
-    """A transformer block without attention: norm, two linear layers, residual."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape (batch, width) -> (batch, width)."""
-        return x + self.layers(x)
 
 
 class Model(LightningModule):
