@@ -3,7 +3,7 @@
 
 VENV   := .venv
 PYTHON ?= $(VENV)/bin/python
-# Arguments of pytest: make test ARGS="tests/test_mesh.py -x"
+# Arguments of pytest: make test ARGS="tests/distributed/test_mesh.py -x"
 ARGS   ?=
 # Files of tests at a time: ranks wait for each other more than they compute. JOBS=0 is one after the other.
 JOBS   ?= 2

@@ -173,6 +173,6 @@ class Sources(LightningDataModule):
 
 
 if __name__ == "__main__":
-    from lightning_hybrid.cli import main
+    from lightning_hybrid.cli.main import main
 
     main(model="examples.gpt.GPT", data="examples.gpt.Sources")

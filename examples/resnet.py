@@ -209,6 +209,6 @@ class ResNet(LightningModule):
 
 
 if __name__ == "__main__":
-    from lightning_hybrid.cli import main
+    from lightning_hybrid.cli.main import main
 
     main(model="examples.resnet.ResNet", data="examples.data.Digits")

@@ -174,6 +174,6 @@ class ViT(LightningModule):
 
 
 if __name__ == "__main__":
-    from lightning_hybrid.cli import main
+    from lightning_hybrid.cli.main import main
 
     main(model="examples.vit.ViT", data="examples.data.Digits")

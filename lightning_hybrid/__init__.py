@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_hybrid.strategy import HybridStrategy
+from lightning_hybrid.strategy.strategy import HybridStrategy
 from lightning_hybrid.version import __version__
 
 __all__ = ["HybridStrategy", "__version__"]

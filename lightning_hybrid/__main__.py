@@ -1,6 +1,6 @@
 """``python -m lightning_hybrid`` is the program ``lightning-hybrid``."""
 
-from lightning_hybrid.cli import main
+from lightning_hybrid.cli.main import main
 
 __all__: list[str] = []
 

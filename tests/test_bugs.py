@@ -239,7 +239,7 @@ class Skipping(DataLoader[Any]):
 
 
 def batches_seen(layout: Layout) -> int:
-    from lightning_hybrid.data import ComparedLoader
+    from lightning_hybrid.trainer.dataloader import ComparedLoader
 
     return len(list(ComparedLoader(Skipping(dataset(), 12), torch.distributed.group.WORLD)))
 

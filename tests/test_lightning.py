@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.pytree import map_leaves
+from lightning_hybrid.distributed.pytree import map_leaves
 from tests.pool import Pools
 from tests.training_jobs import (
     LAYOUTS,

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from examples.lamb import Lamb
-from lightning_hybrid.p2p import Channel
-from lightning_hybrid.shards import full, is_sharded, local_of
+from lightning_hybrid.distributed.dtensor import full, is_sharded, local_of
+from lightning_hybrid.pipeline_parallel.p2p import Channel
 from tests import tensor_modules as zoo
 from tests.pool import Pools
 from tests.training_jobs import make_trainer

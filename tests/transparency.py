@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.partition import partition
-from lightning_hybrid.random import derive_seed, seed_generators
-from lightning_hybrid.shards import full
+from lightning_hybrid.distributed.dtensor import full
+from lightning_hybrid.distributed.random import derive_seed, seed_generators
+from lightning_hybrid.pipeline_parallel.partition import partition
 from tests import modules as zoo
 from tests import tensor_modules as tensor_zoo
 

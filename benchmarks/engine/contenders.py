@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from benchmarks.block import Block
-from lightning_hybrid.engine import Engine
-from lightning_hybrid.p2p import Channel
-from lightning_hybrid.schedule import ChannelKey, build
+from lightning_hybrid.pipeline_parallel.engine import Engine
+from lightning_hybrid.pipeline_parallel.p2p import Channel
+from lightning_hybrid.pipeline_parallel.schedules import ChannelKey, build
 
 __all__ = ["CONTENDERS", "MODELS", "Step"]
 

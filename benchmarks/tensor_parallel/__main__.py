@@ -23,7 +23,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from benchmarks.ratios import interval
-from lightning_hybrid.tensor_parallel import TensorGroup, make_plan
+from lightning_hybrid.tensor_parallel.mappings import TensorGroup
+from lightning_hybrid.tensor_parallel.plan import make_plan
 
 RANKS = 2
 DEPTH = 4

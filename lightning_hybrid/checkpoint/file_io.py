@@ -11,8 +11,8 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_fil
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor
 
-from lightning_hybrid.places import leaves, replaced
-from lightning_hybrid.storage import discard, new_file
+from lightning_hybrid.checkpoint.storage.atomic import discard, new_file
+from lightning_hybrid.checkpoint.tree_paths import leaves, replaced
 
 __all__ = ["OUR_PLUGINS", "FileIO", "local_path"]
 

@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.placement import Placement
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.pipeline_parallel.stage_map import Placement
 
 __all__ = ["Ownership"]
 

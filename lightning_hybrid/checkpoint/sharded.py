@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.matching import check_match, with_versions
-from lightning_hybrid.checkpoint.optimizers import OptimizerStates
+from lightning_hybrid.checkpoint.full import check_number
+from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
-from lightning_hybrid.checkpoint.whole import check_number
-from lightning_hybrid.exchange import broadcast_object
-from lightning_hybrid.materialize import StandInBuffer, is_stand_in
-from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.places import Place, leaves, tree_of, value_at, without
-from lightning_hybrid.storage import EXTRA, Directory, write_directory
+from lightning_hybrid.checkpoint.state_dict_match import check_match, with_versions
+from lightning_hybrid.checkpoint.storage.dcp import EXTRA, Directory, write_directory
+from lightning_hybrid.checkpoint.tree_paths import Place, leaves, tree_of, value_at, without
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.tree_broadcast import broadcast_object
+from lightning_hybrid.pipeline_parallel.placeholders import StandInBuffer, is_stand_in
 
 __all__ = ["ShardedCheckpoint"]
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from lightning_hybrid.shards import give_gradient, local_gradient, local_of, settle_gradient
+from lightning_hybrid.distributed.dtensor import give_gradient, local_gradient, local_of, settle_gradient
 
 __all__ = ["Bucket", "SummedBucket", "flatten_gradient", "gradient_dtype", "too_late"]
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_hybrid.random import own_numbers
-from lightning_hybrid.shards import shard_of
-from lightning_hybrid.tensor_parallel.collectives import fan_in, fan_out, gather
+from lightning_hybrid.distributed.dtensor import shard_of
+from lightning_hybrid.distributed.random import own_numbers
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
+from lightning_hybrid.tensor_parallel.mappings import fan_in, fan_out, gather
 
 __all__ = ["ParallelAttention"]
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_hybrid.random import own_numbers
-from lightning_hybrid.shards import shard_of
-from lightning_hybrid.tensor_parallel.collectives import (
+from lightning_hybrid.distributed.dtensor import shard_of
+from lightning_hybrid.distributed.random import own_numbers
+from lightning_hybrid.tensor_parallel.mappings import (
     TensorGroup,
     fan_in,
     fan_in_scatter,
@@ -24,7 +24,7 @@ from lightning_hybrid.tensor_parallel.collectives import (
     gather_fan_out,
     split,
 )
-from lightning_hybrid.tensor_parallel.vocabulary import VocabularyShards
+from lightning_hybrid.tensor_parallel.vocab_parallel import VocabularyShards
 
 __all__ = [
     "ColumnLinear",

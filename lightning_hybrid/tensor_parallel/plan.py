@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from lightning_hybrid.placement import name_matches
-from lightning_hybrid.tensor_parallel.auto import automatic_plan
-from lightning_hybrid.tensor_parallel.collectives import TensorGroup
+from lightning_hybrid.pipeline_parallel.stage_map import name_matches
+from lightning_hybrid.tensor_parallel.auto_plan import automatic_plan
 from lightning_hybrid.tensor_parallel.fast_paths import leave_fast_paths, take_fast_paths
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer, become_again
-from lightning_hybrid.tensor_parallel.regions import PlanRow, in_regions
-from lightning_hybrid.tensor_parallel.sharder import Sharder
+from lightning_hybrid.tensor_parallel.mappings import TensorGroup
+from lightning_hybrid.tensor_parallel.sequence_parallel import PlanRow, in_regions
+from lightning_hybrid.tensor_parallel.shard import Sharder
 from lightning_hybrid.tensor_parallel.styles import STYLES, Division, find_style
 
 __all__ = ["Plan", "PlanRow", "UserPlan", "make_plan"]

@@ -11,7 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid import HybridStrategy, offload
+from lightning_hybrid import HybridStrategy
+from lightning_hybrid.memory import offload
 from tests.pool import Pools
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -1,0 +1,145 @@
+"""An ordinary Lightning checkpoint, although every rank holds only a part: collected on rank 0, picked from on all."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates, cloned, numbered
+from lightning_hybrid.checkpoint.ownership import Ownership
+from lightning_hybrid.checkpoint.state_dict_match import with_versions
+from lightning_hybrid.distributed.dtensor import full, is_over_replicas
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.tree_broadcast import broadcast_object, receive_tree, send_tree
+
+__all__ = ["WholeCheckpoint"]
+
+
+class WholeCheckpoint:
+    """The state of the undivided model and its optimizers, on global rank 0.
+
+    It is collected stage by stage and tensor by tensor, so no rank holds more than all of it and its own part::
+
+        rank 0 (stage 0)                            rank 2 (stage 1), and rank 3, which shares its layers
+        own tensors, to the host
+        <-- what is to come ---------------------------  rank 2
+        <-- one tensor --------------------------------  rank 2  <-- its shard -- rank 3
+
+    Args:
+        module: The user's module, with stand-ins for what lives elsewhere.
+        ownership: Whose values count.
+        optimizers: The undivided optimizers.
+        mesh: The ranks.
+    """
+
+    def __init__(self, module: LightningModule, ownership: Ownership, optimizers: OptimizerStates, mesh: Mesh) -> None:
+        self._module = module
+        self._ownership = ownership
+        self._optimizers = optimizers
+        self._mesh = mesh
+
+    @property
+    def is_undivided(self) -> bool:
+        """Whether every rank has all of the model."""
+        return self._mesh.model_group.size() == 1 and not any(map(is_over_replicas, self._module.parameters()))
+
+    def module_state(self) -> dict[str, Any]:
+        """The state dict of the undivided module on global rank 0, an empty one elsewhere."""
+        state = self._module.state_dict()
+        if self.is_undivided:
+            return state
+        first = self._ownership.first_names()
+        found = self.on_rank_zero(self._ownership.part(state))
+        if not found:
+            return {}
+        whole = OrderedDict((name, found[first.get(name, name)]) for name in state)
+        return with_versions(whole, state)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of the undivided optimizer on global rank 0, an empty one elsewhere."""
+        if self.is_undivided:
+            return optimizer.state_dict()
+        local = self._optimizers.state(optimizer)
+        if "param_groups" not in local:  # Lightning's stand-in for no optimizer has no state
+            return local
+        owners = self._ownership.owners_of_names()
+        mine = {name: v for name, v in local["state"].items() if owners.get(name, 0) == self._mesh.pipeline_rank}
+        state = self.on_rank_zero(mine)
+        return numbered({**local, "state": state}) if self._mesh.is_first else {}
+
+    def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
+        """Take this rank's part of the undivided optimizers' states.
+
+        Raises:
+            ValueError: If the optimizers, or their groups, are not those of the checkpoint.
+        """
+        if self.is_undivided:  # as Lightning does it, whatever the optimizers' states look like
+            for optimizer, state in zip(optimizers, states, strict=False):
+                optimizer.load_state_dict(cloned(dict(state)))
+            return
+        check_number(optimizers, states)
+        named = [self._optimizers.by_name(*each) for each in zip(optimizers, states, strict=True)]
+        for optimizer, state in zip(optimizers, named, strict=True):
+            self._optimizers.load(optimizer, state, clone=True)
+
+    # -- what callbacks put into a checkpoint --------------------------------------------------------------------------
+
+    def from_rank_zero(self, value: Any) -> Any:
+        """Global rank 0's value, on the ranks of its model group; ``None`` elsewhere."""
+        if self._mesh.data_rank != 0:
+            return None
+        return broadcast_object(value, 0, self._mesh.control_group)
+
+    def on_rank_zero(self, mine: dict[Any, Any]) -> dict[Any, Any]:
+        """The values of all pipeline ranks of its model group, whole and on the host, on global rank 0.
+
+        Args:
+            mine: What this rank has; ranks that share layers have the same things, each its part.
+
+        Returns:
+            All of them; nothing on the other ranks.
+        """
+        mesh = self._mesh
+        if mesh.data_rank != 0:
+            for leaf in flatten(mine)[0]:
+                if is_over_replicas(leaf):
+                    full(leaf)  # the first replica asks for it
+            return {}
+        if mesh.pipeline_rank > 0 and mesh.tensor_rank == 0:
+            send_tree(mine, mesh.rank(0, 0, 0), mesh.control_group, prepare=_whole_on_host)
+            return {}
+        leaves, spec = flatten(mine)
+        kept = []
+        for leaf in leaves:  # one by one, so that only one rank has what it shares whole
+            whole = _whole_on_host(leaf)
+            kept.append(whole if mesh.is_first else None)
+        if not mesh.is_first:
+            return {}
+        values: dict[Any, Any] = unflatten(kept, spec)
+        for rank in range(1, mesh.pipeline_parallel_size):
+            values |= receive_tree(mesh.rank(rank, 0, 0), mesh.control_group)
+        return values
+
+
+def check_number(optimizers: Sequence[Any], states: Sequence[Any]) -> None:
+    """There are as many optimizers as states.
+
+    Raises:
+        ValueError: If not.
+    """
+    if len(optimizers) != len(states):
+        raise ValueError(
+            f"The checkpoint has the states of {len(states)} optimizers, but {len(optimizers)} are configured."
+            " Return as many from `configure_optimizers` as when it was saved, or load the weights alone."
+        )
+
+
+def _whole_on_host(value: Any) -> Any:
+    """All of a tensor, which ranks that share it must ask for together; anything else as it is."""
+    return full(value).detach().to("cpu", copy=False) if isinstance(value, Tensor) else value

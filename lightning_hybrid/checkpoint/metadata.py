@@ -1,0 +1,55 @@
+"""What a checkpoint says of how it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_hybrid.config import Settings
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.pipeline_parallel.stage_map import Placement
+from lightning_hybrid.version import __version__
+
+__all__ = ["RECORD", "record_of"]
+
+RECORD = "hybrid_parallel"  # its name in a checkpoint
+
+
+def record_of(
+    mesh: Mesh,
+    settings: Settings,
+    placement: Placement,
+    names: Mapping[str, str] | None = None,
+    layers: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The versions and the layout, of plain values.
+
+    Args:
+        mesh: The ranks.
+        settings: The settings.
+        placement: Which stage holds what.
+        names: All names of the state dict, in its order, and what each is stored as, where tied tensors are stored
+            under one of theirs.
+        layers: What the state dict tells of the layers beside their values, such as their versions, where it is not
+            written itself.
+    """
+    layout = {
+        "data_parallel_size": mesh.data_parallel_size,
+        "tensor_parallel_size": mesh.tensor_parallel_size,
+        "pipeline_parallel_size": mesh.pipeline_parallel_size,
+        "num_chunks": settings.num_chunks,
+        "num_microbatches": settings.num_microbatches,
+        "schedule": settings.schedule,
+        "rank_order": settings.rank_order,
+        "body": placement.body,
+        "layers_of_stages": [len(layers) for layers in placement.stages] if placement.body is not None else [],
+    }
+    versions = {"lightning_hybrid": __version__, "torch": str(torch.__version__)}
+    record: dict[str, Any] = {"versions": versions, "layout": layout}
+    if names is not None:
+        record["names"] = dict(names)
+    if layers is not None:
+        record["layers"] = {name: dict(told) for name, told in layers.items()}
+    return record

@@ -1,0 +1,114 @@
+"""Whether a checkpoint is one of this model: names and shapes compared before anything is loaded."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.distributed.dtensor import divided_like, is_over_replicas
+
+__all__ = ["check_match", "load_module_state", "with_versions"]
+
+
+def check_match(
+    module: nn.Module,
+    own: Mapping[str, torch.Size | None],
+    saved: Mapping[str, torch.Size | None],
+    *,
+    strict: bool,
+) -> None:
+    """Compare the names and shapes of a module with those of a checkpoint.
+
+    Args:
+        module: The module.
+        own: The shapes of what is in its state dict, by name.
+        saved: The shapes of what is in the checkpoint, by name.
+        strict: Whether names that only one of them has are an error.
+
+    Raises:
+        RuntimeError: If they differ; as torch says it, with the nearest names.
+    """
+    missing = [name for name in own if name not in saved] if strict else []
+    unexpected = [name for name in saved if name not in own] if strict else []
+    lines = []
+    if unexpected:
+        lines.append(f"Unexpected key(s) in state_dict: {_quoted(unexpected)}. ")
+    if missing:
+        lines.append(f"Missing key(s) in state_dict: {_quoted(missing)}. ")
+    lines += [
+        f"size mismatch for {name}: copying a param with shape {saved[name]} from checkpoint, the shape in current"
+        f" model is {shape}."
+        for name, shape in own.items()
+        if name in saved and saved[name] != shape
+    ]
+    if lines:
+        text = "\n\t".join([f"Error(s) in loading state_dict for {type(module).__name__}:", *lines])
+        raise RuntimeError(text + _hints(missing, unexpected))
+
+
+def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Load a state dict into a module as torch does, but all of it or nothing, and with the nearest names.
+
+    It is tried with the values that the module has: so whatever decides what fits, torch or layers that load in a way
+    of their own, decides before anything changes.
+
+    Args:
+        module: The module, with stand-ins for what lives elsewhere.
+        state: The undivided module's.
+        strict: Whether names that only one of them has are an error.
+
+    Raises:
+        RuntimeError: If they do not fit.
+    """
+    own = module.state_dict()
+    trial: Any = copy.copy(state)
+    final: Any = copy.copy(state)
+    parts = module.named_modules()
+    otherwise = tuple(f"{path}." if path else "" for path, part in parts if _loads_otherwise(part))
+    for name, value in state.items():
+        changes = isinstance(value, Tensor) and name.startswith(otherwise)
+        if changes:  # what a layer makes of it must not be its own memory, which the values of a directory are
+            final[name] = value.clone()
+        if name in own and _shape(own[name]) == _shape(value):
+            trial[name] = own[name].clone() if changes else own[name]
+            if is_over_replicas(own[name]):
+                final[name] = divided_like(value, own[name])
+    try:
+        module.load_state_dict(trial, strict=strict)
+    except RuntimeError as error:
+        missing, unexpected = [name for name in own if name not in state], [name for name in state if name not in own]
+        raise RuntimeError(f"{error}{_hints(missing, unexpected)}") from error
+    module.load_state_dict(final, strict=strict)
+
+
+def _loads_otherwise(part: nn.Module) -> bool:
+    return type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
+
+
+def with_versions(state: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict that tells the versions of layers as another one does, by which layers know what they load."""
+    if hasattr(source, "_metadata"):
+        state._metadata = source._metadata  # type: ignore[attr-defined]
+    return state
+
+
+def _shape(value: Any) -> torch.Size | None:
+    """The shape of a tensor; nothing for another value, such as the extra state of a layer."""
+    return value.shape if isinstance(value, Tensor) else None
+
+
+def _hints(missing: Iterable[str], unexpected: Iterable[str]) -> str:
+    """For missing names the nearest ones that are there, in lines of their own; nothing if none is near."""
+    others = list(unexpected)
+    near = [(name, difflib.get_close_matches(name, others, n=1)) for name in missing]
+    lines = [f"\n\tThe checkpoint has no {name!r}, but {found[0]!r}." for name, found in near if found]
+    return "".join(lines[:8])
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)

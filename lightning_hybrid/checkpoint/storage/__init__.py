@@ -1,0 +1,1 @@
+"""Checkpoints on the disk: what appears under its name is complete."""

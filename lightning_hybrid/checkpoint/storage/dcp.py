@@ -1,0 +1,293 @@
+"""A checkpoint in a directory: every rank writes what it holds, and reads what it needs, of whatever was written.
+
+The format is that of `torch.distributed.checkpoint`, arranged as Lightning's own strategies do::
+
+    step=100.ckpt/
+        .metadata         names, shapes, and which bytes of which file hold which rectangle; written last
+        __0_0.distcp      what rank 0 wrote
+        __1_0.distcp      what rank 1 wrote
+        meta.pt           everything that is no tensor of the model or an optimizer
+
+So it can be opened with torch alone: `torch.distributed.checkpoint.format_utils.dcp_to_torch_save`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from lightning_hybrid.checkpoint.storage.atomic import MARK, abandon, publish, settle, unfinished, whole
+from lightning_hybrid.checkpoint.storage.chunks import pieces
+from lightning_hybrid.checkpoint.tree_paths import Place
+
+__all__ = ["EXTRA", "Directory", "write_directory"]
+
+EXTRA = "meta.pt"
+
+
+def write_directory(path: Path, entries: Mapping[Place, Any], extra: Any, group: dist.ProcessGroup) -> None:
+    """Write a directory that appears under its name when it is complete; called by every rank of the group.
+
+    Args:
+        path: The place; what is there, a file or a directory, stays until then.
+        entries: What this rank knows; values of several ranks under one name are equal, or parts of one tensor, and are
+            written once.
+        extra: What goes into ``meta.pt``; only the first rank's counts.
+        group: The ranks, over a backend that takes tensors of the host.
+
+    Raises:
+        OSError: If a rank could not write; on every rank.
+    """
+    names = {_name(place): place for place in entries}
+    flat = {_name(place): value for place, value in entries.items()}
+    try:
+        # Under one name: of every name at the top torch makes a note in its log.
+        save({"": flat}, storage_writer=_Writer(path, extra), planner=_Planner(names), process_group=group)
+    except CheckpointException as error:
+        if dist.get_rank(group) == 0:
+            abandon(path)
+        failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+        raise OSError(
+            f"The checkpoint {path} could not be written; what was there before is as it was. {'; '.join(failures[:4])}"
+        ) from error
+
+
+class _Writer(FileSystemWriter):
+    """Writes into a hidden directory, which the first rank makes and puts in its place when all have written.
+
+    The first rank's part is done where torch waits for it, and tells all ranks if it fails.
+    """
+
+    def __init__(self, path: Path, extra: Any) -> None:
+        super().__init__(unfinished(path))
+        self._place, self._extra = path, extra
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin: nobody writes before the first rank has made its plan."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._is_first = is_coordinator
+        if is_coordinator:
+            settle(self._place)
+            abandon(self._place)
+            unfinished(self._place).mkdir(parents=True, exist_ok=True)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part; what is no tensor before it, so that the disk has it by the time it is asked for."""
+        if self._is_first:
+            with (unfinished(self._place) / EXTRA).open("wb") as file:  # whose errors say what is wrong
+                torch.save(self._extra, file)
+        return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """End, on the first rank, after all have written."""
+        with (unfinished(self._place) / EXTRA).open("rb") as file:
+            os.fsync(file.fileno())
+        super().finish(metadata, results)
+        publish(self._place)
+
+
+def _name(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
+class _Planner(DefaultSavePlanner):
+    """Writes the pieces of every tensor; torch's own planner writes one rectangle per shard."""
+
+    def __init__(self, names: dict[str, Place]) -> None:
+        super().__init__(flatten_state_dict=True)  # that is, the plan tells where in the tree each name is
+        self.mappings = names
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """Take what is to be written."""
+        self.state_dict, self.is_coordinator = state_dict[""], is_coordinator
+        self._pieces: dict[MetadataIndex, Tensor] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        """One item for each piece, and for each value that is no tensor."""
+        items = [item for name, value in self.state_dict.items() for item in self._items(name, value)]
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def _items(self, name: str, value: Any) -> list[WriteItem]:
+        if not isinstance(value, Tensor):
+            return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
+        items = []
+        for offset, piece in pieces(value):
+            index = MetadataIndex(name, offset)
+            self._pieces[index] = piece
+            chunk = ChunkStorageMetadata(offset, piece.size())
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(piece), value.size())
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The piece, or the value."""
+        return self._pieces[index] if index in self._pieces else self.state_dict[index.fqn]
+
+
+class Directory:
+    """A checkpoint that was written by :func:`write_directory`, or by one of Lightning's own strategies.
+
+    Args:
+        path: The directory.
+
+    Attributes:
+        entries: For each place in the tree what is known of it: shape and dtype of a tensor, nothing of another value.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+        ValueError: If it is no checkpoint, or not a complete one.
+    """
+
+    @staticmethod
+    def is_at(path: Path, *, or_unfinished: bool = True) -> bool:
+        """Whether there is a directory that was written by :func:`write_directory`.
+
+        Args:
+            path: The place.
+            or_unfinished: Whether one that is not complete, or is no checkpoint at all, counts too.
+        """
+        found = whole(path)
+        return found.is_dir() and (or_unfinished or (found / MARK).is_file())
+
+    def __init__(self, path: Path) -> None:
+        self.path = whole(path)
+        if not self.path.exists():
+            raise FileNotFoundError(f"Checkpoint not found: {path}")
+        if not (self.path / MARK).is_file():
+            raise ValueError(
+                f"{path} is no complete checkpoint: it has no file {MARK!r}, which is written last. A save that was"
+                " interrupted may have left it; take another one."
+            )
+        self._reader = FileSystemReader(self.path)
+        try:
+            self._metadata: Metadata = self._reader.read_metadata()
+        except Exception as error:  # whatever unpickling raises
+            raise ValueError(f"The file {self.path / MARK} cannot be read: {type(error).__name__}: {error}") from error
+        names = self._metadata.planner_data or {}
+        self._names = {tuple(names.get(name, (name,))): name for name in self._metadata.state_dict_metadata}
+        known: dict[str, Any] = self._metadata.state_dict_metadata
+        self.entries = {place: known[name] for place, name in self._names.items()}
+
+    def check_files(self) -> None:
+        """Make sure that all is there before anything is read.
+
+        Raises:
+            ValueError: If files are missing, or shorter than they were.
+        """
+        needed: dict[str, int] = {}
+        for info in self._metadata.storage_data.values():
+            needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+        for name, size in sorted(needed.items()):
+            file = self.path / name
+            if not file.is_file():
+                raise ValueError(f"The checkpoint {self.path} lacks the file {name!r}, {size} bytes or more.")
+            if file.stat().st_size < size:
+                raise ValueError(
+                    f"The checkpoint {self.path} is damaged: the file {name!r} has {file.stat().st_size} bytes of"
+                    f" {size} or more."
+                )
+
+    def below(self, *prefix: Any) -> dict[Place, Any]:
+        """What is below a place of the tree, by the rest of the path."""
+        length = len(prefix)
+        return {place[length:]: entry for place, entry in self.entries.items() if place[:length] == prefix}
+
+    def read(self, targets: Mapping[Place, Tensor | None]) -> dict[Place, Any]:
+        """Read values; each rank on its own.
+
+        Args:
+            targets: For each place the tensor to read into, of the shape that was written and divided in any way;
+                ``None`` for a value that is no tensor.
+
+        Returns:
+            The values that are no tensors.
+        """
+        planner = _Reading({self._names[place]: target for place, target in targets.items()}, self._metadata)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        with torch.no_grad():
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+        return {place: planner.values[self._names[place]] for place, target in targets.items() if target is None}
+
+
+class _Reading(LoadPlanner):
+    """Reads the pieces of every target, wherever parts of them were written."""
+
+    def __init__(self, targets: Mapping[str, Tensor | None], metadata: Metadata) -> None:
+        self._targets = targets
+        self._metadata = metadata
+        self._pieces: dict[MetadataIndex, Tensor] = {}
+        self.values: dict[str, Any] = {}
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Nothing: what is wanted was said when this was made."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """What to read from which file."""
+        return LoadPlan([item for name, target in self._targets.items() for item in self._items(name, target)])
+
+    def _items(self, name: str, target: Tensor | None) -> list[ReadItem]:
+        if target is None:
+            index, nothing = MetadataIndex(name), torch.Size((0,))
+            return [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)]
+        chunks = []
+        for offset, piece in pieces(target):
+            self._pieces[MetadataIndex(name, offset)] = piece
+            chunks.append(ChunkStorageMetadata(offset, piece.size()))
+        entry: Any = self._metadata.state_dict_metadata[name]
+        return create_read_items_for_chunk_list(name, entry, chunks)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are: ranks read on their own."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take a value that is no tensor."""
+        self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The part of a piece that is read from one file."""
+        piece = self._pieces[read_item.dest_index]
+        for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            piece = piece.narrow(dim, begin, length)
+        return piece
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing: it was read in place."""

@@ -1,0 +1,264 @@
+"""A checkpoint that ranks wrote into a directory, as the ordinary file that plain Lightning reads.
+
+The file is laid out first, with room for every tensor, and then filled through a map of it, one tensor after the other.
+So a checkpoint may be larger than the memory of the machine::
+
+    .metadata, meta.pt ---> names, shapes, plain values ---> the file, without values
+    __0_0.distcp, ... ----> one tensor after the other  ---> the same file, mapped
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import mmap
+import os
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.checkpoint.metadata import RECORD
+from lightning_hybrid.checkpoint.optimizer_state import numbered
+from lightning_hybrid.checkpoint.storage.atomic import new_file
+from lightning_hybrid.checkpoint.storage.dcp import EXTRA, Directory
+from lightning_hybrid.checkpoint.tree_paths import Place, tree_of
+
+__all__ = ["Outline", "consolidate", "read_outline"]
+
+_MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
+_OPTIMIZER = re.compile(r"optimizer_\d+")
+_OF_FSDP = "model"  # what Lightning's FSDP strategy calls the state of the module
+_ORDER = ("epoch", "global_step", "pytorch-lightning_version", _MODEL, "loops", "callbacks", _OPTIMIZERS)
+_OF_TRAINING = ("callbacks", _OPTIMIZERS, "lr_schedulers")  # what Lightning leaves out where only weights are saved
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a directory holds, as the tree of an ordinary checkpoint.
+
+    Attributes:
+        checkpoint: The tree; its tensors of model and optimizers have no values yet, the others do.
+        tensors: Those without values, by their places in the directory.
+    """
+
+    checkpoint: dict[str, Any]
+    tensors: dict[Place, Tensor]
+
+
+def read_outline(
+    directory: Directory,
+    *,
+    device: str = "cpu",
+    weights_only: bool = False,
+    read_extra: Callable[[Path], Any] | None = None,
+) -> Outline:
+    """Find out what a directory holds; no tensor of the model or an optimizer is read.
+
+    Args:
+        directory: Written by this package, or by Lightning's FSDP or ModelParallel strategy.
+        device: Where tensors without values are made; on the CPU they take memory when they are written to.
+        weights_only: Whether to leave out what only a run that goes on needs.
+        read_extra: Reads what is no tensor of the model or an optimizer.
+
+    Raises:
+        ValueError: If there is no module in it, or something cannot be read.
+    """
+    root = _MODEL if directory.below(_MODEL) else _OF_FSDP
+    if not directory.below(root):
+        roots = sorted({str(place[0]) for place in directory.entries})
+        raise ValueError(f"{directory.path} holds no state of a module: it has {roots}, but no {_MODEL!r} or {root!r}.")
+    extra = directory.path / EXTRA
+    checkpoint: dict[str, Any] = (read_extra or _read_extra)(extra) if extra.is_file() else {}
+    wanted = {place: entry for place, entry in directory.entries.items() if place[0] == root or not weights_only}
+    tensors = {
+        place: torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+        for place, entry in wanted.items()
+        if getattr(entry, "size", None) is not None
+    }
+    values: dict[Place, Any] = dict.fromkeys(wanted)
+    try:
+        values |= tensors | directory.read({place: None for place in wanted if place not in tensors})
+    except Exception as error:  # whatever unpickling raises
+        raise ValueError(_unreadable(directory.path, error)) from error
+    checkpoint = _joined(checkpoint, values, root)
+    if weights_only:
+        checkpoint = {key: value for key, value in checkpoint.items() if key not in _OF_TRAINING}
+    ordered = {key: checkpoint[key] for key in (*_ORDER, *checkpoint) if key in checkpoint}
+    return Outline(ordered, tensors)
+
+
+def _joined(extra: dict[str, Any], values: Mapping[Place, Any], root: str) -> dict[str, Any]:
+    """The ordinary checkpoint of what is in ``meta.pt`` and the rest."""
+    record = dict(extra.get(RECORD, {}))
+    names, layers = record.pop("names", {}), record.pop("layers", None)
+    checkpoint = {**extra, RECORD: record} if RECORD in extra else dict(extra)
+    optimizers: dict[str, dict[Place, Any]] = {}
+    tables: dict[Place, dict[Any, Any]] = {}
+    for place, value in values.items():
+        if _OPTIMIZER.fullmatch(str(place[0])):
+            optimizers.setdefault(place[0], {})[place[1:]] = value
+        else:
+            renamed = (_MODEL, *place[1:]) if place[0] == root else place
+            tables.setdefault(renamed[:-1], {})[renamed[-1]] = value
+    for parent, table in tables.items():
+        node = checkpoint
+        for key in parent:
+            node = node.setdefault(key, {})
+        node.update(_with_all_names(table, names))
+    if layers is not None:
+        checkpoint[_MODEL] = OrderedDict(checkpoint[_MODEL])
+        checkpoint[_MODEL]._metadata = OrderedDict(layers)
+    if "lr_schedulers" in extra:  # not weights alone
+        checkpoint.setdefault(_OPTIMIZERS, [])
+    if optimizers:
+        trees = [tree_of(optimizers[name]) for name in sorted(optimizers, key=_number)]
+        try:
+            checkpoint[_OPTIMIZERS] = [numbered({"state": {}, **tree}) for tree in trees]
+        except KeyError as error:
+            raise ValueError(
+                f"There is the state of an optimizer for {error}, which is in none of its groups."
+            ) from error
+    return checkpoint
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("_")[2])
+
+
+def _with_all_names(table: Mapping[Any, Any], names: Mapping[str, str]) -> dict[Any, Any]:
+    """A state dict of the module, or a copy of it, in which tied tensors have all their names; others stay."""
+    known = {name: table[stored] for name, stored in names.items() if stored in table}
+    return {**known, **table}
+
+
+def consolidate(
+    path: Path,
+    file: Path,
+    *,
+    weights_only: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Outline:
+    """Write a directory's checkpoint as one file, which appears when it is complete.
+
+    No process group, and no class of the module, is needed. Of the tensors, one is in memory at a time.
+
+    Args:
+        path: The directory: of this package, or of Lightning's FSDP or ModelParallel strategy.
+        file: The file.
+        weights_only: Whether to leave out states of optimizers, schedulers and callbacks, as Lightning does for
+            ``save_weights_only=True``.
+        overwrite: Whether a file that exists may be replaced.
+        progress: Called with the bytes that were just read, and with those that there are.
+
+    Returns:
+        What was written; its tensors have no values.
+
+    Raises:
+        FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError: If something is not where it should
+            be.
+        ValueError: If the checkpoint is not complete, or damaged.
+        OSError: If the file cannot be written; what was there is as it was.
+    """
+    if path.is_file():
+        raise NotADirectoryError(f"{path} is a file, not a directory of shards: there is nothing to consolidate.")
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a directory; name a file.")
+    if file.exists() and not overwrite:
+        raise FileExistsError(f"{file} exists; it is replaced with --overwrite.")
+    directory = Directory(path)
+    directory.check_files()
+    outline = read_outline(directory, weights_only=weights_only)
+    total = sum(_num_bytes(tensor) for tensor in outline.tensors.values())
+    with new_file(file) as new:
+        try:
+            mapped = _laid_out(outline, new)
+        except (RuntimeError, OSError, pickle.PicklingError) as error:
+            raise OSError(f"{file}, {total} bytes of tensors, cannot be written: {error}") from error
+        for place, tensor in outline.tensors.items():
+            try:
+                directory.read({place: mapped[id(tensor)]})
+            except Exception as error:  # whatever unpickling raises
+                raise ValueError(_unreadable(directory.path, error)) from error
+            if progress is not None:
+                progress(_num_bytes(tensor), total)
+    return outline
+
+
+def _laid_out(outline: Outline, file: Path) -> dict[int, Tensor]:
+    """Write a file with room for the tensors, and values of those that have some.
+
+    Returns:
+        For the identity of each tensor of the checkpoint that tensor in the file, mapped into memory.
+    """
+    file.touch()  # an error of the system says more than torch's
+    with torch.serialization.skip_data():
+        torch.save(outline.checkpoint, file)
+    _reserve(file)
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        in_file = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+    pairs = list(zip(_tensors(outline.checkpoint), _tensors(in_file), strict=True))
+    without_values = {id(tensor) for tensor in outline.tensors.values()}
+    for tensor, target in pairs:
+        if id(tensor) not in without_values:
+            target.detach().copy_(tensor.detach())
+    return {id(tensor): target for tensor, target in pairs}
+
+
+def _reserve(file: Path) -> None:
+    """Take the room on the disk: where there is none, writing through a map ends the process."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    with file.open("r+b") as opened:
+        try:
+            os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that cannot
+                raise
+
+
+class _Finder(pickle.Pickler):
+    """Finds the tensors of a tree as pickling meets them, whatever objects hold them."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), protocol=2)
+        self.found: list[Tensor] = []
+
+    def persistent_id(self, obj: Any) -> str | None:
+        """Keep a tensor; others, and those that consist of several, are looked into."""
+        if not isinstance(obj, Tensor) or obj.layout is not torch.strided:
+            return None
+        self.found.append(obj)
+        return "tensor"
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    finder = _Finder()
+    finder.dump(tree)
+    return finder.found
+
+
+def _read_extra(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=False)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{file} has an object of a class that cannot be found: {error}. Run this where it can be imported."
+        ) from error
+    except Exception as error:  # whatever unpickling raises
+        raise ValueError(_unreadable(file, error)) from error
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    return f"{path} is damaged, or was not written completely: {type(error).__name__}: {error}"
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

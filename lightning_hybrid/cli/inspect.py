@@ -1,0 +1,286 @@
+"""What a checkpoint holds, file or directory, as text; no tensor of the model or an optimizer is read."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.checkpoint.metadata import RECORD
+from lightning_hybrid.checkpoint.storage.dcp import Directory
+from lightning_hybrid.checkpoint.tree_paths import leaves
+from lightning_hybrid.cli.consolidate import read_outline
+
+__all__ = ["Inspection", "inspect_checkpoint"]
+
+_KNOWN = {"state_dict", "optimizer_states", "lr_schedulers", "callbacks", "loops", "epoch", "global_step", RECORD}
+_KNOWN |= {"pytorch-lightning_version", "hyper_parameters", "hparams_name", "hparams_type"}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint without the values of its tensors.
+
+    Attributes:
+        path: Where it is.
+        kind: ``"file"``, or ``"directory of N files"``.
+        num_bytes: Its size on the disk.
+        checkpoint: Its tree.
+    """
+
+    path: Path
+    kind: str
+    num_bytes: int
+    checkpoint: Mapping[str, Any]
+
+    def text(self, *, every_name: bool = False) -> str:
+        """All of it.
+
+        Args:
+            every_name: Whether tensors that are alike, but for numbers in their names, have lines of their own.
+        """
+        tree = self.checkpoint
+        head = f"{self.path}: {self.kind}, {_size(self.num_bytes)}"
+        state = tree.get("state_dict")
+        if not isinstance(state, Mapping):  # not of Lightning
+            state = {".".join(map(str, place)): leaf for place, leaf in leaves(tree) if isinstance(leaf, Tensor)}
+            others = [key for key, value in tree.items() if not _tensors(value)]
+        else:
+            others = [key for key in tree if key not in _KNOWN]
+        sections = ["\n".join([head, _columns(_origin(tree))]).strip(), _table(state, every_name=every_name)]
+        rest = [*_optimizers(tree.get("optimizer_states", [])), *_schedulers(tree.get("lr_schedulers", []))]
+        if tree.get("callbacks"):
+            rest.append(("callbacks", ", ".join(map(str, tree["callbacks"]))))
+        if tree.get("loops"):
+            rest.append(("loops", ", ".join(map(str, tree["loops"]))))
+        if tree.get("hyper_parameters"):
+            rest.append(("hyper-parameters", _values(_public(tree["hyper_parameters"]))))
+        rest += [(str(key), _value(tree[key])) for key in others]
+        return "\n\n".join(section for section in (*sections, _columns(rest)) if section)
+
+
+def inspect_checkpoint(path: Path) -> Inspection:
+    """Look into a checkpoint.
+
+    Args:
+        path: A file that `torch.save` has written, or a directory of shards.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+        ValueError: If it is no checkpoint, or damaged.
+    """
+    if not Directory.is_at(path):
+        if not path.exists():
+            raise FileNotFoundError(f"Checkpoint not found: {path}")
+        return Inspection(path, "file", path.stat().st_size, _read(path))
+    directory = Directory(path)
+    directory.check_files()
+    outline = read_outline(directory, device="meta", read_extra=_read)
+    sizes = [file.stat().st_size for file in directory.path.iterdir() if file.is_file()]
+    return Inspection(path, f"directory of {len(sizes)} files", sum(sizes), outline.checkpoint)
+
+
+def _read(file: Path) -> Any:
+    """What a file holds; tensors are mapped, not read, and classes that are not here have stand-ins."""
+    size = file.stat().st_size
+    if not zipfile.is_zipfile(file):
+        raise ValueError(
+            f"{file}, {size:,} bytes, is no checkpoint, or was not written completely: it has no list of its contents,"
+            " which comes last."
+        )
+    try:
+        tree = torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_LENIENT)
+    except Exception as error:  # whatever unpickling raises
+        raise ValueError(f"{file}, {size:,} bytes, cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"{file} holds {_value(tree)}, not a checkpoint, which is a dictionary.")
+    return tree
+
+
+class _Unknown:
+    """Stands for an object of a class that is not here, whatever its pickle does to it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        """Nothing."""
+
+    def extend(self, values: Any) -> None:
+        """Nothing."""
+
+    def __call__(self, *_: Any, **__: Any) -> _Unknown:
+        return self
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError):
+            return type(name, (_Unknown,), {"__module__": module})
+
+
+_LENIENT = SimpleNamespace(Unpickler=_Unpickler, __name__="pickle")
+
+
+# -- sections ----------------------------------------------------------------------------------------------------------
+
+
+def _origin(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Who wrote it, when in training, and how the ranks were laid out."""
+    record = tree.get(RECORD, {})
+    versions = {**record.get("versions", {}), "lightning": tree.get("pytorch-lightning_version")}
+    written_by = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    if written_by:
+        yield "written by", written_by
+    layout = record.get("layout")
+    if layout:
+        yield "layout", _layout(layout)
+    progress = [f"{text} {tree[key]}" for text, key in (("epoch", "epoch"), ("step", "global_step")) if key in tree]
+    if progress:
+        yield "progress", ", ".join(progress)
+
+
+def _layout(layout: Mapping[str, Any]) -> str:
+    sizes = " x ".join(f"{axis} {layout.get(f'{axis}_parallel_size')}" for axis in ("data", "tensor", "pipeline"))
+    if layout.get("pipeline_parallel_size", 1) == 1:
+        return f"{sizes}, {layout.get('rank_order')}"
+    stages = " + ".join(map(str, layout.get("layers_of_stages", [])))
+    chunks = layout.get("num_chunks", 1)
+    return (
+        f"{sizes}, {layout.get('rank_order')}; {layout.get('schedule')!r}"
+        f"{f', {chunks} chunks per rank' if chunks > 1 else ''}, {layout.get('num_microbatches')} micro-batches;"
+        f" {layout.get('body')!r} in stages of {stages} layers"
+    )
+
+
+def _table(state: Mapping[str, Any], *, every_name: bool) -> str:
+    """The tensors of a state dict: name, shape and type, those alike in one line; then the tied ones, and the sum."""
+    first: dict[Any, str] = {}
+    tied = {name: first.setdefault(_identity(value), name) for name, value in state.items()}
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and tied[name] == name}
+    rows = [
+        (name, "x".join(map(str, value.shape)) or "-", str(value.dtype).removeprefix("torch."))
+        for name, value in tensors.items()
+    ]
+    lines = [("name", "shape", "dtype"), *(rows if every_name else _folded(rows))]
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    table.insert(1, "-" * max(map(len, table)))
+    aliases = _folded([(name, stored) for name, stored in tied.items() if name != stored])
+    table += [f"{name} tied to {stored}" for name, stored in aliases]
+    others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    table += [f"{name}: {_value(state[name])}" for name in others]
+    return "\n".join([f"state_dict: {_sum(tensors.values())}", *table])
+
+
+def _folded(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows that differ only in the first number of their names, under a name with `*`."""
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        parts = row[0].split(".")
+        number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+        if number is not None:
+            parts[number] = "*"
+        groups.setdefault((".".join(parts), *row[1:]), []).append(row)
+    return [
+        members[0] if len(members) == 1 else (f"{pattern} ({len(members)})", *rest)
+        for (pattern, *rest), members in groups.items()
+    ]
+
+
+def _optimizers(states: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    for number, state in enumerate(states):
+        values = state.get("state", {})
+        keys = sorted({str(key) for each in values.values() for key in each})
+        held = f"{', '.join(keys)} of {len(values)} parameters; {_sum(_tensors(values))}" if keys else "no state"
+        yield f"optimizer {number}", held
+        for index, group in enumerate(state.get("param_groups", [])):
+            names = sorted(group.keys() - {"params", "param_names"}, key=lambda name: (name != "lr", name))
+            rest = {name: group[name] for name in names}
+            yield f"  group {index}", f"{len(group['params'])} parameters; {_values(rest)}"
+
+
+def _schedulers(states: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    for number, state in enumerate(states):
+        yield f"scheduler {number}", _values(_public(state))
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def _identity(value: Any) -> Any:
+    """The same for tensors that are tied: one object, or one memory."""
+    if not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided or value.numel() == 0:
+        return id(value)
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _sum(tensors: Iterable[Tensor]) -> str:
+    counted = {_identity(tensor): tensor for tensor in tensors}.values()
+    elements = sum(tensor.numel() for tensor in counted)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in counted)
+    return f"{len(counted)} tensor{'s' * (len(counted) != 1)}, {elements:,} elements, {_size(num_bytes)}"
+
+
+def _size(num_bytes: int) -> str:
+    size, units = float(num_bytes), ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{num_bytes} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
+
+
+def _values(values: Any) -> str:
+    """Names and values that say something: neither nothing nor a default that is off."""
+    if not isinstance(values, Mapping):
+        return _value(values)
+    return ", ".join(
+        f"{key} {_value(value)}" for key, value in values.items() if value is not None and value is not False
+    )
+
+
+def _public(values: Any) -> Any:
+    """Without what Lightning and torch keep for themselves."""
+    if not isinstance(values, Mapping):
+        return values
+    return {key: value for key, value in values.items() if not str(key).startswith("_")}
+
+
+def _value(value: Any) -> str:
+    """A value in a few words."""
+    tensors = _tensors(value)
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
+        return str(value.item())
+    if tensors:
+        return _sum(tensors)
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, (dict, list, tuple, str, int, type(None))):
+        text = repr(value)
+        return text if len(text) <= 72 else f"{text[:69]}..."
+    return f"<{type(value).__module__}.{type(value).__qualname__}>"
+
+
+def _columns(rows: Iterable[tuple[str, str]]) -> str:
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)

@@ -1,0 +1,289 @@
+"""The command line: training from a YAML file, pictures of schedules, and checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from lightning_hybrid.cli.consolidate import consolidate
+from lightning_hybrid.cli.dry_run import forecast
+from lightning_hybrid.cli.inspect import inspect_checkpoint
+from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES, build
+from lightning_hybrid.pipeline_parallel.timeline import Timeline, simulate
+from lightning_hybrid.strategy.layout import describe
+from lightning_hybrid.strategy.strategy import HybridStrategy
+from lightning_hybrid.strategy.summary import memory_table
+
+__all__ = ["HybridCLI", "main"]
+
+PROGRAM = "lightning-hybrid"
+
+
+class HybridCLI(LightningCLI):
+    """A `LightningCLI` whose configuration may name any model, data and strategy by ``class_path``.
+
+    Args:
+        model: Class path of the model when neither command line nor configuration names one.
+        data: Class path of the data when neither command line nor configuration names one.
+        kwargs: Arguments of `LightningCLI`.
+    """
+
+    def __init__(self, *, model: str | None = None, data: str | None = None, **kwargs: Any) -> None:
+        self._default_classes = {"model": model, "data": data}
+        kwargs.setdefault("save_config_kwargs", {"overwrite": True})
+        super().__init__(**kwargs)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The default classes; a configuration may still name others."""
+        for key, path in self._default_classes.items():
+            if path is not None:
+                parser.set_defaults({key: {"class_path": path}})
+
+    def after_fit(self) -> None:
+        """Say what came out: progress bars vanish."""
+        if self.trainer.is_global_zero:
+            metrics = {name: float(value) for name, value in sorted(self.trainer.callback_metrics.items())}
+            print("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+
+
+def main(args: Sequence[str] | None = None, *, model: str | None = None, data: str | None = None) -> None:
+    """Run the program ``lightning-hybrid``.
+
+    Args:
+        args: The words after the program's name; those of this process by default.
+        model: Class path of the model when neither command line nor configuration names one.
+        data: Class path of the data when neither command line nor configuration names one.
+
+    Raises:
+        SystemExit: After help or wrong usage.
+    """
+    # Configurations name classes of the user's project, which is where the program is started.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    words = list(sys.argv[1:] if args is None else args)
+    command = words[0] if words else None
+    if command in COMMANDS:
+        COMMANDS[command](words[1:])
+    elif command in HybridCLI.subcommands():
+        HybridCLI(model=model, data=data, args=args if args is None else words)
+    else:
+        _help_and_exit(command)
+
+
+def _help_and_exit(command: str | None) -> None:
+    """Show the commands; anything but a plain request for help is an error."""
+    wanted = command in {"-h", "--help"}
+    stream = sys.stdout if wanted else sys.stderr
+    print(HELP, file=stream)
+    if command is not None and not wanted:
+        close = difflib.get_close_matches(command, [*COMMANDS, *HybridCLI.subcommands()], n=1)
+        advice = f"; did you mean {close[0]!r}?" if close else ""
+        print(f"\n{PROGRAM}: there is no command {command!r}{advice}", file=stream)
+    raise SystemExit(0 if wanted else 2)
+
+
+def _timeline(words: Sequence[str]) -> None:
+    """Draw one step of a schedule."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} timeline",
+        description="Draw one training step of a pipeline schedule, its bubble and what each rank keeps in memory.",
+    )
+    parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="default: %(default)s")
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="pipeline ranks (default: %(default)s)")
+    parser.add_argument(
+        "--microbatches", type=int, metavar="N", help="microbatches of a step (default: 4 for each rank)"
+    )
+    parser.add_argument("--chunks", type=int, metavar="N", help="model chunks per rank (default: 1, interleaved 2)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture to this file too")
+    options = parser.parse_args(words)
+    default_chunks = 2 if options.schedule == "interleaved_1f1b" else 1
+    chunks = default_chunks if options.chunks is None else options.chunks
+    microbatches = 4 * options.ranks if options.microbatches is None else options.microbatches
+    try:
+        timeline = simulate(build(options.schedule, options.ranks, microbatches, chunks))
+    except ValueError as error:
+        parser.error(str(error))
+    print(timeline.to_text(width=max(80, shutil.get_terminal_size((120, 24)).columns)))
+    print(_figures(timeline))
+    if options.svg is not None:
+        try:
+            options.svg.write_text(timeline.to_svg(), encoding="utf-8")
+        except OSError as error:
+            parser.error(f"cannot write --svg {options.svg}: {error.strerror}")
+
+
+def _figures(timeline: Timeline) -> str:
+    peaks = "  ".join(f"rank {rank}: {peak:g}" for rank, peak in enumerate(timeline.peak_in_flight))
+    return (
+        f"bubble          {timeline.bubble:.1%} of the step, {timeline.bubble_over_ideal:.1%} over the ideal\n"
+        f"peak in flight  {peaks} (microbatches whose activations are kept)"
+    )
+
+
+def _configured(
+    parser: argparse.ArgumentParser, config: str, others: Sequence[str]
+) -> tuple[HybridCLI, HybridStrategy]:
+    """What a configuration says, with the strategy in it; nothing is started."""
+    saved, sys.argv = sys.argv, [PROGRAM, "--config", config, *others]  # where a LightningCLI looks
+    try:
+        cli = HybridCLI(run=False)
+    except (ValueError, MisconfigurationException) as error:
+        parser.error(str(error))
+    finally:
+        sys.argv = saved
+    strategy = cli.trainer.strategy
+    if not isinstance(strategy, HybridStrategy):
+        parser.error(f"the strategy of {config} is a {type(strategy).__name__}, not a HybridStrategy")
+    return cli, strategy
+
+
+def _plan(words: Sequence[str]) -> None:
+    """Say which rank would hold what."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} plan",
+        description="Show the layout, the stages and the plan of shared layers of a configuration; nothing is started.",
+        epilog="Other options, such as --trainer.devices 8, change the configuration as those of `fit` do.",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the configuration")
+    options, others = parser.parse_known_args(words)
+    cli, strategy = _configured(parser, options.config, others)
+    if is_overridden("configure_model", cli.model):
+        cli.model.configure_model()
+    try:
+        print(describe(cli.model, strategy.settings, strategy.sizes))
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+
+
+def _memory(words: Sequence[str]) -> None:
+    """Say what each rank would hold."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} memory",
+        description="Show what the ranks of a configuration would hold of parameters, gradients, optimizer states,"
+        " activations and buffers. Nothing is started, and no device is needed: the step runs on shapes.",
+        epilog="Other options, such as --data.batch_size 64, change the configuration as those of `fit` do.",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the configuration")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes, instead of those of the configuration")
+    options, others = parser.parse_known_args(words)
+    world = [] if options.ranks is None else ["--trainer.devices", str(options.ranks), "--trainer.num_nodes", "1"]
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # what a run says of its start is not to the point
+    others += ["--trainer.accelerator", "cpu", *world]
+    cli, strategy = _configured(parser, options.config, others)
+    first = [cli]
+
+    def make() -> tuple[LightningModule, LightningDataModule | None]:
+        made = first.pop() if first else _configured(parser, options.config, others)[0]
+        return made.model, made.datamodule
+
+    arguments = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
+    try:
+        found = forecast(
+            make,
+            strategy.settings,
+            strategy.sizes,
+            precision=strategy.precision_plugin,
+            **{name: getattr(cli.trainer, name) for name in arguments},
+        )
+    except (ValueError, TypeError, MisconfigurationException) as error:
+        parser.error(str(error))
+    print(f"{found.layout}\n\n{memory_table(found.accounts)}")
+
+
+def _inspect(words: Sequence[str]) -> None:
+    """Say what a checkpoint holds."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} inspect",
+        description="Show what a checkpoint holds: tensors, optimizers, the layout it was written under. No tensor is"
+        " read. Layers that are alike share a line.",
+        epilog="It unpickles what it reads: only use checkpoints that you trust.",
+    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="a file, or a directory of shards")
+    parser.add_argument("--every-name", action="store_true", help="a line for each tensor")
+    options = parser.parse_args(words)
+    try:
+        print(inspect_checkpoint(options.path).text(every_name=options.every_name))
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def _consolidate(words: Sequence[str]) -> None:
+    """Make one file of a directory."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} consolidate",
+        description="Turn a checkpoint that is a directory into one ordinary Lightning file. It may be larger than the"
+        " memory. Directories of Lightning's FSDPStrategy and ModelParallelStrategy are understood too.",
+        epilog="It unpickles what it reads: only use checkpoints that you trust.",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    parser.add_argument("file", type=Path, metavar="FILE", help="the file to write")
+    parser.add_argument("--weights-only", action="store_true", help="leave out optimizers, schedulers and callbacks")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    options = parser.parse_args(words)
+    with _progress_bar() as bar:
+        task = bar.add_task(options.file.name, total=None)
+        try:
+            consolidate(
+                options.directory,
+                options.file,
+                weights_only=options.weights_only,
+                overwrite=options.overwrite,
+                progress=lambda done, total: bar.update(task, advance=done, total=total),
+            )
+        except (OSError, ValueError) as error:
+            bar.stop()
+            parser.exit(2, f"{parser.prog}: {error}\n")
+    print(f"{options.file}: {options.file.stat().st_size:,} bytes")
+
+
+def _progress_bar() -> Progress:
+    """A bar of bytes; where nobody watches there is none."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "timeline": _timeline,
+    "plan": _plan,
+    "memory": _memory,
+    "inspect": _inspect,
+    "consolidate": _consolidate,
+}
+
+HELP = f"""\
+usage: {PROGRAM} COMMAND [OPTIONS]
+
+Train a LightningModule with hybrid parallelism.
+
+  fit          train:     {PROGRAM} fit --config FILE
+  validate     evaluate on the validation data
+  test         evaluate on the test data
+  predict      run on new data
+  plan         show who would hold what:     {PROGRAM} plan --config FILE
+  memory       show what each rank would hold:     {PROGRAM} memory --config FILE --ranks 8
+  timeline     draw a pipeline schedule:     {PROGRAM} timeline --schedule 1f1b --ranks 4 --microbatches 8
+  inspect      show what a checkpoint holds:     {PROGRAM} inspect PATH
+  consolidate  make one file of a checkpoint that is a directory:     {PROGRAM} consolidate DIR FILE
+
+{PROGRAM} COMMAND --help tells the options of a command."""

@@ -1,0 +1,230 @@
+"""Gradients summed over a group once per optimizer step, in flat buckets that travel while backward still runs.
+
+The parameters p0 ... p5 of a model get their gradients in the order p5 ... p0, so buckets are filled from the end::
+
+    backward    g5  g4  g3  g2  g1  g0
+                 |   |   |   |   |   |
+    bucket 0   [g5  g4 | 1 1]  |   |   |     its last gradient has arrived: packed, scaled, `.grad` freed, and
+                       `- - - all-reduce - - - >         it travels while backward goes on
+    bucket 1             [g3  g2  g1 | 1 1 1]
+                                     `- - - - >  a bucket starts after the ones before it: one order on every rank
+    bucket 2                       [g0 | 1]
+
+The numbers behind the bar say which gradients this rank had; their sum tells a parameter that some rank used (the ranks
+without a gradient gave zeros) from one that no rank used (its gradient stays ``None``, as in one process).
+
+The idea of buckets that overlap with backward is from *PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training* (Li et al., 2020, https://arxiv.org/abs/2006.15704).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
+
+from lightning_hybrid.data_parallel.bucket import Bucket, SummedBucket, too_late
+from lightning_hybrid.distributed.dtensor import local_of
+
+__all__ = ["BUCKET_BYTES", "GradientBuckets", "assign"]
+
+BUCKET_BYTES = 25 * 2**20
+
+# The first bucket is small: the sooner something travels, the more of it hides behind backward.
+FIRST_BUCKET_BYTES = 2**20
+
+
+class GradientBuckets:
+    """The gradients of some parameters, summed over a group and multiplied by a factor, in place in ``.grad``.
+
+    One optimizer step is ``arm(); backward(); launch_rest(); finish()``. All of what earlier micro-batches left in
+    ``.grad`` takes part: a gradient is sent as it is after the armed backward, when it is final.
+
+    Every rank of the group passes the same parameters (shape, dtype, order, ``requires_grad``), may use other ones of
+    them than its peers, and ends with the same bits. Freezing and thawing parameters between steps is noticed.
+
+    Args:
+        parameters: The parameters in the order of the model; dense, of any dtypes and devices. Of one that is divided
+            over other ranks, this rank's shard takes part.
+        group: The ranks that hold a copy of each of them.
+        scale: What each gradient is multiplied by before it is summed; ``1 / group.size()`` gives the mean.
+        bucket_bytes: The size in bytes from which a bucket is complete.
+        overlap: Whether a bucket starts as soon as its last gradient is there, or all of them in :meth:`launch_rest`.
+        divide: Puts parameters into buckets, in the order in which backward should complete them; instead of
+            ``bucket_bytes``.
+        at_once: How many buckets may travel at a time; ``None`` for all.
+
+    Attributes:
+        watch: Called before something travels, when there is the most of it.
+
+    Example::
+
+        buckets = GradientBuckets(list(model.parameters()), group, scale=1 / group.size())
+        for microbatch in microbatches[:-1]:
+            loss(model, microbatch).backward()
+        buckets.arm()
+        loss(model, microbatches[-1]).backward()
+        buckets.launch_rest()
+        buckets.finish()
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: ProcessGroup,
+        *,
+        scale: float,
+        bucket_bytes: int = BUCKET_BYTES,
+        overlap: bool = True,
+        divide: Callable[[Sequence[nn.Parameter]], list[Bucket]] | None = None,
+        at_once: int | None = None,
+    ) -> None:
+        self.parameters = list(parameters)
+        self._group = weakref.ref(group)
+        self.scale = scale
+        self.bucket_bytes = bucket_bytes
+        self.overlap = overlap
+        self._put_into_buckets = self._by_size if divide is None else divide
+        self._at_once = at_once
+        self._buckets: list[Bucket] = []
+        self._trainable: list[bool] = []
+        self._handles: list[RemovableHandle] = []
+        self._armed = False
+        self._num_launched = self._num_finished = 0
+        self.watch: Callable[[None], None] | None = None
+
+    @property
+    def travelling(self) -> list[Tensor]:
+        """Gradients that are under way."""
+        return [tensor for bucket in self._buckets for tensor in bucket.travelling]
+
+    def arm(self) -> None:
+        """Say that the next backward is the last one of this step: each gradient that it completes is final."""
+        assert self._num_launched == 0, "`finish()` comes before the next step's `arm()`"
+        self._divide()
+        self._armed = self.overlap
+
+    def launch_rest(self) -> None:
+        """Say that this backward is done: start what has not started; parameters without a gradient send zeros.
+
+        Right without :meth:`arm` too: everything starts here then.
+        """
+        if not self._armed:
+            self._divide()
+        self._armed = False
+        for bucket in self._buckets[self._num_launched :]:
+            self._launch(bucket)
+
+    def launch_complete(self, parameters: Container[int]) -> None:
+        """Start what consists of these parameters, by identity: they are done, whether they have a gradient or not."""
+        self._divide()
+        for bucket in self._buckets[self._num_launched :]:
+            if not all(id(parameter) in parameters for parameter in bucket.parameters):
+                break
+            self._launch(bucket)
+
+    def finish(self) -> None:
+        """Wait, and give every parameter its gradient: a view into its bucket, which lives as long as its views.
+
+        A parameter that no rank of the group used keeps the gradient ``None``. The host waits for the device only if
+        this rank lacked a gradient and must read whether another one had it.
+
+        Raises:
+            RuntimeError: If a parameter got another gradient after its bucket had started.
+        """
+        assert self._num_launched == len(self._buckets), "`launch_rest()` comes before `finish()`"
+        for bucket in self._buckets[self._num_finished :]:
+            bucket.wait()
+        for bucket in self._buckets[self._num_finished :]:
+            bucket.give_back()
+        self._num_launched = self._num_finished = 0
+
+    def abandon(self) -> None:
+        """Let go of everything that is under way, after a failure: a pending collective keeps connections open."""
+        self._buckets.clear()
+        self._num_launched = self._num_finished = 0
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters; the next :meth:`arm` would put them on again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._trainable.clear()
+        self._buckets.clear()
+
+    def _divide(self) -> None:
+        """Divides the trainable parameters into buckets, unless this is the division in use."""
+        trainable = [parameter.requires_grad for parameter in self.parameters]
+        if trainable == self._trainable:
+            return
+        self.remove()
+        self._trainable = trainable
+        parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self._buckets = self._put_into_buckets(parameters)
+        if self.overlap:
+            for bucket in self._buckets:
+                for index, parameter in enumerate(bucket.parameters):
+                    hook = partial(self._on_gradient, bucket, index)
+                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    self._handles.append(handle)
+
+    def _by_size(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+        return [SummedBucket(members) for members in assign(parameters, self.bucket_bytes)]
+
+    def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
+        # Runs at every parameter in every backward of every micro-batch; only the last one counts.
+        if not self._armed:
+            return
+        if bucket.work is not None:
+            raise too_late(parameter)
+        bucket.missing.discard(index)
+        # A complete bucket waits for the ones before it: collectives of a group have one order on all ranks, and with a
+        # graph that depends on the data, buckets are complete in any order.
+        while self._num_launched < len(self._buckets) and not self._buckets[self._num_launched].missing:
+            self._launch(self._buckets[self._num_launched])
+
+    def _launch(self, bucket: Bucket) -> None:
+        if self.watch is not None:
+            self.watch(None)
+        group = self._group()
+        assert group is not None, "the process groups have been destroyed"
+        if self._num_launched - self._num_finished == self._at_once:
+            oldest = self._buckets[self._num_finished]
+            oldest.wait()
+            oldest.give_back()
+            self._num_finished += 1
+        bucket.launch(group, self.scale)
+        self._num_launched += 1
+
+
+def assign(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Divides parameters into buckets, in the order in which backward should complete them.
+
+    Args:
+        parameters: The parameters in the order of the model.
+        bucket_bytes: The size in bytes from which a bucket is complete.
+
+    Returns:
+        Buckets of one dtype and device each, and each in the reverse order of the model.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, nn.Parameter]]] = {}
+    for position, parameter in enumerate(reversed(parameters)):
+        kinds.setdefault((parameter.dtype, parameter.device), []).append((position, parameter))
+    buckets: list[tuple[int, list[nn.Parameter]]] = []
+    for members in kinds.values():
+        limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
+        bucket: list[nn.Parameter] = []
+        num_bytes = 0
+        for position, parameter in members:
+            bucket.append(parameter)
+            num_bytes += local_of(parameter).numel() * parameter.element_size()
+            if num_bytes >= limit or position == members[-1][0]:
+                buckets.append((position, bucket))
+                bucket, num_bytes, limit = [], 0, bucket_bytes
+    # A bucket is complete when its last member is.
+    return [bucket for _, bucket in sorted(buckets, key=lambda positioned: positioned[0])]

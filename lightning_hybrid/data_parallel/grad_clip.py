@@ -1,0 +1,127 @@
+"""Gradient norm and clipping over the model group, each parameter counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.utils import clip_grads_with_norm_
+
+from lightning_hybrid.distributed.dtensor import local_gradient, local_view
+
+__all__ = ["clip_by_total_norm", "total_norm"]
+
+
+@torch.no_grad()
+def total_norm(
+    parameters: Iterable[nn.Parameter],
+    norm_type: float = 2.0,
+    *,
+    group: ProcessGroup | None = None,
+    counts: Callable[[nn.Parameter], bool] = lambda parameter: True,
+    device: torch.device | None = None,
+) -> Tensor:
+    r"""The norm of the gradients of a model whose parameters are spread over a group.
+
+    .. math:: \lVert g \rVert_p = \bigl\lVert (\lVert g_1 \rVert_p, \ldots, \lVert g_n \rVert_p) \bigr\rVert_p
+
+    The norm of a vector is the norm of the norms of its pieces. Ranks exchange theirs in one collective (gathered, not
+    summed as powers, so that every ``norm_type`` takes the same way), and all of them get the same bits. The host does
+    not wait for the device.
+
+    Args:
+        parameters: This rank's parameters; none is fine, but every rank of the group must call.
+        norm_type: The exponent p > 0, or ``float("inf")``.
+        group: The ranks that together hold the model; ``None`` if this one holds it whole.
+        counts: Whether this rank counts a parameter. Of several copies of a parameter, one must be counted.
+        device: Where ranks communicate; needed where a rank may have no gradient. Default: where the first gradient is.
+
+    Returns:
+        A float64 scalar on ``device``. Norms of single gradients are taken in float32 at least.
+    """
+    # Of a divided parameter each rank counts its shard.
+    counted = [local_gradient(parameter) for parameter in parameters if counts(parameter)]
+    gradients = [gradient for gradient in counted if gradient is not None and gradient.numel() > 0]
+    if device is None:
+        device = gradients[0].device if gradients else torch.device("cpu")
+    norms = [norm.to(device, torch.float64) for norm in _norms(gradients, norm_type)]
+    local = _norm_of_norms(norms, norm_type, device)
+    if group is None or group.size() == 1:
+        return local
+    gathered = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(gathered, local, group=group)
+    return _norm_of_norms(gathered, norm_type, device)
+
+
+@torch.no_grad()
+def clip_by_total_norm(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    group: ProcessGroup | None = None,
+    counts: Callable[[nn.Parameter], bool] = lambda parameter: True,
+    device: torch.device | None = None,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scales this rank's gradients, in place, such that the norm over the group is at most ``max_norm``.
+
+    Args:
+        parameters: This rank's parameters, counted or not: every copy of a parameter is scaled.
+        max_norm: The largest norm.
+        norm_type: The exponent p > 0, or ``float("inf")``.
+        group: The ranks that together hold the model; ``None`` if this one holds it whole.
+        counts: Whether this rank counts a parameter.
+        device: Where ranks communicate; needed where a rank may have no gradient. Default: where the first gradient is.
+        error_if_nonfinite: Whether a norm that is infinite or NaN is an error; the host waits for the device to see it.
+
+    Returns:
+        The norm before clipping, as :func:`total_norm` gives it.
+
+    Raises:
+        RuntimeError: If ``error_if_nonfinite`` and the norm is infinite or NaN, on every rank of the group.
+    """
+    parameters = list(parameters)
+    norm = total_norm(parameters, norm_type, group=group, counts=counts, device=device)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped."
+            " Pass `error_if_nonfinite=False` to scale them all the same."
+        )
+    # One call per dtype, with a norm of that dtype: `foreach` is fast only then, and copies of one parameter are scaled
+    # by the same factor whatever else their ranks hold. Half precision would spoil the factor; float32 it is there.
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        alike = [local_view(parameter) for parameter in parameters if parameter.dtype == dtype]
+        clip_grads_with_norm_(alike, max_norm, norm.to(_norm_dtype(dtype)))
+    return norm
+
+
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to take norms in: at least float32, because squares of float16 overflow."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """The norm of each gradient (in no particular order)."""
+    # One kernel for many tensors, where torch has it; `get_total_norm` uses it too but rounds to the gradients' dtype.
+    foreach = getattr(torch, "_foreach_norm", None)
+    norms: list[Tensor] = []
+    for device, dtype in dict.fromkeys((gradient.device, gradient.dtype) for gradient in gradients):
+        alike = [gradient for gradient in gradients if gradient.device == device and gradient.dtype == dtype]
+        if dtype.is_complex:
+            alike = [gradient.abs() for gradient in alike]
+        if foreach is not None:
+            norms += foreach(alike, norm_type, dtype=_norm_dtype(dtype))
+        else:
+            norms += [torch.linalg.vector_norm(gradient, norm_type, dtype=_norm_dtype(dtype)) for gradient in alike]
+    return norms
+
+
+def _norm_of_norms(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+    return norm

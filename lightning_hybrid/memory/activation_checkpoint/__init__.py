@@ -1,0 +1,1 @@
+"""Activations that are computed again in backward instead of being kept."""

@@ -1,0 +1,296 @@
+"""Running one rank's actions on its stages: one loop, one handler per action."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.pipeline_parallel.p2p import Channel, Receipt, Sent
+from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule
+from lightning_hybrid.pipeline_parallel.stage import Compute, Stage
+from lightning_hybrid.pipeline_parallel.trays import lay_out
+
+__all__ = ["Engine"]
+
+# Sends under way in a schedule without proofs (forward only). Waiting for the oldest cannot wait in a circle: the lists
+# of a schedule would not even if every send blocked.
+_WINDOW = 4
+# Schedules remembered: few are in use at a time (training, evaluation, ragged last batches).
+_MAX_PROGRAMS = 64
+
+_RANGES = {kind: "send" if kind.is_send else "receive" if kind.is_receive else "" for kind in Kind}
+_RANGES |= {Kind.F: "forward", Kind.B: "backward"}
+
+Profile = Callable[[str], AbstractContextManager[Any]]
+"""Makes the context of a named range."""
+
+
+def _nothing(_: Any) -> None:
+    """The callback of someone who does not want to know."""
+
+
+def _never(_: int, __: bool) -> None:
+    """Likewise."""
+
+
+class Engine:
+    """Runs the actions of one pipeline rank, in the order of the schedule and no other.
+
+    Every stage has four trays, and every action takes a message from one and puts one into another::
+
+        RECV_F --> inputs -----------> F --> outputs -----------> SEND_F
+        SEND_B <-- input gradients <-- B <-- output gradients <-- RECV_B
+
+    Neighbouring stages on one rank share the trays between them, so nothing is sent or copied there. ``RECV`` only
+    posts a receive: it puts a receipt into the tray, and whoever takes it waits for the message. ``SEND`` does not wait
+    either. It is over when the schedule proves it: a gradient that has arrived proves that the activation was received.
+    What is left at the end of a run is waited for at the start of the next, so no step ends with a stall. After the
+    last run :meth:`retire` has to be called: a message may be lost when its sender goes.
+
+    An exception of ``compute`` or of the transport is not caught: :attr:`position` tells what was going on, and the
+    engine is of no further use.
+
+    Args:
+        rank: Pipeline rank.
+        channels: The channels of which this rank is sender or receiver.
+        trace: Called with ``"2F0"``, ``"1SEND_F3"``, ... where that is done.
+    """
+
+    def __init__(
+        self, rank: int, channels: Mapping[ChannelKey, Channel], *, trace: Callable[[str], None] | None = None
+    ) -> None:
+        self.position: Action | None = None
+        self._rank = rank
+        self._channels = dict(channels)
+        self._connected = False
+        self._trace = _nothing if trace is None else trace
+        self._sent: dict[str, Sent] = {}
+        # By identity: the hash of a schedule is that of all its actions. Holding the schedule keeps its id its own.
+        self._programs: dict[int, tuple[Schedule, list[_Step]]] = {}
+
+    def run(
+        self,
+        schedule: Schedule,
+        compute: Compute,
+        keys: Sequence[Hashable],
+        *,
+        backward_begins: Callable[[int, bool], None] = _never,
+        backward_ends: Callable[[int, bool], None] = _never,
+        profile: Profile | None = None,
+    ) -> list[Any]:
+        """Run this rank's part of a schedule.
+
+        Args:
+            schedule: What to do.
+            compute: ``compute(stage, microbatch, inputs)`` runs the layers of a stage on a tree (``None`` on the first
+                stage) and returns a tree; on the last stage of a schedule with backward the loss, a scalar that is
+                already scaled.
+            keys: Signature of each microbatch, the same on all ranks: microbatches with equal keys have equal shapes,
+                dtypes and plain values at every stage boundary.
+            backward_begins: Called with a stage just before a backward, and whether it is its last one of this run.
+            backward_ends: Called in the same way just after a backward.
+            profile: Gives a context for ``"forward"``, ``"backward"``, ``"send"``, ``"receive"`` (posting) and
+                ``"wait"`` (for a message).
+
+        Returns:
+            The outputs of the last stage by microbatch, if the schedule is forward only and this rank owns that stage;
+            otherwise an empty list.
+
+        Raises:
+            ValueError: If there is not one key per microbatch, a channel is missing, or a message differs from the
+                first one with its key.
+        """
+        if len(keys) != schedule.num_microbatches:
+            raise ValueError(f"got {len(keys)} keys for a schedule of {schedule.num_microbatches} microbatches")
+        steps = self._program(schedule)
+        self._connect()
+        self.retire()
+        run = _Run(compute, keys, backward_begins, backward_ends, {})
+        self._play(steps, run) if profile is None else self._play_profiled(steps, run, profile)
+        self.position = None
+        return [run.results[microbatch] for microbatch in sorted(run.results)]
+
+    def _play(self, steps: list[_Step], run: _Run) -> None:
+        for step in steps:
+            self.position = step.action
+            step.handler(self, step, run, self._take(step) if step.is_compute else None)
+
+    def _play_profiled(self, steps: list[_Step], run: _Run, profile: Profile) -> None:
+        for step in steps:
+            self.position = step.action
+            message = None
+            if step.is_compute:
+                with profile("wait"):
+                    message = self._take(step)
+            with profile(_RANGES[step.action.kind]):
+                step.handler(self, step, run, message)
+
+    def retire(self) -> None:
+        """Wait for every send that is under way."""
+        for sent in self._sent.values():
+            sent.wait()
+        self._sent.clear()
+
+    def abandon(self) -> None:
+        """Let go of everything that is under way, after a failure: a pending message keeps its connection open."""
+        for channel in self._channels.values():
+            channel.abandon()
+        for _, steps in self._programs.values():
+            for step in steps:
+                for tray in (step.takes_from, step.puts_into):
+                    if tray is not None:
+                        tray.clear()
+        self._programs.clear()
+        self._sent.clear()
+
+    # One handler per action.
+
+    def _forward(self, step: _Step, run: _Run, message: Any) -> None:
+        self._trace(step.name)
+        step.puts_into[step.microbatch] = step.stage.forward(run.compute, step.microbatch, message)
+
+    def _forward_loss(self, step: _Step, run: _Run, message: Any) -> None:
+        self._trace(step.name)
+        step.stage.forward_loss(run.compute, step.microbatch, message)
+
+    def _evaluate(self, step: _Step, run: _Run, message: Any) -> None:
+        self._trace(step.name)
+        step.puts_into[step.microbatch] = flatten(step.stage.evaluate(run.compute, step.microbatch, message))
+
+    def _evaluate_last(self, step: _Step, run: _Run, message: Any) -> None:
+        self._trace(step.name)
+        run.results[step.microbatch] = step.stage.evaluate(run.compute, step.microbatch, message)
+
+    def _backward(self, step: _Step, run: _Run, message: Any) -> None:
+        index = step.stage.index
+        run.backward_begins(index, step.is_last_backward)
+        self._trace(step.name)
+        gradients = step.stage.backward(step.microbatch, None if message is None else message[0])
+        if index > 0:
+            step.puts_into[step.microbatch] = gradients, None
+        run.backward_ends(index, step.is_last_backward)
+
+    def _send(self, step: _Step, run: _Run, message: Any) -> None:
+        leaves, spec = step.takes_from.pop(step.microbatch)
+        self._trace(step.name)
+        self._sent[step.name] = step.channel.send((step.boundary, run.keys[step.microbatch]), leaves, spec)
+
+    def _send_in_window(self, step: _Step, run: _Run, message: Any) -> None:
+        self._send(step, run, message)
+        if len(self._sent) > _WINDOW:
+            self._sent.pop(next(iter(self._sent))).wait()
+
+    def _receive(self, step: _Step, run: _Run, message: Any) -> None:
+        self._trace(step.name)
+        step.puts_into[step.microbatch] = step.channel.post((step.boundary, run.keys[step.microbatch]))
+
+    def _take(self, step: _Step) -> Any:
+        """The message that an action works on; ``None`` at the ends of the model."""
+        message = None if step.takes_from is None else step.takes_from.pop(step.microbatch)
+        if type(message) is Receipt:
+            message = message.wait()
+        for name in step.retired:
+            sent = self._sent.pop(name, None)
+            if sent is not None:  # it may have left the window already
+                sent.wait()
+        return message
+
+    # What is looked up once.
+
+    def _connect(self) -> None:
+        if not self._connected:
+            for key in sorted(self._channels):
+                self._channels[key].connect(sends=key[0] == self._rank)
+            self._connected = True
+
+    def _program(self, schedule: Schedule) -> list[_Step]:
+        known = self._programs.get(id(schedule))
+        if known is not None:
+            return known[1]
+        if len(self._programs) >= _MAX_PROGRAMS:
+            self._programs.clear()
+        steps = self._compile(schedule)
+        self._programs[id(schedule)] = schedule, steps
+        return steps
+
+    def _compile(self, schedule: Schedule) -> list[_Step]:
+        actions = schedule.actions[self._rank]
+        retired = schedule.retired[self._rank] if schedule.retired else [()] * len(actions)
+        last_backwards = {action.stage: action for action in actions if action.kind is Kind.B}
+        trays = lay_out(schedule, self._rank)
+        stages = {stage: Stage(stage) for stage in range(self._rank, schedule.num_stages, schedule.num_ranks)}
+        steps = []
+        for action, proven in zip(actions, retired, strict=True):
+            takes_from, puts_into = trays[action.stage, action.kind]
+            channel = None if action.kind.is_compute else self._channel(schedule, action)
+            steps.append(
+                _Step(
+                    _handler(schedule, action),
+                    action,
+                    action.kind.is_compute,
+                    str(action),
+                    stages[action.stage],
+                    action.microbatch,
+                    takes_from,
+                    puts_into,
+                    channel,
+                    action.stage - 1 if action.kind in (Kind.RECV_F, Kind.SEND_B) else action.stage,
+                    tuple(map(str, proven)),
+                    last_backwards.get(action.stage) is action,
+                )
+            )
+        return steps
+
+    def _channel(self, schedule: Schedule, action: Action) -> Channel:
+        key = schedule.channel(action)
+        if key not in self._channels:
+            raise ValueError(
+                f"the action {action} of schedule {schedule.name!r} needs the channel {key}, "
+                f"but rank {self._rank} has {sorted(self._channels) or 'none'}"
+            )
+        return self._channels[key]
+
+
+class _Run(NamedTuple):
+    """What the caller gave for one run, and what comes of it."""
+
+    compute: Compute
+    keys: Sequence[Hashable]
+    backward_begins: Callable[[int, bool], None]
+    backward_ends: Callable[[int, bool], None]
+    results: dict[int, Any]
+
+
+_Handler = Callable[["Engine", "_Step", _Run, Any], None]
+
+
+class _Step(NamedTuple):
+    """One action, with everything that it needs already looked up."""
+
+    handler: _Handler
+    action: Action
+    is_compute: bool
+    name: str
+    stage: Stage
+    microbatch: int
+    takes_from: Any  # Tray, or None where nothing goes in or comes out: the handlers know
+    puts_into: Any
+    channel: Any  # Channel, or None for F and B
+    boundary: int  # The stage before it: with several chunks, several boundaries share a channel.
+    retired: tuple[str, ...]
+    is_last_backward: bool
+
+
+def _handler(schedule: Schedule, action: Action) -> _Handler:
+    is_last_stage = action.stage == schedule.num_stages - 1
+    if action.kind is Kind.F and schedule.has_backward:
+        return Engine._forward_loss if is_last_stage else Engine._forward
+    if action.kind is Kind.F:
+        return Engine._evaluate_last if is_last_stage else Engine._evaluate
+    if action.kind is Kind.B:
+        return Engine._backward
+    if action.kind.is_send:
+        return Engine._send if schedule.has_backward else Engine._send_in_window
+    return Engine._receive

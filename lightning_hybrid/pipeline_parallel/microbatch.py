@@ -1,0 +1,291 @@
+"""Splitting a batch into micro-batches, and joining what came of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+
+__all__ = ["JoinError", "Slicing", "find_batch_size", "join", "signature", "sizes", "slicing", "split_batch"]
+
+
+class JoinError(ValueError):
+    """Outputs of micro-batches cannot be put together without doubt."""
+
+
+def sizes(total: int, parts: int) -> list[int]:
+    """Divide a number of samples into micro-batches that differ by at most one, the larger ones first.
+
+    Args:
+        total: The number of samples.
+        parts: The wished number of micro-batches. There are fewer when there are fewer samples.
+
+    Example:
+        >>> sizes(10, 4), sizes(3, 4)
+        ([3, 3, 2, 2], [1, 1, 1])
+    """
+    parts = max(1, min(parts, total))
+    small, larger = divmod(total, parts)
+    return [small + 1] * larger + [small] * (parts - larger)
+
+
+def signature(tree: Any) -> Hashable:
+    """What decides the shapes that a tree leads to, without its numbers.
+
+    Args:
+        tree: Any nested container of values.
+
+    Returns:
+        A hashable: the containers, the shape, dtype and `requires_grad` of tensors, ``None`` and booleans as they are,
+        the types of other leaves.
+    """
+    leaves, spec = flatten(tree)
+    return spec, tuple([_leaf_signature(leaf) for leaf in leaves])
+
+
+def _leaf_signature(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.requires_grad
+    return (leaf,) if leaf is None or isinstance(leaf, bool) else (type(leaf),)
+
+
+def find_batch_size(batch: Any) -> int | None:
+    """The number of samples.
+
+    It is the length of the first dimension that most tensors have (the first tensor's, where several are equally
+    frequent); without tensors the length of the first list of strings or numbers. A list of tensors beside a list of as
+    many records, as detection has it, has one entry for each sample.
+
+    Args:
+        batch: A batch as a loader gives it.
+
+    Returns:
+        The number of samples, ``None`` if nothing in the batch has a first dimension.
+    """
+    listed = _listed_samples(batch)
+    if listed is not None:
+        return listed
+    samples = _sample_tensor(batch)
+    return _first_list_length(batch) if samples is None else samples.shape[0]
+
+
+def _listed_samples(batch: Any) -> int | None:
+    """The number of samples of a batch like ``((image, image), ({"boxes": ...}, {"boxes": ...}))``."""
+    lists = [field for field in _children(batch)[1] if type(field) in (list, tuple) and field]
+    tensors = {len(field) for field in lists if all(isinstance(entry, Tensor) for entry in field)}
+    records = {len(field) for field in lists if all(isinstance(entry, Mapping) for entry in field)}
+    lengths = {leaf.shape[:1] for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)}
+    # Where all tensors have the same length it is that of samples, and the lists are a container of two batches.
+    return min(tensors & records, default=None) if len(lengths) > 1 else None
+
+
+def _sample_tensor(batch: Any) -> Tensor | None:
+    """The tensor that tells the number of samples."""
+    tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim > 0]
+    if not tensors:
+        return None
+    (length, _), *_ = Counter(len(tensor) for tensor in tensors).most_common(1)
+    return next(tensor for tensor in tensors if len(tensor) == length)
+
+
+def _first_list_length(tree: Any) -> int | None:
+    if type(tree) is list and tree and all(isinstance(value, (str, bytes, int, float)) for value in tree):
+        return len(tree)
+    lengths = (_first_list_length(child) for child in _children(tree)[1])
+    return next((length for length in lengths if length is not None), None)
+
+
+def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]]:
+    """Split a batch along its samples.
+
+    Tensors whose first dimension is the number of samples are split, and so are lists with one entry for each sample:
+    strings, numbers, or records of one class such as the targets of detection. (A container that holds the tensor by
+    which the samples are counted is no such list.) Everything else - a mixing coefficient, class weights - goes whole
+    to every micro-batch.
+
+    Args:
+        batch: A nested container of values.
+        num_microbatches: The wished number of micro-batches.
+
+    Returns:
+        The micro-batches, and the number of samples of each.
+    """
+    total = find_batch_size(batch)
+    if total is None or num_microbatches == 1:
+        return [batch], [1 if total is None else total]
+    counts = sizes(total, num_microbatches)
+    if _listed_samples(batch) is None:
+        return _split(batch, counts, _sample_tensor(batch)), counts
+    spec, fields = _children(batch)
+    assert spec is not None
+    columns = [
+        _slices(field, counts)
+        if isinstance(field, (list, tuple, Tensor)) and _length(field) == total
+        else [field] * len(counts)
+        for field in fields
+    ]
+    return [_with_children(spec, list(row)) for row in zip(*columns, strict=True)], counts
+
+
+def _length(field: Any) -> int:
+    return 0 if isinstance(field, Tensor) and field.ndim == 0 else len(field)
+
+
+def _slices(entries: Any, counts: list[int]) -> list[Any]:
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    return [entries[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _split(tree: Any, counts: list[int], samples: Tensor | None) -> list[Any]:
+    if isinstance(tree, Tensor):
+        if tree.ndim > 0 and tree.shape[0] == sum(counts):
+            return list(torch.split(tree, counts))
+        return [tree] * len(counts)
+    if type(tree) in (list, tuple) and len(tree) == sum(counts) and _has_entry_for_each_sample(tree, samples):
+        return _slices(tree, counts)
+    spec, children = _children(tree)
+    if spec is None:
+        return [tree] * len(counts)
+    parts = [_split(child, counts, samples) for child in children]
+    return [_with_children(spec, [part[i] for part in parts]) for i in range(len(counts))]
+
+
+def _has_entry_for_each_sample(entries: list[Any] | tuple[Any, ...], samples: Tensor | None) -> bool:
+    """Whether a list or tuple, which is as long as there are samples, goes by samples."""
+    if all(isinstance(entry, (str, bytes)) for entry in entries):
+        return True
+    if isinstance(entries, tuple):  # a record, such as the height and width of all images
+        return False
+    if all(entry is None or isinstance(entry, (int, float)) for entry in entries):
+        return True
+    alike = len({type(entry) for entry in entries}) == 1
+    return alike and not any(leaf is samples for leaf in flatten(entries)[0] if samples is not None)
+
+
+def _children(tree: Any) -> tuple[TreeSpec | None, list[Any]]:
+    """One level of a tree: its container and what is directly in it."""
+    _, spec = flatten(tree)
+    if spec.kind is None:
+        return None, []
+    if not spec.names:
+        return spec, list(tree)
+    if isinstance(tree, Mapping):
+        return spec, [tree[name] for name in spec.names]
+    return spec, [getattr(tree, name) for name in spec.names]
+
+
+def _with_children(spec: TreeSpec, children: list[Any]) -> Any:
+    level = TreeSpec(spec.kind, spec.names, (TreeSpec(None),) * len(children))
+    return unflatten(children, level)
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How the input of the body is divided in evaluation, where the user's step sees the whole batch.
+
+    Attributes:
+        spec: The shape of the tree.
+        dims: For each leaf the dimension that is the batch; ``None`` for leaves that go whole to every micro-batch.
+        counts: The number of samples of each micro-batch; one entry if the tree is not divided.
+    """
+
+    spec: TreeSpec
+    dims: tuple[int | None, ...]
+    counts: tuple[int, ...]
+
+    def apply(self, tree: Any) -> list[Any]:
+        """The micro-batches of a tree."""
+        if len(self.counts) == 1:
+            return [tree]
+        leaves, _ = flatten(tree)
+        columns = [
+            [leaf] * len(self.counts) if dim is None else torch.split(leaf, list(self.counts), dim)
+            for leaf, dim in zip(leaves, self.dims, strict=True)
+        ]
+        return [unflatten(list(row), self.spec) for row in zip(*columns, strict=True)]
+
+
+def slicing(tree: Any, total: int | None, num_microbatches: int) -> Slicing:
+    """Find out how to divide the input of the body, leaf by leaf.
+
+    A dimension is taken for the batch if its length is the number of samples. If a leaf has several such dimensions, or
+    none of the leaves has one, the tree stays whole: right, only not overlapped.
+
+    Args:
+        tree: The input of the body for the whole batch.
+        total: The number of samples, ``None`` if unknown.
+        num_microbatches: The wished number of micro-batches.
+    """
+    leaves, spec = flatten(tree)
+    candidates = [
+        [dim for dim, length in enumerate(leaf.shape) if length == total] if isinstance(leaf, Tensor) else []
+        for leaf in leaves
+    ]
+    ambiguous = any(len(dims) > 1 for dims in candidates)
+    if total is None or ambiguous or not any(candidates):
+        return Slicing(spec, (None,) * len(leaves), (total or 1,))
+    dims = tuple(found[0] if found else None for found in candidates)
+    return Slicing(spec, dims, tuple(sizes(total, num_microbatches)))
+
+
+def join(parts: list[Any], counts: Sequence[int], *, wary: bool = False) -> Any:
+    """Put the outputs of the body together again.
+
+    Args:
+        parts: One tree for each micro-batch.
+        counts: The number of samples of each.
+        wary: Whether to doubt leaves that are the same in all micro-batches although they follow ``counts``.
+
+    Returns:
+        The tree of the whole batch: leaves with one dimension that follows ``counts`` are concatenated along it, leaves
+        without are taken from the first micro-batch if they are the same in all.
+
+    Raises:
+        JoinError: If a leaf has several such dimensions, or has none and differs between micro-batches. The batch
+            must then run as one micro-batch.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    flat = [flatten(part) for part in parts]
+    spec = flat[0][1]
+    if any(other != spec for _, other in flat):
+        raise JoinError("The outputs of the micro-batches are different containers.")
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return unflatten([_join_leaf(list(column), counts, wary) for column in columns], spec)
+
+
+def _join_leaf(values: list[Any], counts: Sequence[int], wary: bool) -> Any:
+    first = values[0]
+    if not isinstance(first, Tensor):
+        if not all(_equal(value, first) for value in values[1:]):
+            raise JoinError(f"A plain value differs between micro-batches: {values}.")
+        return first
+    if not all(isinstance(value, Tensor) for value in values):
+        raise JoinError("A leaf is a tensor in some micro-batches and none in others.")
+    alike = all(value.ndim == first.ndim for value in values)
+    lengths = zip(*(value.shape for value in values), strict=True) if alike else ()
+    dims = [dim for dim, along in enumerate(lengths) if along == tuple(counts)]
+    if len(dims) == 1:
+        if wary and all(_same(value, first) for value in values[1:]):
+            raise JoinError(f"A leaf of shape {tuple(first.shape)} may go by samples or not: it is always the same.")
+        return torch.cat(values, dims[0])
+    if dims or any(value is not first and not _same(value, first) for value in values[1:]):
+        raise JoinError(f"No single dimension of {[tuple(value.shape) for value in values]} follows {list(counts)}.")
+    return first
+
+
+def _equal(value: Any, other: Any) -> bool:
+    try:
+        return value is other or bool(value == other)
+    except (TypeError, ValueError):  # arrays compare element by element
+        return False
+
+
+def _same(value: Tensor, other: Tensor) -> bool:
+    return value.shape == other.shape and torch.equal(value, other)

@@ -1,0 +1,198 @@
+"""Stand-ins for what lives on other stages: a name, a shape and a dtype, without memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.pipeline_parallel.stage_map import Placement
+
+__all__ = [
+    "StandInBuffer",
+    "StandInParameter",
+    "forget_stand_ins",
+    "is_stand_in",
+    "put_stand_ins",
+    "refuse_call",
+    "without_value_text",
+]
+
+_T = TypeVar("_T", bound=Tensor)
+
+
+class _StandIn(Tensor):
+    """A tensor on the meta device that stays there when its module is moved.
+
+    A module is moved as a whole (by the Trainer, by callbacks that copy it), which torch refuses for meta tensors.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Results of operations are plain meta tensors."""
+        if func is torch.equal:  # by which callbacks look for parameters
+            return args[0] is args[1]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Change the dtype, never the device."""
+        for arg in (*args, kwargs.get("dtype"), kwargs.get("other")):
+            dtype = arg.dtype if isinstance(arg, Tensor) else arg
+            if isinstance(dtype, torch.dtype) and dtype != self.dtype:
+                return self._like(super().to(dtype))
+        return self
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Stay."""
+        return self
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Stay."""
+        return self
+
+    def double(self, *args: Any, **kwargs: Any) -> Tensor:
+        """To float64."""
+        return self.to(torch.float64)
+
+    def float(self, *args: Any, **kwargs: Any) -> Tensor:
+        """To float32."""
+        return self.to(torch.float32)
+
+    def half(self, *args: Any, **kwargs: Any) -> Tensor:
+        """To float16."""
+        return self.to(torch.float16)
+
+    def bfloat16(self, *args: Any, **kwargs: Any) -> Tensor:
+        """To bfloat16."""
+        return self.to(torch.bfloat16)
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().as_subclass(StandInBuffer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Ties stay ties: a tensor that was copied already is taken from ``memo``."""
+        if id(self) not in memo:
+            memo[id(self)] = self._like(self)
+            vars(memo[id(self)]).update(copy.deepcopy(vars(self), memo))
+        copied: Tensor = memo[id(self)]
+        return copied
+
+
+class StandInParameter(_StandIn, nn.Parameter):
+    """A parameter that lives on another stage."""
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        return StandInParameter(tensor.detach(), requires_grad=self.requires_grad)
+
+
+class StandInBuffer(_StandIn):
+    """A buffer that lives on another stage."""
+
+
+def is_stand_in(tensor: Tensor) -> bool:
+    """Whether this tensor lives on another stage."""
+    return isinstance(tensor, _StandIn)
+
+
+def put_stand_ins(module: nn.Module, placement: Placement, rank: int) -> None:
+    """Replace what other stages hold by stand-ins; names, order and ties stay.
+
+    Args:
+        module: The whole module.
+        placement: Which stage holds what.
+        rank: This pipeline rank.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    kept = {id(tensor) for name, tensor in (*parameters.items(), *buffers.items()) if rank in placement.ranks_of(name)}
+    _replace(module, parameters, kept, _stand_in_parameter)
+    _replace(module, buffers, kept, lambda tensor: tensor.detach().to("meta").as_subclass(StandInBuffer))
+    if not any(getattr(hook, "hook", None) is _load_into_themselves for hook in _loading_hooks(module)):
+        module.register_load_state_dict_pre_hook(_load_into_themselves)  # type: ignore[no-untyped-call]
+
+
+def forget_stand_ins(module: nn.Module) -> None:
+    """Undo what was done for stand-ins, once there are none: layers may be called, and any state dict is loaded."""
+    for layer in module.modules():
+        for key in [key for key, hook in layer._forward_pre_hooks.items() if isinstance(hook, _Refusal)]:
+            del layer._forward_pre_hooks[key]
+    hooks = module._load_state_dict_pre_hooks
+    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is _load_into_themselves]:
+        del hooks[key]
+
+
+def _loading_hooks(module: nn.Module) -> list[Any]:
+    return list(module._load_state_dict_pre_hooks.values())
+
+
+def _load_into_themselves(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Whoever loads a state dict into the module, or into a copy of it: a stand-in takes itself, without a warning.
+
+    What does not fit stays in the state dict, and torch says what it says about the whole module.
+    """
+    tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        if is_stand_in(tensor) and getattr(state.get(prefix + name), "shape", None) == tensor.shape:
+            state[prefix + name] = tensor
+
+
+def _stand_in_parameter(parameter: Tensor) -> StandInParameter:
+    whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    stand_in = StandInParameter(whole, requires_grad=parameter.requires_grad)
+    vars(stand_in).update(vars(parameter))  # marks such as `no_weight_decay`, by which users choose parameter groups
+    return stand_in
+
+
+def _replace(module: nn.Module, tensors: dict[str, _T], kept: set[int], make: Callable[[_T], Tensor]) -> None:
+    replaced: dict[int, Tensor] = {}  # tied tensors stay tied
+    for name, tensor in tensors.items():
+        if id(tensor) in kept or is_stand_in(tensor):
+            continue
+        if id(tensor) not in replaced:
+            replaced[id(tensor)] = make(tensor)
+        owner, _, leaf = name.rpartition(".")
+        # Through `setattr`, so that modules that keep a second reference (recurrent ones do) notice.
+        setattr(module.get_submodule(owner), leaf, replaced[id(tensor)])
+
+
+def refuse_call(layer: nn.Module, error: type[Exception], text: str) -> None:
+    """Make a layer that lives on another stage refuse to be called.
+
+    Args:
+        layer: The layer.
+        error: What is raised then.
+        text: What it says.
+    """
+    layer.register_forward_pre_hook(_Refusal(error, text))
+
+
+def without_value_text(what: str) -> str:
+    """The text for something that was computed from stand-ins, and so has no value.
+
+    Args:
+        what: It, such as ``"the loss"``.
+    """
+    return (
+        f"{what[0].upper()}{what[1:]} depends on parameters of layers that live on other stages: no stage has the"
+        " values of all parameters. To penalise weights use the optimizer's `weight_decay`, for the norm of the"
+        " gradients `self.trainer.strategy.grad_norm()` in `on_before_optimizer_step`, for the device `self.device`,"
+        " not a parameter's. To log weights, call `self.trainer.strategy.lightning_module_state_dict()` in a hook on"
+        " every rank (it is whole on rank 0), and log with `rank_zero_only=True`."
+    )
+
+
+class _Refusal:
+    """A hook that can be pickled, as the module that has it may be."""
+
+    def __init__(self, error: type[Exception], text: str) -> None:
+        self._error, self._text = error, text
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        raise self._error(self._text)

@@ -1,0 +1,63 @@
+"""Pipeline schedules as plain data: lists of actions, how they are generated, and the passes that complete them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Kind, Schedule
+from lightning_hybrid.pipeline_parallel.schedules.generators import SCHEDULES, compute_order, forward_order
+from lightning_hybrid.pipeline_parallel.schedules.passes import add_communication, post_receives_early, retirements
+from lightning_hybrid.pipeline_parallel.schedules.validation import validate
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "ChannelKey",
+    "Kind",
+    "Schedule",
+    "add_communication",
+    "build",
+    "build_forward",
+    "compute_order",
+    "post_receives_early",
+    "retirements",
+    "validate",
+]
+
+
+@lru_cache
+def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """The complete, validated schedule of a training step.
+
+    Args:
+        name: ``"gpipe"``, ``"1f1b"`` or ``"interleaved_1f1b"``.
+        num_ranks: Number of pipeline ranks.
+        num_microbatches: Microbatches in one step; any number, also fewer than stages.
+        num_chunks: Stages per rank.
+
+    Raises:
+        ValueError: If there is no such schedule, a number is not at least 1, or the schedule has one chunk only.
+
+    Example:
+        >>> print(*build("1f1b", num_ranks=2, num_microbatches=2).actions[1])
+        1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
+    """
+    order = compute_order(name, num_ranks, num_microbatches, num_chunks)
+    return _complete(Schedule(name, num_ranks, num_chunks, num_microbatches, order))
+
+
+@lru_cache
+def build_forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """The complete, validated schedule of an evaluation step: forwards only.
+
+    Raises:
+        ValueError: If a number is not at least 1.
+    """
+    order = forward_order(num_ranks, num_microbatches, num_chunks)
+    return _complete(Schedule("forward", num_ranks, num_chunks, num_microbatches, order))
+
+
+def _complete(schedule: Schedule) -> Schedule:
+    schedule = post_receives_early(add_communication(schedule))
+    validate(schedule)
+    return retirements(schedule)

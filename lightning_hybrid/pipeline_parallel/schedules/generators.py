@@ -1,0 +1,187 @@
+"""In which order each rank computes: one generator per schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from lightning_hybrid.pipeline_parallel.schedules.actions import Action, Kind
+
+__all__ = ["SCHEDULES", "compute_order", "forward_order", "gpipe", "interleaved_1f1b", "one_f_one_b"]
+
+_T = TypeVar("_T")
+
+Order = tuple[tuple[Action, ...], ...]
+"""``order[rank]``: the ``F`` and ``B`` actions of that rank."""
+
+
+def compute_order(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+    """The forwards and backwards of each rank, without sends and receives.
+
+    Every schedule runs the backwards of one stage in the order of the microbatches, so the gradients of a stage are
+    added up in the same order, to the same bits, whatever the schedule.
+
+    Args:
+        name: One of :data:`SCHEDULES`.
+        num_ranks: Number of pipeline ranks.
+        num_microbatches: Microbatches in one step; any number, also fewer than stages.
+        num_chunks: Stages per rank.
+
+    Raises:
+        ValueError: If there is no such schedule, a number is not at least 1, or the schedule has one chunk only.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(map(repr, SCHEDULES))}")
+    _check_sizes(num_ranks, num_microbatches, num_chunks)
+    return SCHEDULES[name](num_ranks, num_microbatches, num_chunks)
+
+
+def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+    """All forwards, then all backwards (GPipe, https://arxiv.org/abs/1811.06965).
+
+    ::
+
+        rank 0   F0 F1 F2 F3                   B0 B1 B2 B3
+        rank 1      F0 F1 F2 F3             B0 B1 B2 B3
+        rank 2         F0 F1 F2 F3       B0 B1 B2 B3
+        rank 3            F0 F1 F2 F3 B0 B1 B2 B3
+
+    Every rank keeps the activations of all microbatches. With several chunks a rank runs all microbatches through one
+    chunk before the next (breadth first, https://arxiv.org/abs/2211.05953).
+    """
+
+    def of_rank(rank: int) -> tuple[Action, ...]:
+        stages = range(rank, num_ranks * num_chunks, num_ranks)
+        forwards = [Action(stage, Kind.F, i) for stage in stages for i in range(num_microbatches)]
+        backwards = [Action(stage, Kind.B, i) for stage in reversed(stages) for i in range(num_microbatches)]
+        return (*forwards, *backwards)
+
+    return tuple(of_rank(rank) for rank in range(num_ranks))
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+    """After a warm-up, one forward and one backward in turns (PipeDream-Flush, https://arxiv.org/abs/2006.09503).
+
+    ::
+
+        rank 0   F0 F1 F2 F3          B0    B1    B2    B3
+        rank 1      F0 F1 F2       B0 F3 B1    B2    B3
+        rank 2         F0 F1    B0 F2 B1 F3 B2    B3
+        rank 3            F0 B0 F1 B1 F2 B2 F3 B3
+
+    It takes as long as GPipe, but rank ``r`` keeps the activations of ``min(m, p - r)`` microbatches only.
+
+    Raises:
+        ValueError: If ``num_chunks`` is not 1.
+    """
+    if num_chunks != 1:
+        raise ValueError(
+            f"schedule='1f1b' runs one chunk per rank, but num_chunks is {num_chunks}; "
+            "use schedule='interleaved_1f1b', or num_chunks=1"
+        )
+
+    def of_rank(rank: int) -> list[Action]:
+        forwards = [Action(rank, Kind.F, i) for i in range(num_microbatches)]
+        backwards = [Action(rank, Kind.B, i) for i in range(num_microbatches)]
+        return _in_turns(forwards, backwards, warm_up=num_ranks - 1 - rank)
+
+    return tuple(tuple(of_rank(rank)) for rank in range(num_ranks))
+
+
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+    """1F1B over several chunks per rank, which divides the bubble by ``v`` (Megatron, https://arxiv.org/abs/2104.04473).
+
+    ::
+
+        rank 0   0a 1a 0b 1b 2a 0B 3a 1B 2b 0A 3b 1A    2B    3B 2A 3A
+        rank 1      0a 1a 0b 0B 1b 1B 2a 0A 3a 1A 2b 2B 3b 3B 2A 3A
+
+        0a, 0b: forwards of microbatch 0 through the rank's first and second chunk; 0A, 0B: their backwards
+
+    Microbatches go through the chunks in groups: the whole group through one chunk, then through the next. The first of
+    a group of at least ``p`` is back at rank 0 when the last has left it, so nobody waits. The original has groups of
+    ``p`` and therefore needs a multiple of ``p`` microbatches. Here what is left over is spread over the groups:
+    ``p = 4`` and ``m = 9`` make groups of 4 and 5, in the order of two groups of 5 with one microbatch crossed out::
+
+        0 1 2 3 - | 4 5 6 7 8
+
+    What remains of a schedule without deadlock has none either, and the bubble is ``(p - 1) / (v m)`` of the ideal time
+    for every ``m >= p``. The price is memory: a rank keeps more microbatches, by as many at most as the groups are
+    larger than ``p``. With ``m < p`` all are one group. With one chunk per rank this is 1F1B.
+    """
+    if num_chunks == 1:
+        return one_f_one_b(num_ranks, num_microbatches)
+    groups = _groups(num_ranks, num_microbatches)
+
+    def of_rank(rank: int) -> tuple[Action, ...]:
+        stages = range(rank, num_ranks * num_chunks, num_ranks)
+        forwards = [_slot(stage, Kind.F, i) for group in groups for stage in stages for i in group]
+        backwards = [_slot(stage, Kind.B, i) for group in groups for stage in reversed(stages) for i in group]
+        # When its first backward comes, the last rank has run the first group through all chunks but one. Each rank
+        # before it runs its forwards one step earlier and gets its gradients one step later: two more are under way.
+        warm_up = (num_chunks - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank)
+        return tuple(action for action in _in_turns(forwards, backwards, warm_up) if action is not None)
+
+    return tuple(of_rank(rank) for rank in range(num_ranks))
+
+
+def forward_order(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+    """Forwards only, for evaluation: groups of microbatches through the chunks as in :func:`interleaved_1f1b`.
+
+    Raises:
+        ValueError: If a number is not at least 1.
+    """
+    _check_sizes(num_ranks, num_microbatches, num_chunks)
+    groups = _groups(num_ranks, num_microbatches)
+    return tuple(
+        tuple(
+            Action(stage, Kind.F, i)
+            for group in groups
+            for stage in range(rank, num_ranks * num_chunks, num_ranks)
+            for i in group
+            if i is not None
+        )
+        for rank in range(num_ranks)
+    )
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], Order]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+}
+"""The schedules by name; each takes the numbers of ranks, microbatches and chunks."""
+
+
+def _in_turns(forwards: Sequence[_T], backwards: Sequence[_T], warm_up: int) -> list[_T]:
+    """``warm_up`` forwards, then one forward and one backward in turns, then the remaining backwards."""
+    warm_up = min(warm_up, len(forwards))
+    steady = len(forwards) - warm_up
+    turns = [action for pair in zip(forwards[warm_up:], backwards[:steady], strict=True) for action in pair]
+    return [*forwards[:warm_up], *turns, *backwards[steady:]]
+
+
+def _groups(num_ranks: int, num_microbatches: int) -> list[list[int | None]]:
+    """Groups of equal length, each of at least ``num_ranks`` microbatches if there are so many; ``None`` is a hole.
+
+    Groups with a hole come first: fewer activations are alive while the pipeline fills.
+    """
+    num_groups = max(1, num_microbatches // num_ranks)
+    size = -(-num_microbatches // num_groups)
+    num_holes = num_groups * size - num_microbatches
+    numbers = iter(range(num_microbatches))
+    return [
+        [None if group < num_holes and slot == size - 1 else next(numbers) for slot in range(size)]
+        for group in range(num_groups)
+    ]
+
+
+def _slot(stage: int, kind: Kind, microbatch: int | None) -> Action | None:
+    return None if microbatch is None else Action(stage, kind, microbatch)
+
+
+def _check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}, but a schedule needs at least 1")

@@ -1,0 +1,147 @@
+"""Passes over the lists of actions: adding sends and receives, posting receives early, proving sends received."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Schedule
+
+__all__ = ["add_communication", "post_receives_early", "retirements"]
+
+
+def add_communication(schedule: Schedule) -> Schedule:
+    """Add the sends and receives to a schedule that only computes.
+
+    The schedule is played once, on all ranks together, in unit time. When a computation finishes whose result another
+    rank needs, the send is written on the one list and the receive on the other, at that same moment::
+
+        rank 0   0F0 0SEND_F0   0F1 0SEND_F1       0RECV_B0   0B0
+                        |              |               ^
+                        v              v               |
+        rank 1       1RECV_F0   1F0 1RECV_F1   1B0 1SEND_B0   1F1
+
+    So each list is a projection of one global order. Even if each send blocked until its receive is posted, and each
+    receive until its message is there, the ranks could not wait in a circle: of all that is not done yet, what comes
+    first in the global order can always be done. And on each channel the k-th send meets the k-th receive.
+
+    Raises:
+        ValueError: If the computations wait for each other in a circle; names each rank's waiting action.
+    """
+    lists: list[list[Action]] = [[] for _ in schedule.actions]
+    positions = [0] * len(lists)
+    done: set[Action] = set()
+    while True:
+        # One unit of time: all that can begin does, and what has finished at the end can be used in the next unit.
+        nexts = enumerate(zip(schedule.actions, positions, strict=True))
+        ready = {
+            rank: actions[i] for rank, (actions, i) in nexts if i < len(actions) and done >= schedule.needs(actions[i])
+        }
+        if not ready:
+            break
+        for rank, action in ready.items():
+            lists[rank].append(action)
+            positions[rank] += 1
+        for rank, action in ready.items():
+            done.add(action)
+            send = schedule.send_of(action)
+            if send is not None:
+                receive = schedule.counterpart(send)
+                lists[rank].append(send)
+                lists[schedule.rank_of(receive.stage)].append(receive)
+    waiting = schedule.waiting(positions)
+    if waiting:
+        raise ValueError(f"schedule {schedule.name!r} deadlocks: {', '.join(waiting)}")
+    return replace(schedule, actions=tuple(map(tuple, lists)))
+
+
+def post_receives_early(schedule: Schedule) -> Schedule:
+    """Post each receive one microbatch earlier, so that its message travels while the rank computes.
+
+    ::
+
+        before    B0 SEND_B0 RECV_F3         F3 SEND_F3  B1 SEND_B1 RECV_F4 F4
+        after     B0 SEND_B0         RECV_F4 F3 SEND_F3  B1 SEND_B1         F4
+
+    The receive moves in front of the computation that works on the message before it on its channel (the first one of a
+    channel: in front of the computation before its own), and stays behind the sends there, for which others wait. So
+    its sender finds the receive posted. With one chunk per rank, a channel needs memory for one message more than the
+    one that is being worked on. A receive never moves back, and never past another one of its channel. Posting it
+    earlier can only let its send pass earlier, so a schedule that did not deadlock still does not.
+    """
+    return replace(schedule, actions=tuple(tuple(_post_early(schedule, actions)) for actions in schedule.actions))
+
+
+def _post_early(schedule: Schedule, actions: tuple[Action, ...]) -> list[Action]:
+    computations = [action for action in actions if action.kind.is_compute]
+    users = {schedule.receive_for(action): number for number, action in enumerate(computations)}
+    # gaps[i]: what is between computation i - 1 and computation i
+    gaps: list[list[Action]] = [[] for _ in range(len(computations) + 1)]
+    early: list[list[Action]] = [[] for _ in range(len(computations) + 1)]
+    user_before: dict[ChannelKey, int] = {}  # of the message before, by channel
+    gap = 0
+    for action in actions:
+        if action.kind.is_compute:
+            gap += 1
+        elif action.kind.is_send:
+            gaps[gap].append(action)
+        else:
+            channel = schedule.channel(action)
+            earlier = user_before.get(channel, max(0, users[action] - 1))
+            (early[earlier] if earlier < gap else gaps[gap]).append(action)
+            user_before[channel] = users[action]
+    moved: list[Action] = []
+    for number, action in enumerate(computations):
+        moved += [*gaps[number], *early[number], action]
+    return [*moved, *gaps[-1]]
+
+
+def retirements(schedule: Schedule) -> Schedule:
+    """Prove, without asking, which sends have been received; fills :attr:`Schedule.retired`.
+
+    A rank that holds a message knows all that its sender did before sending it, and all that the sender knew of others.
+    If one of the rank's own messages was used by then, it has arrived and its memory can go::
+
+        rank 0   0F0 0SEND_F0   0F1 0SEND_F1                  0B0
+                        |              |               ^
+                        v              v               |
+        rank 1                  1F0            1B0 1SEND_B0   1F1
+
+    When ``0B0`` has its gradient, ``1F0`` has run: ``0SEND_F0`` is retired there. ``0SEND_F1`` may still be under way.
+
+    Nothing is measured and no message is added. Sends without a proof (the last ones of a step, and in evaluation most)
+    have to be waited for, which cannot deadlock (see :func:`~.validation.validate`).
+
+    This is Lamport's "happened before" with one clock per rank (https://dl.acm.org/doi/10.1145/359545.359563).
+    """
+    ranks = range(schedule.num_ranks)
+    uses = [[_send_used_by(schedule, action) for action in actions] for actions in schedule.actions]
+    known = [[0] * schedule.num_ranks for _ in ranks]  # known[rank][other]: how much of the other's list is surely done
+    told: dict[Action, list[int]] = {}  # for each send, what its sender knew
+    proofs: list[list[tuple[Action, ...]]] = [[] for _ in ranks]
+
+    def do(rank: int, action: Action) -> bool:
+        proven: list[Action] = []
+        send = uses[rank][known[rank][rank]]
+        if send is not None:
+            if send not in told:
+                return False
+            for other, (old, new) in enumerate(zip(known[rank], told[send], strict=True)):
+                if other != rank and new > old:
+                    used = (own for own in uses[other][old:new] if own is not None)
+                    proven += [own for own in used if schedule.rank_of(own.stage) == rank]
+                    known[rank][other] = new
+        elif action.kind.is_send:
+            told[action] = [*known[rank]]
+        proofs[rank].append(tuple(proven))
+        known[rank][rank] += 1
+        return True
+
+    waiting = schedule.play(do)
+    assert not waiting, f"validate the schedule first: {waiting}"
+    return replace(schedule, retired=tuple(map(tuple, proofs)))
+
+
+def _send_used_by(schedule: Schedule, action: Action) -> Action | None:
+    """The send whose message ``action`` works on, if it is a computation that needs one."""
+    receive = schedule.receive_for(action) if action.kind.is_compute else None
+    return None if receive is None else schedule.counterpart(receive)

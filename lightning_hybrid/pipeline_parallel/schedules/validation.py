@@ -1,0 +1,119 @@
+"""Proving that a schedule is complete and cannot deadlock."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import NoReturn
+
+from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Kind, Schedule
+
+__all__ = ["validate"]
+
+
+def validate(schedule: Schedule) -> None:
+    """Prove that every rank gets to the end of its list and that nothing is missing.
+
+    1. Every stage runs ``F``, and ``B`` in a schedule with backward, exactly once for each microbatch; each result that
+       another rank needs has one send and one receive; nothing else is in the lists.
+    2. On its own list, a ``B`` comes after its ``F``, a receive is posted before the computation that needs it, and a
+       send follows the computation that makes it.
+    3. On each channel the k-th send meets the k-th receive.
+    4. Nothing deadlocks, even if every send blocks until its receive is posted.
+
+    Whoever executes the lists may therefore wait for any of a rank's earlier sends at any time.
+
+    Raises:
+        ValueError: If one of these does not hold. A deadlock names each rank's waiting action.
+    """
+    _check_complete(schedule)
+    _check_own_order(schedule)
+    _check_channels(schedule)
+    _check_progress(schedule)
+
+
+def _check_complete(schedule: Schedule) -> None:
+    if len(schedule.actions) != schedule.num_ranks:
+        _fail(schedule, f"it has {len(schedule.actions)} lists for {schedule.num_ranks} ranks")
+    kinds = [Kind.F, Kind.B] if schedule.has_backward else [Kind.F]
+    for rank, actions in enumerate(schedule.actions):
+        expected: set[Action] = set()
+        for stage in range(rank, schedule.num_stages, schedule.num_ranks):
+            for kind in kinds:
+                for microbatch in range(schedule.num_microbatches):
+                    action = Action(stage, kind, microbatch)
+                    messages = schedule.receive_for(action), schedule.send_of(action)
+                    expected.update([action, *(message for message in messages if message is not None)])
+        counts = Counter(actions)
+        for problem, culprits in {
+            "lacks": [action for action in expected if action not in counts],
+            "repeats": [action for action in counts if counts[action] > 1],
+            "has no use for": [action for action in counts if action not in expected],
+        }.items():
+            if culprits:
+                _fail(schedule, f"rank {rank} {problem} {', '.join(sorted(map(str, culprits)))}")
+
+
+def _check_own_order(schedule: Schedule) -> None:
+    for rank, actions in enumerate(schedule.actions):
+        seen: set[Action] = set()
+        for position, action in enumerate(actions):
+            for needed in _needed_on_own_list(schedule, action):
+                if needed not in seen:
+                    _fail(schedule, f"rank {rank} has {action} (position {position}) before {needed}, which it needs")
+            seen.add(action)
+
+
+def _needed_on_own_list(schedule: Schedule, action: Action) -> list[Action]:
+    if action.kind.is_receive:
+        return []
+    if action.kind.is_send:
+        return [Action(action.stage, Kind.F if action.kind is Kind.SEND_F else Kind.B, action.microbatch)]
+    own_rank = schedule.rank_of(action.stage)
+    needed = [other for other in schedule.needs(action) if schedule.rank_of(other.stage) == own_rank]
+    receive = schedule.receive_for(action)
+    return needed if receive is None else [*needed, receive]
+
+
+def _check_channels(schedule: Schedule) -> None:
+    sends: dict[ChannelKey, list[Action]] = defaultdict(list)
+    receives: dict[ChannelKey, list[Action]] = defaultdict(list)
+    for actions in schedule.actions:
+        for action in actions:
+            if action.kind.is_send:
+                sends[schedule.channel(action)].append(action)
+            elif action.kind.is_receive:
+                receives[schedule.channel(action)].append(action)
+    for channel, sent in sends.items():
+        for number, (send, receive) in enumerate(zip(sent, receives[channel], strict=True)):
+            if schedule.counterpart(send) != receive:
+                sender, receiver, what = channel
+                _fail(
+                    schedule,
+                    f"{what} number {number} from rank {sender} to rank {receiver} is {send} there but {receive} here",
+                )
+
+
+def _check_progress(schedule: Schedule) -> None:
+    passed: set[Action] = set()
+
+    def do(_: int, action: Action) -> bool:
+        if action.kind.is_compute:
+            receive = schedule.receive_for(action)
+            blocker = None if receive is None else schedule.counterpart(receive)
+        else:
+            blocker = schedule.counterpart(action) if action.kind.is_send else None  # a receive only posts
+        if blocker is not None and blocker not in passed:
+            return False
+        passed.add(action)
+        return True
+
+    waiting = schedule.play(do)
+    if waiting:
+        _fail(schedule, f"it deadlocks: {', '.join(waiting)}")
+
+
+def _fail(schedule: Schedule, problem: str) -> NoReturn:
+    raise ValueError(
+        f"schedule {schedule.name!r} ({schedule.num_ranks} ranks, {schedule.num_chunks} chunks, "
+        f"{schedule.num_microbatches} microbatches) is wrong: {problem}"
+    )

@@ -1,0 +1,206 @@
+"""One piece of the model: forward and backward of one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import graph
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_hybrid.distributed.dtensor import full
+from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+
+__all__ = ["Compute", "Gradients", "Message", "Stage"]
+
+Compute = Callable[[int, int, Any], Any]
+"""``compute(stage, microbatch, inputs) -> outputs``: runs the layers of a stage."""
+
+Message = tuple[list[Any], TreeSpec]
+"""What goes from stage to stage: the leaves of a tree, and the tree. Tensors that require grad get a gradient back."""
+
+Gradients = list[Tensor | None]
+"""What comes back: one gradient per leaf of the message, ``None`` for leaves without one."""
+
+Root = Any
+"""Where backward starts: an output (a tensor), or the gradient edge that names one without its data."""
+
+# Up to this many elements an input is copied, and an output kept: that takes less time than not to.
+_SMALL = 4096
+# The tree of a single tensor, which is what most stages hand on.
+_TENSOR = flatten(None)[1]
+
+
+class Stage:
+    """One piece of the model, and the microbatches that are under way in it.
+
+    ::
+
+        message --> inputs --> compute --> outputs --> message     the graph of one microbatch begins at its inputs
+                      :                       :                    and ends at its outputs
+        gradients <-- inputs <-- backward <-- outputs <-- gradients
+
+    Between forward and backward a stage keeps nothing of size but what autograd saves, neither inputs nor outputs: a
+    gradient edge names an output without its data. And the inputs are no leaves of the graph but results of an
+    identity, so a first layer may change them in place.
+
+    Args:
+        index: Index of the stage in the whole model.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._kept: dict[int, _Kept] = {}
+
+    def __len__(self) -> int:
+        """Number of microbatches that wait for their backward."""
+        return len(self._kept)
+
+    def forward(self, compute: Compute, microbatch: int, message: Message | None) -> Message:
+        """Forward of one microbatch, whose backward will follow.
+
+        Args:
+            compute: Runs the layers.
+            microbatch: Index of the microbatch.
+            message: What the stage before made; ``None`` on the first stage.
+
+        Returns:
+            The outputs. They are still attached to the graph: drop them once they are handed on.
+        """
+        inputs, sources = _enter(message)
+        outputs = compute(self.index, microbatch, inputs)
+        leaves, spec = ([outputs], _TENSOR) if isinstance(outputs, Tensor) else flatten(outputs)
+        self._kept[microbatch] = _Kept(sources, [_root(leaf) for leaf in leaves], None)
+        return leaves, spec
+
+    def forward_loss(self, compute: Compute, microbatch: int, message: Message | None) -> None:
+        """Forward of one microbatch on the last stage, where ``compute`` returns the loss (a scalar)."""
+        inputs, sources = _enter(message)
+        loss = compute(self.index, microbatch, inputs)
+        # Everything may be frozen: then there is nothing to do in backward.
+        self._kept[microbatch] = _Kept(sources, [], loss if _requires_grad(loss) else None)
+
+    def evaluate(self, compute: Compute, microbatch: int, message: Message | None) -> Any:
+        """Forward of one microbatch without a backward: returns the outputs and keeps nothing."""
+        return compute(self.index, microbatch, _enter(message)[0])
+
+    def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
+        """Backward of one microbatch; gradients of parameters are accumulated in their ``grad``.
+
+        Args:
+            microbatch: Index of the microbatch.
+            gradients: Gradients of the outputs, leaf by leaf; ``None`` on the last stage, where the loss is the root.
+
+        Returns:
+            Gradients of the inputs, leaf by leaf.
+
+        Raises:
+            ValueError: If the loss is not a real scalar.
+        """
+        sources, roots, loss = self._kept.pop(microbatch)
+        if loss is not None:
+            if loss.numel() != 1 or not loss.is_floating_point():
+                raise ValueError(f"the loss must be a real scalar, got {loss.dtype} of shape {list(loss.shape)}")
+            _propagate((loss,), (torch.ones_like(loss),))
+        elif gradients is not None:
+            pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None]
+            if pairs:
+                _propagate(tuple([root for root, _ in pairs]), tuple([gradient for _, gradient in pairs]))
+        return [None if source is None else full(source.grad) for source in sources]
+
+
+def _propagate(roots: tuple[Root, ...], gradients: tuple[Tensor, ...]) -> None:
+    """``torch.autograd.backward``, without its checks of shapes and types, which have been made before.
+
+    They take as long as the backward of a small layer.
+    """
+    if _RUN_BACKWARD is None:
+        torch.autograd.backward(roots, gradients)
+    else:
+        _RUN_BACKWARD(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _find_run_backward() -> Callable[..., Any] | None:
+    """What ``torch.autograd.backward`` calls after its checks: private, so it is tried before it is relied upon."""
+    run: Callable[..., Any] | None = getattr(graph, "_engine_run_backward", None)
+    try:
+        assert run is not None
+        leaf = torch.ones((), device="cpu", requires_grad=True)
+        run(
+            (leaf * 2,), (torch.ones((), device="cpu"),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+        return run if leaf.grad is not None and leaf.grad.item() == 2 else None
+    except Exception:  # it is gone, or takes other arguments
+        return None
+
+
+class _Source:
+    """Where the gradient of a large input arrives; it has the attribute of a tensor, but no data."""
+
+    __slots__ = ("grad",)
+
+    def __init__(self) -> None:
+        self.grad: Tensor | None = None
+
+
+class _Kept(NamedTuple):
+    """What a microbatch leaves behind for its backward."""
+
+    sources: list[Tensor | _Source | None]
+    roots: list[Root | None]
+    loss: Tensor | None
+
+
+def _enter(message: Message | None) -> tuple[Any, list[Tensor | _Source | None]]:
+    """The inputs as the layers see them, and for each leaf where its gradient will be."""
+    if message is None:
+        return None, []
+    leaves, spec = message
+    inputs: list[Any] = []
+    sources: list[Tensor | _Source | None] = []
+    for leaf in leaves:
+        source: Tensor | _Source | None = None
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            if leaf.numel() <= _SMALL:
+                source = leaf.detach().requires_grad_()
+                leaf = source.clone()
+            else:
+                source = _Source()
+                leaf = _Identity.apply(source, _ANCHOR, leaf.detach())  # type: ignore[no-untyped-call]
+        inputs.append(leaf)
+        sources.append(source)
+    return unflatten(inputs, spec), sources
+
+
+def _root(leaf: Any) -> Root | None:
+    if not _requires_grad(leaf):
+        return None
+    return leaf if leaf.numel() <= _SMALL else get_gradient_edge(leaf)
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+class _Identity(torch.autograd.Function):
+    """The identity, where a gradient leaves the graph.
+
+    The tensor that goes in does not require grad: if it were a leaf of the graph, the graph would hold its data,
+    whether or not a layer needs them. An anchor without elements makes the one that comes out require grad.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, source: _Source, anchor: Tensor, leaf: Tensor) -> Tensor:
+        ctx.source = source
+        return leaf.detach()  # not a view for autograd: it may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.source.grad = gradient
+        return None, None, None
+
+
+_RUN_BACKWARD = _find_run_backward()
+_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)

@@ -1,0 +1,282 @@
+"""A schedule in time: how long each rank computes and waits, what it keeps alive, and a picture of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from xml.sax.saxutils import escape
+
+from lightning_hybrid.pipeline_parallel.schedules import Action, Kind, Schedule
+
+__all__ = ["Span", "Timeline", "simulate"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """When an action begins and ends, in the unit of time that the simulation was given."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule with a time for each action.
+
+    All figures are about computing: the forwards and backwards of the ranks. Sends and receives take no time of a rank,
+    their messages travel by themselves.
+
+    Attributes:
+        schedule: What was simulated.
+        spans: ``spans[rank][position]`` is the span of the action at that position of the rank's list.
+    """
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+
+    @cached_property
+    def computing(self) -> tuple[tuple[Span, ...], ...]:
+        """The forwards and backwards of each rank, in order."""
+        return tuple(tuple(span for span in spans if span.action.kind.is_compute) for spans in self.spans)
+
+    @cached_property
+    def makespan(self) -> float:
+        """Time from the begin of the step until the last rank is finished."""
+        return max(spans[-1].end for spans in self.computing)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """How long each rank computes."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.computing)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step that an average rank is idle: ``(p - 1) / (m + p - 1)`` for 1F1B."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """How much longer the step takes than the busiest rank alone would: ``(p - 1) / m`` for 1F1B.
+
+        This is the bubble of the Megatron paper (https://arxiv.org/abs/2104.04473).
+        """
+        return self.makespan / max(self.busy) - 1
+
+    @property
+    def idle_inside(self) -> tuple[float, ...]:
+        """How long each rank is idle between its own first and its own last computation.
+
+        Without the skew between the ranks, which is real only where something joins the ranks in every step.
+        """
+        return tuple(
+            spans[-1].end - spans[0].start - busy for spans, busy in zip(self.computing, self.busy, strict=True)
+        )
+
+    @cached_property
+    def peak_in_flight(self) -> tuple[float, ...]:
+        """How many microbatches each rank keeps activations of, at its worst moment.
+
+        One is the activations of a microbatch in all ``v`` chunks of the rank; each chunk that has run ``F`` and not
+        yet ``B`` counts ``1 / v``. A schedule without backward keeps nothing.
+        """
+        if not self.schedule.has_backward:
+            return (0.0,) * len(self.spans)
+        return tuple(max(_alive(spans)) / self.schedule.num_chunks for spans in self.computing)
+
+    def to_text(self, width: int = 120) -> str:
+        """Draw one row per rank, for a terminal: ``3>>`` is the forward of microbatch 3, ``3<<`` its backward.
+
+        Where ranks have several chunks a letter names the chunk: ``3b>``. Dots are idle time.
+
+        Args:
+            width: Greatest number of columns. Numbers are left out where there is no room for them.
+        """
+        return _draw_text(self, width)
+
+    def to_svg(self) -> str:
+        """Draw one row per rank as an SVG document, with a legend and the figures of the schedule."""
+        return _draw_svg(self)
+
+
+def simulate(
+    schedule: Schedule,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    send: float = 0.0,
+    duration: Callable[[Action], float] | None = None,
+) -> Timeline:
+    """Give each action of a schedule a time.
+
+    A rank does one action after the other. A forward or a backward waits for its message; sends and receives take no
+    time of the rank. A message sets out when it is sent and its receive is posted.
+
+    Args:
+        schedule: A schedule with its sends and receives.
+        forward: Time of the forward of one microbatch through all chunks of a rank, so that numbers of chunks can be
+            compared: each takes ``forward / num_chunks``.
+        backward: The same for the backward. Twice the forward is usual: for each product of matrices it has two, one
+            for the gradient of the input and one for that of the weights.
+        send: Time of one message.
+        duration: The time of each ``F`` and ``B``, if they are not all equal; replaces ``forward`` and ``backward``.
+
+    Raises:
+        ValueError: If the schedule deadlocks; names each rank's waiting action.
+    """
+    times = {Kind.F: forward / schedule.num_chunks, Kind.B: backward / schedule.num_chunks}
+    time_of = duration or (lambda action: times[action.kind])
+    spans: list[list[Span]] = [[] for _ in schedule.actions]
+    clocks = [0.0] * len(spans)
+    passed: dict[Action, float] = {}  # when a send was sent and a receive posted
+
+    def advance(rank: int, action: Action) -> bool:
+        """Do ``action`` unless its message has not been sent yet."""
+        start = clocks[rank]
+        if action.kind.is_compute:
+            receive = schedule.receive_for(action)
+            if receive is not None:
+                message = schedule.counterpart(receive)
+                if message not in passed or receive not in passed:
+                    return False
+                start = max(start, max(passed[message], passed[receive]) + send)
+            clocks[rank] = start + time_of(action)
+        else:
+            passed[action] = start
+        spans[rank].append(Span(action, start, clocks[rank]))
+        return True
+
+    # Times depend on nothing but the lists, so the order in which ranks get their turns does not matter.
+    waiting = schedule.play(advance)
+    if waiting:
+        raise ValueError(f"schedule {schedule.name!r} deadlocks: {', '.join(waiting)}")
+    return Timeline(schedule, tuple(map(tuple, spans)))
+
+
+def _alive(spans: tuple[Span, ...]) -> Iterator[int]:
+    """The number of forwards that wait for their backward, after each computation of a rank."""
+    alive = 0
+    for span in spans:
+        alive += 1 if span.action.kind is Kind.F else -1
+        yield alive
+
+
+def _figures(timeline: Timeline) -> str:
+    schedule = timeline.schedule
+    chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
+    bubble = f"bubble {timeline.bubble:.1%} of the step"
+    return f"{schedule.num_ranks} ranks{chunks}, {schedule.num_microbatches} microbatches, {bubble}"
+
+
+def _shortest(timeline: Timeline) -> float:
+    return min(span.end - span.start for spans in timeline.computing for span in spans if span.end > span.start)
+
+
+def _draw_text(timeline: Timeline, width: int) -> str:
+    schedule = timeline.schedule
+    names = [f"rank {rank} ".ljust(6 + len(str(schedule.num_ranks - 1))) for rank in range(schedule.num_ranks)]
+    room = max(1, width - len(names[0])) / timeline.makespan  # columns per unit of time
+    shortest = _shortest(timeline)
+    # A cell is a number and at least one mark. If that gets too wide: whole columns for the shortest cell, if they fit.
+    columns = min(len(str(schedule.num_microbatches - 1)) + 1, int(room * shortest))
+    scale = columns / shortest if columns else room
+    rows = []
+    for name, spans in zip(names, timeline.computing, strict=True):
+        row = ["."] * round(timeline.makespan * scale)
+        for span in spans:
+            first, last = round(span.start * scale), round(span.end * scale)
+            number = str(span.action.microbatch)
+            cell = number if len(number) < last - first else ""
+            row[first:last] = cell.ljust(last - first, _mark(schedule, span.action))
+        rows.append(name + "".join(row))
+    if schedule.num_chunks == 1:
+        legend = "3> forward of microbatch 3   3< its backward   . idle"
+    else:
+        legend = "3a 3b forwards of microbatch 3 through the rank's chunks   3A 3B its backwards   . idle"
+    return "\n".join([f"{schedule.name}: {_figures(timeline)}", *rows, legend])
+
+
+def _mark(schedule: Schedule, action: Action) -> str:
+    is_forward = action.kind is Kind.F
+    if schedule.num_chunks == 1:
+        return ">" if is_forward else "<"
+    letter = chr(ord("a") + action.stage // schedule.num_ranks % 26)
+    return letter if is_forward else letter.upper()
+
+
+def _draw_svg(timeline: Timeline) -> str:
+    schedule = timeline.schedule
+    scale = min(26 / _shortest(timeline), 1600 / timeline.makespan)  # pixels per unit of time
+    digits = len(str(schedule.num_microbatches - 1))
+    size = max(7, min(12, 1.5 * scale * _shortest(timeline) / digits))  # of the numbers on the cells
+    left, top, pitch, height = 70, 64, 34, 28
+    chart = timeline.makespan * scale
+    right = left + max(chart, 420)
+    bottom = top + pitch * schedule.num_ranks
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right + 100:.0f} {bottom + 52}" '
+        f'width="{right + 100:.0f}" height="{bottom + 52}" font-family="Helvetica, Arial, sans-serif">',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        _text(left, 26, schedule.name, size=18, weight="bold"),
+        _text(left, 47, _figures(timeline), fill="#57606a"),
+    ]
+    for rank, spans in enumerate(timeline.computing):
+        y = top + pitch * rank
+        parts.append(_text(left - 10, y + 19, f"rank {rank}", anchor="end"))
+        parts.append(f'<rect x="{left}" y="{y}" width="{chart:.2f}" height="{height}" fill="#eef1f4"/>')
+        for span in spans:
+            x, cell = left + span.start * scale, (span.end - span.start) * scale
+            chunk = span.action.stage // schedule.num_ranks
+            fill, ink = _colours(span.action.kind, chunk / schedule.num_chunks)
+            number = str(span.action.microbatch)
+            parts.append(
+                f'<rect x="{x:.2f}" y="{y}" width="{cell:.2f}" height="{height}" fill="{fill}" stroke="#ffffff">'
+                f"<title>{span.action}: {span.start:g} to {span.end:g}</title></rect>"
+            )
+            if 0.6 * size * len(number) < cell:
+                parts.append(_text(x + cell / 2, y + 14 + 0.36 * size, number, size=size, anchor="middle", fill=ink))
+        if schedule.has_backward:
+            parts.append(
+                _text(left + chart + 12, y + 19, f"{timeline.peak_in_flight[rank]:.3g} in flight", fill="#57606a")
+            )
+    parts += _legend(schedule, left, bottom + 16)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _legend(schedule: Schedule, x: float, y: float) -> list[str]:
+    parts = []
+    kinds = {Kind.F: "forward", Kind.B: "backward"} if schedule.has_backward else {Kind.F: "forward"}
+    for kind, label in kinds.items():
+        for chunk in range(schedule.num_chunks):
+            fill, _ = _colours(kind, chunk / schedule.num_chunks)
+            parts.append(f'<rect x="{x}" y="{y}" width="16" height="16" fill="{fill}"/>')
+            x += 18
+        chunks = f" (chunks 0 to {schedule.num_chunks - 1})" if schedule.num_chunks > 1 else ""
+        parts.append(_text(x + 4, y + 13, label + chunks))
+        x += 90 + 6.5 * len(chunks)
+    parts.append(f'<rect x="{x}" y="{y}" width="16" height="16" fill="#eef1f4"/>')
+    parts.append(_text(x + 22, y + 13, "idle"))
+    return parts
+
+
+def _colours(kind: Kind, lightness: float) -> tuple[str, str]:
+    """Colour of a cell and of the number on it; later chunks are lighter."""
+    base = (31, 95, 168) if kind is Kind.F else (32, 132, 88)
+    mixed = (round(part + (255 - part) * 0.75 * lightness) for part in base)
+    return "#" + "".join(f"{part:02x}" for part in mixed), "#ffffff" if lightness < 0.4 else "#24292f"
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: float = 13,
+    anchor: str = "start",
+    fill: str = "#24292f",
+    weight: str = "normal",
+) -> str:
+    return (
+        f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:.3g}" text-anchor="{anchor}" fill="{fill}" '
+        f'font-weight="{weight}">{escape(text)}</text>'
+    )

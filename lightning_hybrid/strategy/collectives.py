@@ -1,0 +1,123 @@
+"""What the Trainer's collectives mean: to the user the world is the replicas, and decisions are everyone's."""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from torch import Tensor
+
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.tree_broadcast import reduce_over
+
+__all__ = ["ReplicaCollectives", "outside_of_steps"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def outside_of_steps(method: _Method) -> _Method:
+    """Refuse a method in a step: it needs every rank, but only two stages run the user's code, so it would hang.
+
+    Args:
+        method: A method of :class:`ReplicaCollectives`, or of a class that inherits from it.
+    """
+
+    @functools.wraps(method)
+    def checked(self: ReplicaCollectives, *args: Any, **kwargs: Any) -> Any:
+        if self.in_step:
+            raise WrongUseError(
+                f"`{method.__name__.lstrip('_')}` of the strategy was called in a step (`trainer.save_checkpoint` and"
+                " others call it too). It needs every rank, but with a pipeline a step runs on the first and the last"
+                " stage only. Do it in a hook, such as `on_train_batch_end` or `on_validation_epoch_end`."
+            )
+        return method(self, *args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+class ReplicaCollectives(ParallelStrategy):
+    """Values are reduced and gathered over the replicas; barriers, broadcasts and decisions are those of all ranks."""
+
+    _latest: tuple[Any, Any] = (None, None)  # what was broadcast last: this rank's, and everyone's
+    _log_dir: tuple[Any, Any] | None = None  # that of `trainer.log_dir`
+
+    @property
+    @abstractmethod
+    def mesh(self) -> Mesh:
+        """The ranks."""
+
+    @property
+    @abstractmethod
+    def is_alone(self) -> bool:
+        """Whether there are no process groups: before a run, or after they were destroyed."""
+
+    @property
+    @abstractmethod
+    def in_step(self) -> bool:
+        """Whether the user's step runs, and not on every rank."""
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the replicas, or over the group that is given."""
+        if not isinstance(tensor, Tensor) or self.is_alone:
+            return tensor
+        if group is None or group is dist.group.WORLD:
+            group = self.mesh.data_group
+        return reduce_over(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the replicas, or over a given group: shape ``(replicas, ...)``, with one replica ``(...)``."""
+        if group is None or group is dist.group.WORLD:
+            if self.is_alone or self.mesh.data_parallel_size == 1:
+                return tensor
+            group = self.mesh.data_group
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    @outside_of_steps
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (any) of the processes say yes."""
+        if self.is_alone:
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == self.world_size if all else int(votes) > 0
+
+    @outside_of_steps
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every process."""
+        if not _distributed_is_initialized():
+            return
+        dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Give every process the object of one."""
+        if not _distributed_is_initialized():
+            return obj
+        if self.in_step and self._log_dir is not None and src == 0 and self._log_dir[0] == obj:
+            answer: TBroadcast = self._log_dir[1]
+            return answer
+        return self._broadcast(obj, src)
+
+    @outside_of_steps
+    def _broadcast(self, obj: TBroadcast, src: int) -> TBroadcast:
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        self._latest = obj, objects[0]
+        return objects[0]
+
+    def remember_log_dir(self, trainer: Trainer) -> None:
+        """`trainer.log_dir` broadcasts, and is there to be asked for in steps: all ranks ask before.
+
+        Args:
+            trainer: The Trainer; on every rank.
+        """
+        _ = trainer.log_dir
+        self._log_dir = self._latest

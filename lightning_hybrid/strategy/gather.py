@@ -1,0 +1,150 @@
+"""The module made whole again: what was divided over stages and over shared layers comes together on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_hybrid.checkpoint.ownership import Ownership
+from lightning_hybrid.distributed.dtensor import local_of
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.tree_broadcast import broadcast_object
+from lightning_hybrid.pipeline_parallel.placeholders import forget_stand_ins, is_stand_in
+from lightning_hybrid.pipeline_parallel.stage_map import Placement
+from lightning_hybrid.strategy.checks import agree
+from lightning_hybrid.tensor_parallel.plan import Plan
+from lightning_hybrid.tensor_parallel.shard import joined
+from lightning_hybrid.tensor_parallel.styles import Division
+
+__all__ = ["check_gathering", "gather_module", "refuse_step"]
+
+
+_OF_TORCH = "_is_param"  # how torch marks parameters of other classes than its own
+
+
+def check_gathering(module: LightningModule, plan: Plan | None) -> None:
+    """Whether all that is divided was divided by a plan of this package.
+
+    Raises:
+        ValueError: If not.
+    """
+    known = set(plan.divisions()) if plan else set()
+    others = [*(plan.foreign if plan else ())]
+    others += [
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if isinstance(parameter, DTensor) and name not in known
+    ]
+    if others:
+        raise ValueError(
+            f"{type(module).__name__} cannot be made whole again: {others[0]!r} was divided by a style of torch or in"
+            " `configure_model`, and nobody knows how its layer was before. Save a checkpoint and load it into a new"
+            " module, or divide it by names of styles in `tensor_parallel_plan`."
+        )
+
+
+def refuse_step(*_: Any, **__: Any) -> None:
+    """What a run does in the place of steps after its module was made whole."""
+    raise RuntimeError(
+        "The module was made whole by `strategy.gather_module()` during the run, which cannot go on with it. Call it"
+        " after the run, and start another one: the module is divided again."
+    )
+
+
+@torch.no_grad()
+def gather_module(module: LightningModule, placement: Placement, plan: Plan | None, mesh: Mesh) -> None:
+    """Give every rank all values, as ordinary parameters and buffers, and make its layers what they were.
+
+    Tensor by tensor, so that a rank holds the module and one tensor more. Ties, marks and `requires_grad` stay, and so
+    do the objects that were whole here already.
+
+    Args:
+        module: The user's module, divided.
+        placement: Which stage holds what.
+        plan: How layers are shared; ``None`` if they are not.
+        mesh: The ranks.
+
+    Raises:
+        ValueError: If others have divided layers of it; on every rank.
+    """
+    agree(lambda: check_gathering(module, plan))
+    ownership = Ownership(module, placement, mesh)
+    owners, first = ownership.owners(ownership.tensors()), ownership.first_names()
+    divisions = plan.divisions() if plan else {}
+    names: dict[str, list[str]] = {}
+    for name in owners:
+        names.setdefault(first[name], []).append(name)
+    buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by stand-in: tied ones stay tied
+    for several in names.values():
+        tensor = _tensor(module, several[0])
+        division = next((divisions[name] for name in several if name in divisions), None)
+        holders = set().union(*(placement.ranks_of(name) for name in several))
+        is_everywhere = division is None and len(holders) == mesh.pipeline_parallel_size
+        if is_everywhere and isinstance(tensor, nn.Parameter):
+            continue
+        value = _whole(tensor, division, owners[several[0]], mesh)
+        if division is None and not is_stand_in(tensor):
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(value)  # its holders may have different ones, of which one counts
+            continue
+        value = value.to(module.device)
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, tensor.requires_grad)
+            vars(value).update({key: mark for key, mark in vars(tensor).items() if key != _OF_TORCH})
+        else:
+            _, value = buffers.setdefault(id(tensor), (tensor, value))
+        for name in several:
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, value)
+    if mesh.pipeline_parallel_size > 1:
+        _share_extra_states(module, placement, mesh)
+    if plan is not None:
+        plan.undo(module)
+    forget_stand_ins(module)
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    tensor: Tensor = getattr(module.get_submodule(owner), leaf)
+    return tensor
+
+
+def _whole(tensor: Tensor, division: Division | None, stage: int, mesh: Mesh) -> Tensor:
+    """All of a tensor, on the host, from the pipeline rank whose value counts."""
+    first = stage * mesh.tensor_parallel_size
+    if division is None:
+        return _received(tensor, list(tensor.shape), first, mesh)
+    shape = list(tensor.shape)
+    shape[division.dim] //= mesh.tensor_parallel_size
+    shards = [_received(tensor, shape, first + rank, mesh) for rank in range(mesh.tensor_parallel_size)]
+    return joined(shards, division.dim, blocks=division.blocks)
+
+
+def _received(tensor: Tensor, shape: list[int], source: int, mesh: Mesh) -> Tensor:
+    """What one rank of the model group holds of a tensor, on the host: its shard, or all of it."""
+    group = mesh.control_group
+    if group.rank() == source:
+        value = local_of(tensor).cpu().contiguous()
+    else:
+        value = torch.empty(shape, dtype=tensor.dtype, device="cpu")
+    if value.numel():
+        # As bytes: no backend knows every dtype.
+        dist.broadcast(value.view(-1).view(torch.uint8), group=group, group_src=source)
+    return value
+
+
+def _share_extra_states(module: nn.Module, placement: Placement, mesh: Mesh) -> None:
+    """What layers save beside tensors, from the stage that has run them."""
+    for name, layer in module.named_modules():
+        if type(layer).get_extra_state is nn.Module.get_extra_state:
+            continue
+        ranks = placement.ranks_of(name)
+        state = layer.get_extra_state() if mesh.pipeline_rank in ranks else None
+        state = broadcast_object(state, max(ranks) * mesh.tensor_parallel_size, mesh.control_group)
+        if mesh.pipeline_rank not in ranks:
+            layer.set_extra_state(state)

@@ -1,0 +1,286 @@
+"""The module is divided: found out which stage holds what, and stand-ins put for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.checkpoint.weights import Source, Weights
+from lightning_hybrid.config import Settings
+from lightning_hybrid.data_parallel.zero.param import is_divided
+from lightning_hybrid.data_parallel.zero.shard_module import divide_over_replicas, join_replicas
+from lightning_hybrid.data_parallel.zero.zero import Wholes
+from lightning_hybrid.distributed.mesh import AXES, Mesh
+from lightning_hybrid.memory.account import Account
+from lightning_hybrid.memory.activation_checkpoint.checkpoint import Recomputation
+from lightning_hybrid.memory.estimate import reckon
+from lightning_hybrid.memory.offload import Offload
+from lightning_hybrid.pipeline_parallel.body import BodyCallError, layer_call_text
+from lightning_hybrid.pipeline_parallel.placeholders import is_stand_in, put_stand_ins, refuse_call
+from lightning_hybrid.pipeline_parallel.stage_map import Placement
+from lightning_hybrid.strategy.checks import agree
+from lightning_hybrid.strategy.gather import check_gathering, gather_module
+from lightning_hybrid.strategy.layout import (
+    find_layers,
+    find_own_layers,
+    find_plan,
+    find_recomputed,
+    find_stages,
+    layout,
+)
+from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
+from lightning_hybrid.tensor_parallel.mappings import TensorGroup
+from lightning_hybrid.tensor_parallel.plan import Plan
+
+__all__ = ["Division"]
+
+_PLAN = "_tensor_parallel_plan"  # where a module remembers how its layers were divided
+
+
+class Division:
+    """One module, its stages, and its layers that are shared by several ranks.
+
+    Args:
+        module: The user's module.
+        settings: The settings.
+        mesh: The ranks.
+        device: Where this rank computes.
+        seed: The global seed, equal on all ranks.
+
+    Attributes:
+        num_stages: Stages over all ranks; chunks on a single rank would be neighbours and are one stage.
+        body: The dotted name of the body and the body; ``None`` if there is one stage, or before the division.
+        placement: Which stage holds what.
+        plan: How layers are shared by the tensor-parallel ranks; ``None`` if they are not, or before the division.
+        is_done: Whether the module has been divided.
+        source: Where the weights come from; ``None`` if the module has them, or makes them.
+    """
+
+    def __init__(
+        self, module: LightningModule, settings: Settings, mesh: Mesh, device: torch.device, seed: int
+    ) -> None:
+        self._module = module
+        self._seed = seed
+        self._device = device
+        self._settings = settings
+        self._mesh = mesh
+        num_ranks = mesh.pipeline_parallel_size
+        self.num_stages = num_ranks * settings.num_chunks if num_ranks > 1 else 1
+        self.body: tuple[str, nn.Sequential] | None = None
+        self.placement = Placement(None, (), (range(0),), 1)
+        self.plan: Plan | None = None
+        self.is_done = self._was_shared = False
+        self.source: Source | None = None
+
+    def __call__(self) -> None:
+        """Put stand-ins for what other stages hold, and divide the layers that are left; once.
+
+        Raises:
+            ValueError: If there is no body, it has fewer layers than there are stages, layers cannot be shared as the
+                plan says, or what was made on the meta device cannot get values; on every rank.
+            TypeError: If the body cannot be divided; on every rank.
+        """
+        if not self._settings.zero_stage and any(map(is_divided, self._module.parameters())):
+            raise ValueError(
+                f"{type(self._module).__name__} was divided over replicas before (zero_stage), and now zero_stage=0."
+                " After the earlier run, call `trainer.strategy.gather_module()`, which makes it whole."
+            )
+        lacks = lacks_values(self._module)
+        if self.num_stages > 1 and not self.is_done:
+            agree(self._plan)
+            rank_zero_info(self.text())
+            self._put_stand_ins()
+        if not self.is_done:
+            self._plan_sharing()
+            weights = None if self.source is None else agree(lambda: Weights(cast(Source, self.source)))
+            if lacks:
+                agree(lambda: self._bring_to_life(weights))
+            else:
+                self._share_layers()
+            if weights is not None:
+                agree(lambda: weights.load(self._module, self.placement, self._mesh))
+                self.source = None
+            if self._settings.gather_module_on_teardown:
+                agree(lambda: check_gathering(self._module, self.plan))
+            if self._settings.zero_stage:
+                divide_over_replicas(self._module, self._mesh, self._device)
+        self.is_done = True
+
+    @property
+    def adds_up(self) -> Collection[str]:
+        """Names of parameters whose gradients are parts of a sum over the tensor-parallel ranks."""
+        return self.plan.adds_up if self.plan else ()
+
+    def make_wholes(self) -> Wholes | None:
+        """What makes parameters whole that are divided over replicas; ``None`` if none are."""
+        if not self._settings.zero_stage or self._mesh.data_parallel_size == 1:
+            return None
+        early, stage = self._settings.frees_early, self._settings.zero_stage
+        return Wholes(self._module, self.own_layers(), self._mesh.data_group, stage=stage, frees_early=early)
+
+    def own_layers(self) -> dict[int, list[nn.Module]]:
+        """The layers of each stage of this rank."""
+        return find_own_layers(self._module, self.body, self.placement, self._mesh.pipeline_rank)
+
+    def load(self, source: Source) -> None:
+        """Take weights from elsewhere: now, or when the module is divided.
+
+        Raises:
+            FileNotFoundError, ValueError, RuntimeError: If they cannot be read, or do not fit; on every rank.
+        """
+        if not self.is_done:
+            self.source = source
+            return
+        weights = agree(lambda: Weights(source))
+        agree(lambda: weights.load(self._module, self.placement, self._mesh))
+
+    def around_forwards(
+        self, offload: Offload, stays: Callable[[], Iterable[Tensor]]
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """What is entered around forwards: layers that run again in backward, and activations that go to the host.
+
+        Args:
+            offload: Moves them.
+            stays: Gives what does not move.
+
+        Raises:
+            ValueError, TypeError: If there are no layers such as are to run again, or no body to find them in; on every
+                rank.
+        """
+        layers = find_recomputed(self._module, self._settings, self.body, self.placement)
+        recompute = Recomputation(layers, self._device, selective=self._settings.recompute == "selective")
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            with offload.activations(stays), recompute():
+                yield
+
+        return around
+
+    def reckon(self, optimizers: Collection[Optimizer]) -> Account:
+        """What this rank will hold; of optimizers those of torch can be tried, as they ask nothing of other ranks."""
+        rank, replicas = self._mesh.pipeline_rank, self._mesh.data_parallel_size
+        return reckon(
+            self._module,
+            self.placement,
+            self.own_layers(),
+            self._settings,
+            optimizers if all(type(each).__module__.startswith("torch.optim.") for each in optimizers) else None,
+            rank=rank,
+            num_replicas=replicas,
+            num_batches=self._module.trainer.accumulate_grad_batches,
+        )
+
+    def _bring_to_life(self, weights: Weights | None) -> None:
+        """Give values to what has none, and divide it layer by layer: no other layer is whole at the same time."""
+        shapes = weights.shapes() if weights else {}
+        given = [name for name, value in self._module.state_dict().items() if shapes.get(name) == _shape(value)]
+        initialize = Initialization(self._module, self._device, self._seed, frames=self._frames(), given=given)
+        self._share_layers(prepare=initialize)
+        initialize.finish()
+
+    def _frames(self) -> list[str]:
+        """The names of the modules that hold the body: of the same ones under every layout."""
+        try:
+            name, _ = self.body or find_layers(self._module, self._settings)
+        except (ValueError, TypeError):
+            return [""]
+        return ["", *(name.rsplit(".", count)[0] for count in range(name.count(".") + 1))]
+
+    def _plan_sharing(self) -> None:
+        size = self._mesh.tensor_parallel_size
+        wish = size, self._settings.tensor_parallel_plan, self._settings.sequence_parallel
+        known: Plan | None
+        before, known = vars(self._module).get(_PLAN, (None, None))
+        self._was_shared = known is not None
+        if known is None and size == 1:
+            return
+        if known is not None and before != wish:
+            raise ValueError(
+                f"{type(self._module).__name__} was divided for (tensor_parallel_size, tensor_parallel_plan,"
+                f" sequence_parallel) = {before} before, and now for {wish}. After the earlier run, call"
+                " `trainer.strategy.gather_module()`, which makes it whole."
+            )
+        self.plan = agree(self._plan_layers) if known is None else known
+        if known is None:
+            vars(self._module)[_PLAN] = wish, self.plan
+            rank_zero_info(self.plan.text() if self.num_stages > 1 else f"{self.text()}\n{self.plan.text()}")
+
+    def _share_layers(self, prepare: Callable[[str], None] = lambda name: None) -> None:
+        if self.plan is None:
+            return
+        group = TensorGroup(self._mesh.tensor_group)
+        if self._was_shared:
+            self.plan.join(self._module, group)
+        else:
+            self.plan.apply(self._module, self._mesh.device_mesh[AXES["tp"]], group, self._device, prepare)
+
+    def _plan_layers(self) -> Plan:
+        return find_plan(self._module, self._settings, self._mesh.tensor_parallel_size)
+
+    def undo(self) -> None:
+        """Make the module whole again on every rank, so that it can be divided in another way.
+
+        Raises:
+            ValueError: If others have divided layers of it; on every rank.
+        """
+        join_replicas(self._module)
+        gather_module(self._module, self.placement, self.plan, self._mesh)
+        vars(self._module).pop(_PLAN, None)
+
+    def check(self) -> None:
+        """The body is still what was divided.
+
+        Raises:
+            ValueError: If it, or the number of its layers, is another.
+        """
+        if self.body is None:
+            return
+        name, body = self.body
+        now = dict(self._module.named_modules(remove_duplicate=False)).get(name)
+        if now is not body or len(body) != len(self.placement.layers):
+            raise ValueError(
+                f"The body {name!r} of {type(self._module).__name__} was replaced, or got other layers, after it had"
+                " been divided into stages. Make it in `__init__`, or in `configure_model` (`if self.body is None:`):"
+                " it is divided after that."
+            )
+
+    def _put_stand_ins(self) -> None:
+        assert self.body is not None
+        (name, body), rank = self.body, self._mesh.pipeline_rank
+        put_stand_ins(self._module, self.placement, rank)
+        paths = self._module.named_modules(remove_duplicate=False)
+        own = {id(part) for path, part in paths if rank in self.placement.ranks_of(path)}
+        for layer in {id(layer): layer for layer in body if id(layer) not in own}.values():
+            refuse_call(layer, BodyCallError, layer_call_text(name))
+
+    def _plan(self) -> None:
+        """Find the body and say which stage gets which layers."""
+        body, placement = find_stages(self._module, self._settings, self._mesh.pipeline_parallel_size)
+        own = [
+            tensor_name
+            for tensor_name, tensor in self._module.named_parameters()
+            if self._mesh.pipeline_rank in placement.ranks_of(tensor_name) and is_stand_in(tensor)
+        ]
+        if own:
+            raise ValueError(
+                f"{type(self._module).__name__} was divided for another layout before: {own[0]!r} has no values on the"
+                " rank that needs it now. After the earlier run, call `trainer.strategy.gather_module()` to make it"
+                " whole."
+            )
+        self.body, self.placement = body, placement
+
+    def text(self) -> str:
+        """The layout and the table of stages."""
+        return layout(self._settings, self._mesh.sizes, self.body, self.placement)
+
+
+def _shape(value: object) -> torch.Size | None:
+    return value.shape if isinstance(value, torch.Tensor) else None

@@ -1,0 +1,156 @@
+"""What runs where: the table of stages, the layout and the effective batch, as data and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from torch import nn
+
+from lightning_hybrid.memory.account import Account
+from lightning_hybrid.pipeline_parallel.schedules import Schedule
+
+__all__ = ["StageRow", "batch_text", "layout_text", "memory_table", "stage_rows", "stage_table"]
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage.
+
+    Attributes:
+        stage: Its global index.
+        rank: Its pipeline rank.
+        layers: Its layers in the body.
+        kinds: What they are, such as ``"4 x Block"``.
+        num_parameters: Of its layers; a parameter that it has twice counts once.
+        share: Of all parameters of the body.
+    """
+
+    stage: int
+    rank: int
+    layers: range
+    kinds: str
+    num_parameters: int
+    share: float
+
+
+def stage_rows(body: nn.Sequential, stages: Sequence[range], num_ranks: int) -> list[StageRow]:
+    """The stages as data.
+
+    Args:
+        body: The body, with stand-ins or without.
+        stages: The layers of each stage.
+        num_ranks: The number of pipeline ranks.
+    """
+    counts = [_count([body[index] for index in layers]) for layers in stages]
+    total = max(1, sum(counts))
+    return [
+        StageRow(stage, stage % num_ranks, layers, _kinds(body, layers), count, count / total)
+        for stage, (layers, count) in enumerate(zip(stages, counts, strict=True))
+    ]
+
+
+def _count(layers: Sequence[nn.Module]) -> int:
+    parameters = {id(parameter): parameter for layer in layers for parameter in layer.parameters()}
+    return sum(parameter.numel() for parameter in parameters.values())
+
+
+def _kinds(body: nn.Sequential, layers: range) -> str:
+    runs: list[tuple[str, int]] = []
+    for index in layers:
+        kind = type(body[index]).__name__
+        if runs and runs[-1][0] == kind:
+            runs[-1] = kind, runs[-1][1] + 1
+        else:
+            runs.append((kind, 1))
+    text = ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in runs)
+    return text if len(text) <= 48 else f"{text[:45]}..."
+
+
+def stage_table(rows: Sequence[StageRow], body: str) -> str:
+    """The stages as text.
+
+    Args:
+        rows: The stages.
+        body: The dotted name of the body.
+    """
+    cells = [("stage", "rank", f"layers of {body!r}", "", "parameters", "share")]
+    for row in rows:
+        layers = f"{row.layers.start}-{row.layers.stop - 1}" if len(row.layers) > 1 else f"{row.layers.start}"
+        share = f"{100 * row.share:.1f} %"
+        cells.append((str(row.stage), str(row.rank), layers, row.kinds, f"{row.num_parameters:,}", share))
+    return _table(cells, left=(2, 3))
+
+
+def memory_table(accounts: Sequence[Account], measured: Sequence[Account] = ()) -> str:
+    """What each pipeline rank holds, as text.
+
+    Args:
+        accounts: As reckoned, by pipeline rank.
+        measured: As measured, if it was: then what was reckoned stands behind it, in brackets.
+    """
+    every = [field.name for field in fields(Account)]
+    names = [name for name in every if any(getattr(each, name) is not None for each in (*accounts, *measured))]
+    names += ["total"] if names == every else []
+    cells = [("MiB", *names)]
+    for rank, account in enumerate(accounts):
+        texts = [_mebibytes(getattr(account, name)) for name in names]
+        if measured:
+            seen = [_mebibytes(getattr(measured[rank], name)) for name in names]
+            texts = [f"{now} ({text})" for now, text in zip(seen, texts, strict=True)]
+        cells.append((f"pipeline rank {rank}", *texts))
+    return _table(cells, left=(0,))
+
+
+def _mebibytes(value: int | None) -> str:
+    return "?" if value is None else f"{value / 2**20:,.2f}"
+
+
+def _table(cells: Sequence[Sequence[str]], left: Collection[int]) -> str:
+    """Cells in columns, of which some are aligned to the left, below a line of titles."""
+    widths = [max(len(cell[column]) for cell in cells) for column in range(len(cells[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def layout_text(sizes: Mapping[str, int], schedule: Schedule, *, bubble: float) -> str:
+    """The layout in one line.
+
+    Args:
+        sizes: Of the axes ``"dp"``, ``"tp"`` and ``"pp"``.
+        schedule: Of a training step.
+        bubble: The share of the step that an average rank is idle.
+    """
+    data, tensor, pipeline = sizes["dp"], sizes["tp"], sizes["pp"]
+    layout = f"Layout: data {data} x tensor {tensor} x pipeline {pipeline} = {data * tensor * pipeline} processes"
+    if schedule.num_stages == 1 and schedule.num_microbatches == 1:
+        return layout
+    chunks = f", {schedule.num_chunks} chunks per rank" if schedule.num_chunks > 1 else ""
+    return (
+        f"{layout}; schedule {schedule.name!r}{chunks}, {schedule.num_microbatches} micro-batches,"
+        f" bubble {100 * bubble:.1f} %"
+    )
+
+
+def batch_text(batch_size: int | None, replicas: int, accumulated: int, *, num_microbatches: int | None) -> str:
+    """The effective batch in one line.
+
+    Args:
+        batch_size: Of the loader, on each replica; ``None`` if it does not say.
+        replicas: The data-parallel size.
+        accumulated: The number of batches of an optimizer step.
+        num_microbatches: Into which a batch is split; ``None`` if it is not.
+    """
+    parts = f"{replicas} replicas x {accumulated} accumulated batches"
+    if batch_size is None:
+        return f"Effective batch: the loader's batch x {parts}"
+    text = f"Effective batch: {batch_size} samples x {parts} = {batch_size * replicas * accumulated} per optimizer step"
+    if num_microbatches is None:
+        return text
+    return f"{text}; micro-batches of {-(-batch_size // num_microbatches)}"

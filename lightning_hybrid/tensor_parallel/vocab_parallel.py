@@ -1,0 +1,199 @@
+"""Logits whose classes are divided over the tensor-parallel ranks, in the clothes of an ordinary tensor.
+
+A user's step does with logits what it likes: slices, masks, `view(-1, vocabulary)`, cross-entropy in any of its forms.
+What acts on other dimensions than the classes acts on the shards. The losses need a few numbers per sample of the other
+ranks. For anything else the shards are joined, once, and an ordinary tensor goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_hybrid.distributed.dtensor import full
+from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.tensor_parallel.mappings import TensorGroup, gather
+
+__all__ = ["VocabularyShards", "serves", "whole"]
+
+_AUTOGRAD = ("apply", "grad", "backward")
+_Operation = Callable[..., Any]
+_SERVED: dict[str, _Operation] = {}
+
+
+class VocabularyShards(torch.Tensor):
+    """Logits, or their logarithmic softmax, of shape ``(..., classes, ...)``; this rank has a share of the classes.
+
+    All ranks of the group must do the same with it, as they do if they run the same code.
+
+    Attributes:
+        class_dim: The dimension of the classes.
+        tensor_group: The ranks that have the others.
+    """
+
+    class_dim: int
+    tensor_group: TensorGroup
+    _own: Tensor  # without a graph: the graph is that of this tensor
+    _shard: Tensor | None
+    _whole: Tensor | None
+    _is_changed: bool
+
+    @staticmethod
+    def of(shard: Tensor, group: TensorGroup, class_dim: int = -1) -> VocabularyShards:
+        """Wrap this rank's share."""
+        made: VocabularyShards = _Wrap.apply(shard, group, class_dim % shard.ndim)  # type: ignore[no-untyped-call]
+        return made
+
+    @staticmethod
+    def _made(own: Tensor, group: TensorGroup, class_dim: int) -> VocabularyShards:
+        shape = list(own.shape)
+        shape[class_dim] *= group.size
+        made = torch.Tensor._make_wrapper_subclass(VocabularyShards, shape, dtype=own.dtype, device=own.device)
+        assert isinstance(made, VocabularyShards)
+        made._own, made.class_dim, made.tensor_group, made._shard, made._whole = own, class_dim, group, None, None
+        made._is_changed = False
+        return made
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's share, in the graph."""
+        if self._is_changed:
+            size = self.shape[self.class_dim] // self.tensor_group.size
+            return self.whole().narrow(self.class_dim, self.tensor_group.rank * size, size)
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self._own
+        if self._shard is None:
+            self._shard = _Unwrap.apply(self)  # type: ignore[no-untyped-call]
+        return self._shard
+
+    def like(self, shard: Tensor, class_dim: int | None = None) -> VocabularyShards:
+        """Another share of the same classes."""
+        return VocabularyShards.of(shard, self.tensor_group, self.class_dim if class_dim is None else class_dim)
+
+    def whole(self) -> Tensor:
+        """The joined tensor; a collective, the first time."""
+        if self._is_changed:
+            assert self._whole is not None
+            return self._whole
+        shard = self.shard
+        if self._whole is None or shard.requires_grad > self._whole.requires_grad:
+            self._whole = gather(shard, self.class_dim, self.tensor_group)
+        return self._whole
+
+    def _change(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Change the values in place: from here on the joined tensor is what counts."""
+        if not self._is_changed:
+            self._whole, self._is_changed = self.whole().clone(), True
+        args, kwargs = whole((args, kwargs))
+        result = func(self._whole, *args, **kwargs)
+        return self if result is self._whole else result
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Serve what can be served by shards; join them for the rest."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # of an attribute
+            name = f"get {getattr(getattr(func, '__self__', None), '__name__', '')}"
+        if name in _AUTOGRAD:  # it hands on what it is given
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args and isinstance(args[0], VocabularyShards) else None
+        if first is not None and _changes_in_place(name):
+            return first._change(func, *args[1:], **kwargs)
+        served = _SERVED.get(name)
+        if first is not None and served is not None:
+            result = served(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = whole((args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What autograd itself does: it hands tensors on, and adds gradients of the same classes."""
+        first = next(arg for arg in args if isinstance(arg, VocabularyShards))
+        own = [arg._own if isinstance(arg, VocabularyShards) else arg for arg in args]
+        if func is torch.ops.aten.view.default:  # `view_as` itself
+            own[1] = first._own.shape
+        result = func(*own, **(kwargs or {}))
+        return VocabularyShards._made(result, first.tensor_group, first.class_dim)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Without the values: those of the other ranks are not at hand."""
+        return f"VocabularyShards(shape={tuple(self.shape)}, class_dim={self.class_dim}, shard={self._own!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as an ordinary tensor."""
+        return self.whole().detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.whole().detach().clone()
+
+
+class _Wrap(torch.autograd.Function):
+    """From a share to logits in the graph, and, for gradients, back."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, group: TensorGroup, class_dim: int) -> VocabularyShards:
+        return VocabularyShards._made(shard.detach(), group, class_dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: VocabularyShards) -> tuple[Tensor, None, None]:
+        return gradient._own, None, None
+
+
+class _Unwrap(torch.autograd.Function):
+    """From logits to this rank's share."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: VocabularyShards) -> Tensor:
+        ctx.like = logits.tensor_group, logits.class_dim
+        return logits._own.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> VocabularyShards:
+        return VocabularyShards._made(gradient, *ctx.like)
+
+
+def _changes_in_place(name: str) -> bool:
+    is_special = name.startswith("__")
+    return name in ("__setitem__", "get data") or (
+        name.startswith("__i") and name not in ("__init__", "__index__", "__int__", "__invert__")
+        if is_special
+        else name.endswith("_") and name not in ("requires_grad_", "retain_grad_")
+    )
+
+
+def serves(*names: str) -> Callable[[_Operation], _Operation]:
+    """Register what is done in the place of functions and methods of torch.
+
+    Args:
+        names: Theirs; ``"get shape"`` is that of an attribute.
+
+    Returns:
+        A decorator of ``operation(function, logits, *args, **kwargs)``, which may return `NotImplemented`: then the
+        shards are joined, and the function does what it always does.
+    """
+
+    def register(operation: _Operation) -> _Operation:
+        _SERVED.update(dict.fromkeys(names, operation))
+        return operation
+
+    return register
+
+
+def whole(value: Any) -> Any:
+    """A tree of values, with ordinary tensors for logits in shards and for tensors that torch has divided."""
+    if type(value) is Tensor:
+        return value
+    leaves, spec = flatten(value)
+    if not any(isinstance(leaf, (VocabularyShards, DTensor)) for leaf in leaves):
+        return value
+    return unflatten([leaf.whole() if isinstance(leaf, VocabularyShards) else full(leaf) for leaf in leaves], spec)

@@ -1,0 +1,1 @@
+"""What Lightning's Trainer meets: training and evaluation steps, loaders, precision, results."""

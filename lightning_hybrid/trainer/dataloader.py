@@ -1,0 +1,261 @@
+"""One batch for each model group: one rank loads, the others receive."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator, Sized
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_hybrid.checkpoint.resume.replay import LoaderWrapper
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast, broadcast_object
+
+__all__ = ["ComparedLoader", "ReplicaSampler", "SharedLoader", "prepare_loader"]
+
+
+def prepare_loader(loader: object, mesh: Mesh, *, divide: bool, share: bool, stage: RunningStage | None) -> object:
+    """A loader of this replica's samples that gives the same batches to all ranks of its model group.
+
+    Args:
+        loader: The user's; anything that can be iterated.
+        mesh: The ranks.
+        divide: Whether the samples of a `DataLoader` are divided over the replicas.
+        share: Whether one rank loads and the others receive; otherwise all load and compare.
+        stage: What the Trainer is doing.
+    """
+    if divide and isinstance(loader, DataLoader):
+        # Where one rank of each model group loads, these ranks are a data-parallel group; otherwise all ranks load.
+        group = mesh.data_group if share else dist.group.WORLD
+        assert group is not None
+        loader = _shard(loader, mesh.data_parallel_size, mesh.data_rank, group, stage)
+    _seed_workers(loader, mesh.data_rank)
+    if mesh.model_group.size() == 1:
+        return loader
+    if not share:
+        return ComparedLoader(loader, mesh.control_group)
+    return SharedLoader(loader, TreeBroadcast(mesh.control_group, mesh.control_group, 0, torch.device("cpu")))
+
+
+class ReplicaSampler(Sampler[Any]):
+    """Every `num_replicas`-th sample of another sampler's order, which is the same on all replicas.
+
+    torch's `DistributedSampler` draws an order of its own; this one keeps the order that one process would see: with a
+    batch of `b` samples on each of `n` replicas, a step takes the samples that one process takes with batches of
+    ``n b``.
+
+    Args:
+        sampler: The user's sampler.
+        num_replicas: The data-parallel size.
+        rank: The data rank.
+        group: Over which the first rank's order is broadcast; its ranks iterate together.
+        repeat: Whether the order is filled up with its own beginning, so that all replicas get equally many.
+    """
+
+    def __init__(
+        self, sampler: Iterable[Any], num_replicas: int, rank: int, group: dist.ProcessGroup, *, repeat: bool
+    ) -> None:
+        self._sampler = sampler
+        self._num_replicas = num_replicas
+        self._rank = rank
+        self._group = weakref.ref(group)
+        self._repeat = repeat
+
+    def __iter__(self) -> Iterator[Any]:
+        group = self._group()
+        assert group is not None, "the process groups have been destroyed"
+        order = broadcast_object(list(self._sampler) if dist.get_rank(group) == 0 else None, 0, group)
+        missing = -len(order) % self._num_replicas if self._repeat else 0
+        while order and missing > 0:
+            order += order[:missing]
+            missing = -len(order) % self._num_replicas
+        return iter(order[self._rank :: self._num_replicas])
+
+    def __len__(self) -> int:
+        if not isinstance(self._sampler, Sized):
+            raise TypeError(f"{type(self._sampler).__name__} has no length")  # as `len(loader)` says without us
+        total = len(self._sampler)
+        return -(-total // self._num_replicas) if self._repeat else len(range(self._rank, total, self._num_replicas))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the user's sampler, if it wants to know."""
+        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+def _shard(
+    loader: DataLoader[Any], num_replicas: int, rank: int, group: dist.ProcessGroup, stage: RunningStage | None
+) -> DataLoader[Any]:
+    """The same loader over this replica's share of the samples.
+
+    Args:
+        loader: The user's loader. One over an iterable data set, or with a `DistributedSampler`, is left alone.
+        num_replicas: The data-parallel size.
+        rank: The data rank.
+        group: The ranks that iterate together.
+        stage: What the Trainer is doing; predictions come once for each sample, without repetitions.
+    """
+    batches: Any = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return loader
+    counted = isinstance(batches, _IndexBatchSamplerWrapper)  # around a batch sampler, where predictions are written
+    batches = batches._batch_sampler if counted else batches
+    order = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    if isinstance(order, DistributedSampler):
+        _check_replicas(order, num_replicas)
+        return loader
+    if num_replicas == 1:
+        return loader
+    if order is None:
+        raise TypeError(
+            f"The batch sampler {type(batches).__name__} has no attribute `sampler` to divide over {num_replicas}"
+            " replicas. Give it one, or divide the samples yourself and set `Trainer(use_distributed_sampler=False)`."
+        )
+    sampler = ReplicaSampler(order, num_replicas, rank, group, repeat=stage != RunningStage.PREDICTING)
+    loader = copy.copy(loader)
+    loader._iterator = None  # of persistent workers, over the undivided samples
+    object.__setattr__(loader, "sampler", sampler)  # a loader refuses to be changed, but this one is a copy
+    if batches is not None:
+        batches = copy.copy(batches)
+        batches.sampler = sampler
+        object.__setattr__(loader, "batch_sampler", _IndexBatchSamplerWrapper(batches) if counted else batches)
+    return loader
+
+
+def _check_replicas(sampler: DistributedSampler[Any], num_replicas: int) -> None:
+    if sampler.num_replicas != num_replicas:
+        raise ValueError(
+            f"The loader's DistributedSampler divides the data over {sampler.num_replicas} processes, but there are"
+            f" {num_replicas} replicas; the ranks of one pipeline share their data. Leave the sampler out, or make it"
+            " with `DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)`."
+        )
+
+
+def _seed_workers(loader: object, data_rank: int) -> None:
+    """Give the loader's workers seeds by data rank, where the user asked for seeded workers."""
+    wanted = int(os.environ.get("PL_SEED_WORKERS", "0"))
+    if wanted and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=data_rank)
+
+
+_END = object()
+
+
+class SharedLoader(LoaderWrapper):
+    """Iterates the loader on one rank of the model group and gives its batches, and its end, to the others.
+
+    Random augmentation, worker seeds and dropout make the loaders of several ranks diverge silently; then the first
+    stage's inputs and the last stage's labels belong to different samples.
+
+    Args:
+        loader: The loader, made on every rank, iterated on one.
+        exchange: From the loading rank to its model group.
+    """
+
+    def __init__(self, loader: Any, exchange: TreeBroadcast) -> None:
+        super().__init__(loader)
+        self._exchange = exchange
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._exchange.is_source:
+            return self._receive()
+        try:  # now and not at the first batch: a loader draws random numbers and starts its workers here
+            batches, error = iter(self._loader), None
+        except Exception as raised:
+            batches, error = iter(()), raised
+        return self._load(batches, error)
+
+    def _load(self, batches: Iterator[Any], error: Exception | None) -> Iterator[Any]:
+        try:
+            if error is not None:
+                raise error
+            for number, batch in enumerate(batches):
+                seen = self._seen_indices()
+                self._exchange((batch, None if seen is None else seen[number]))
+                yield batch
+        except Exception as raised:
+            self._exchange.fail(raised)
+            raise
+        self._exchange.end()
+
+    def _receive(self) -> Iterator[Any]:
+        if isinstance(getattr(self._loader, "batch_sampler", None), _IndexBatchSamplerWrapper):
+            self._loader.batch_sampler.seen_batch_indices = []
+        while True:
+            try:
+                batch, indices = self._exchange.receive()
+            except StopIteration:
+                return
+            if indices is not None:
+                self._loader.batch_sampler.seen_batch_indices.append(indices)
+            yield batch
+
+    def _seen_indices(self) -> list[list[int]] | None:
+        """The samples of each batch, which Lightning counts where predictions are written."""
+        sampler = getattr(self._loader, "batch_sampler", None)
+        return sampler.seen_batch_indices if isinstance(sampler, _IndexBatchSamplerWrapper) else None
+
+
+class ComparedLoader(LoaderWrapper):
+    """Iterates the loader on every rank, and compares checksums of the batches over the model group.
+
+    Args:
+        loader: The loader.
+        group: The model group, over gloo.
+    """
+
+    def __init__(self, loader: Any, group: dist.ProcessGroup) -> None:
+        super().__init__(loader)
+        self._group = weakref.ref(group)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._compared(iter(self._loader))
+
+    def _compared(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        number = 0
+        while True:
+            batch = next(iterator, _END)
+            self._compare(0 if batch is _END else checksum(batch), number)
+            if batch is _END:
+                return
+            yield batch
+            number += 1
+
+    def _compare(self, value: int, number: int) -> None:
+        mine = torch.tensor([value], dtype=torch.int64)
+        group = self._group()
+        assert group is not None, "the process groups have been destroyed"
+        all_values = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(all_values, mine, group=group)
+        if any(int(other) != value for other in all_values):
+            raise ValueError(
+                f"Batch {number} differs between the ranks of one model group (checksums"
+                f" {[int(other) for other in all_values]}), so inputs and labels would belong to different samples."
+                " Seed the loader by data rank alone, or let one rank load: HybridStrategy(broadcast_batches=True)."
+            )
+
+
+def checksum(batch: Any) -> int:
+    """A number that differs where batches differ: CRC-32 over the bytes of all leaves, never 0."""
+    value = 1
+    for leaf in flatten(batch)[0]:
+        if isinstance(leaf, Tensor):
+            value = zlib.crc32(repr((leaf.shape, leaf.dtype)).encode(), value)
+            flat = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+            value = zlib.crc32(flat.view(torch.uint8).numpy().data, value)
+        else:
+            value = zlib.crc32(pickle.dumps(leaf), value)  # not its `repr`, which may be an address
+    return value + 1

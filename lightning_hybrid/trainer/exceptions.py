@@ -1,0 +1,109 @@
+"""The way out after a failure: a rank leaves its groups before a callback can wait for ranks that go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_hybrid.distributed.failure import FailureBoard, close_groups, is_transport
+
+__all__ = ["Departure"]
+
+
+class Departure(Callback):
+    """Goes before the callbacks of the user: they hear of an exception earlier than the strategy does.
+
+    Some save a checkpoint then. Every rank has to take part in that, and the others are somewhere else: they would
+    meet in a collective that is not the same, and wait. SIGTERM is told to all ranks, which stop at the same batch;
+    then a checkpoint can be saved.
+
+    Args:
+        board: Where failures are written.
+        abandon: Lets go of everything that is under way.
+    """
+
+    def __init__(self, board: FailureBoard, abandon: Callable[[], None]) -> None:
+        self._board = board
+        self._abandon = abandon
+        self._rank, self._is_alone = dist.get_rank(), dist.get_world_size() == 1
+        self._exception: str | None = None  # that ends this run
+        self._has_left = False
+        self._cause: Exception | None = None
+
+    def install(self, trainer: Trainer) -> None:
+        """Go first; process groups exist from here on."""
+        trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
+
+    def remove(self, trainer: Trainer) -> None:
+        """Undo :meth:`install`, and let callbacks save again."""
+        self._exception = None
+        trainer.callbacks = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if vars(callback).get("on_exception") is _save_nothing:
+                del callback.__dict__["on_exception"]
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Keep callbacks from saving, and leave the groups."""
+        if self._is_alone or isinstance(exception, SIGTERMException):
+            return
+        self._exception = type(exception).__name__
+        saving = [each for each in trainer.checkpoint_callbacks if _saves_on_exception(each)]
+        for callback in saving:
+            callback.__dict__["on_exception"] = _save_nothing
+        if saving:
+            rank_zero_warn(
+                f"{', '.join(type(each).__name__ for each in saving)} saves nothing. {_WHY_NOT.format(self._exception)}"
+            )
+        if isinstance(exception, Exception):
+            self.leave(exception)
+
+    def check_saving(self) -> None:
+        """Whether all ranks may come to save.
+
+        Raises:
+            RuntimeError: If this rank is on its way out.
+        """
+        if self._exception is not None:
+            raise RuntimeError(_WHY_NOT.format(self._exception))
+
+    def leave(self, exception: Exception) -> Exception | None:
+        """Tell the other ranks, and leave every group without a collective; once.
+
+        Args:
+            exception: What was raised on this rank.
+
+        Returns:
+            What was raised on another rank, if this exception only says that it has left.
+        """
+        if not self._has_left:
+            self._has_left = True
+            is_consequence = is_transport(exception)
+            cause = self._board.cause(patience=2.0 if is_consequence else 0.0)
+            if cause is None:
+                self._board.report(exception, f"Rank {self._rank}")
+            self._cause = cause if is_consequence else None
+            self._abandon()
+            close_groups(exception)
+        return self._cause
+
+
+def _saves_on_exception(callback: Checkpoint) -> bool:
+    if isinstance(callback, ModelCheckpoint):
+        return bool(callback.save_on_exception)
+    return type(callback).on_exception is not Callback.on_exception
+
+
+_WHY_NOT = (
+    "A checkpoint cannot be saved after this {}. Every rank takes part in saving, and the others may have seen no"
+    " exception. Go on from the last checkpoint, such as `ModelCheckpoint(every_n_train_steps=...)` writes."
+)
+
+
+def _save_nothing(*args: Any) -> None:
+    """Takes the place of a callback's `on_exception`."""

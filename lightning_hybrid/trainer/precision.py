@@ -1,0 +1,229 @@
+"""Precision plugins made to agree over the model group: fp16 overflow, and the norm to clip by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    Precision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.cpu.amp.grad_scaler import GradScaler as CPUGradScaler
+from torch.cuda.amp.grad_scaler import GradScaler as CUDAGradScaler
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from lightning_hybrid.distributed.dtensor import local_view
+
+__all__ = ["SUPPORTED", "ModelGroupGradScaler", "adapt", "check", "check_optimizer"]
+
+#: The values of ``Trainer(precision=...)`` that train here.
+SUPPORTED = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+
+PrecisionT = TypeVar("PrecisionT", bound=Precision)
+
+
+def adapt(
+    plugin: PrecisionT,
+    *,
+    model_group: Callable[[], ProcessGroup | None],
+    clip_by_norm: Callable[[Sequence[nn.Parameter], float], Tensor],
+) -> PrecisionT:
+    """Makes a precision plugin agree over the model group; the object stays, and its class is a key in checkpoints.
+
+    Args:
+        plugin: Lightning's or the user's; may have been adapted before, by another strategy.
+        model_group: Gives the ranks that together hold the model; ``None`` as long as there are none. Asked at every
+            step, because the plugin exists before the groups. Copied and pickled with the plugin: pass a bound method.
+        clip_by_norm: Scales the gradients of this rank's parameters such that the norm over the model group is at most
+            a number; called by every rank of the group.
+
+    Returns:
+        The plugin.
+
+    Raises:
+        ValueError: If the plugin belongs to another strategy.
+        TypeError: If the plugin's ``scaler`` is not torch's.
+    """
+    check(plugin)
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        plugin.scaler = ModelGroupGradScaler.like(scaler, model_group)  # type: ignore[attr-defined]
+    if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
+        plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin, clip_by_norm)  # type: ignore[method-assign]
+    else:
+        rank_zero_warn(
+            f"{type(plugin).__qualname__}.clip_grad_by_norm is your own and stays in use; on each rank it sees only the"
+            " gradients of the layers that live there, so take the norm over the ranks of the model.",
+        )
+    return plugin
+
+
+def check(plugin: Precision) -> None:
+    """Refuses plugins that cannot work here.
+
+    Args:
+        plugin: The plugin.
+
+    Raises:
+        ValueError: If the plugin replaces layers or belongs to another strategy.
+    """
+    refused = {
+        TransformerEnginePrecision: "replaces layers by ones that communicate on their own",
+        BitsandbytesPrecision: "replaces layers by quantized ones, which do not train",
+        FSDPPrecision: "belongs to `FSDPStrategy`",
+        DeepSpeedPrecision: "belongs to `DeepSpeedStrategy`",
+        XLAPrecision: "belongs to the strategies for XLA devices",
+    }
+    for kind, reason in refused.items():
+        if isinstance(plugin, kind):
+            raise ValueError(
+                f"`HybridStrategy` does not support the precision plugin `{type(plugin).__qualname__}`: it {reason}."
+                f" Pass one of {', '.join(map(repr, SUPPORTED))} as `Trainer(precision=...)`."
+            )
+
+
+def check_optimizer(plugin: Precision, optimizer: Optimizer) -> None:
+    """Refuses optimizers that unscale gradients themselves, out of sight of the other ranks and of clipping.
+
+    Args:
+        plugin: The plugin.
+        optimizer: The optimizer.
+
+    Raises:
+        ValueError: If the plugin scales the loss and the optimizer unscales the gradients.
+    """
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise ValueError(
+            f"The optimizer `{type(optimizer).__qualname__}` unscales gradients inside its fused step, so ranks cannot"
+            " agree on an overflow, nor clip before the step, under precision '16-mixed'. Create it with `fused=False`"
+            " (or `foreach=True`), or use precision 'bf16-mixed', which needs no scaling."
+        )
+
+
+class ModelGroupGradScaler(GradScaler):
+    """A `GradScaler` whose ranks see an overflow together: all of the model group skip a step, or none does.
+
+    Without that, a stage that overflowed would skip the step and halve its scale while the others go on. State dicts
+    are those of `GradScaler`; so is everything else as long as the group is ``None`` or has one rank.
+
+    Args:
+        model_group: Gives the ranks that together hold the model, or ``None``.
+        device: The type of the device, such as ``"cuda"``.
+        settings: What `GradScaler` takes.
+    """
+
+    def __init__(self, model_group: Callable[[], ProcessGroup | None], device: str = "cuda", **settings: Any) -> None:
+        if not callable(getattr(GradScaler, "_unscale_grads_", None)):
+            raise RuntimeError(
+                f"torch {torch.__version__} has no `torch.amp.GradScaler._unscale_grads_`, through which ranks agree on"
+                " an overflow. Use precision 'bf16-mixed', or another version of torch for '16-mixed'."
+            )
+        super().__init__(device, **settings)
+        self.device_type = device
+        self.model_group = model_group
+
+    @classmethod
+    def like(cls, scaler: GradScaler, model_group: Callable[[], ProcessGroup | None]) -> ModelGroupGradScaler:
+        """A scaler with the settings and the state of another one.
+
+        Args:
+            scaler: torch's scaler, for any device, or one of this class.
+            model_group: Gives the ranks that together hold the model, or ``None``.
+
+        Returns:
+            The new scaler.
+
+        Raises:
+            TypeError: If the scaler is of a class of the user, whose methods would be lost.
+        """
+        if type(scaler) not in _SCALERS:
+            raise TypeError(
+                f"The precision plugin's scaler is a `{type(scaler).__qualname__}`. Ranks can agree on an overflow only"
+                " with torch's own: pass a `torch.amp.GradScaler` with the settings you want."
+            )
+        new = cls(model_group, getattr(scaler, "_device", "cuda"))
+        new.load_state_dict(scaler.state_dict())
+        return new
+
+    def initialize(self, device: torch.device | str | None = None) -> None:
+        """Creates the scale on a device, as the first :meth:`scale` does elsewhere; afterwards does nothing.
+
+        Ranks that never see a loss need it; :meth:`unscale_` and :meth:`step` call it.
+
+        Args:
+            device: Where the ranks of the model group communicate; by default the current one of the scaler's type.
+        """
+        # Only to save the multiplication: scaling again would change nothing.
+        if self.is_enabled() and getattr(self, "_scale", None) is None:
+            self.scale(torch.zeros((), device=self.device_type if device is None else device))
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscales this rank's gradients and learns whether a rank of the model group found infinities or NaNs.
+
+        Args:
+            optimizer: The optimizer; may be empty, or have no gradients, on this rank.
+        """
+        self.initialize()
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Steps unless a rank of the model group found infinities or NaNs.
+
+        Args:
+            optimizer: The optimizer.
+            args: What its ``step`` takes.
+            kwargs: What its ``step`` takes.
+
+        Returns:
+            What its ``step`` returns; ``None`` if it was skipped.
+        """
+        self.initialize()
+        result: float | None = super().step(optimizer, *args, **kwargs)
+        return result
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
+    ) -> dict[torch.device, Tensor]:
+        # torch asks here, for each optimizer once per step, which devices overflowed; it records the answer, skips the
+        # step on any number but 0, and lowers the scale. `found_inf` is a zero on the scale's device.
+        # Of divided parameters this rank unscales its shards; they are plain tensors to torch's kernel.
+        views = [
+            {"params": [local_view(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
+        ]
+        local: Any = SimpleNamespace(param_groups=views)
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(local, inv_scale, found_inf, *args, **kwargs)
+        group = self.model_group()
+        if group is None or group.size() == 1:
+            return found
+        # A stage without gradients found nothing, says so, and takes part.
+        overflow = found_inf.clone()
+        for device_overflow in found.values():
+            overflow = torch.maximum(overflow, device_overflow.to(overflow.device, non_blocking=True))
+        dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
+        return {overflow.device: overflow}
+
+
+_SCALERS = (GradScaler, CUDAGradScaler, CPUGradScaler, ModelGroupGradScaler)
+
+
+def _clip_grad_by_norm(
+    plugin: Precision,
+    clip_by_norm: Callable[[Sequence[nn.Parameter], float], Tensor],
+    optimizer: Optimizer,
+    clip_val: int | float = 0.0,
+) -> None:
+    clip_by_norm(list(plugin.main_params(optimizer)), float(clip_val))

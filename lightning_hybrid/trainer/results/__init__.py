@@ -1,0 +1,1 @@
+"""What steps give back on one stage, made the same on every rank: logs, metrics, outputs, attributes, logger calls."""

@@ -1,0 +1,157 @@
+"""Calls on `self.logger` and `self.print` inside a step: recorded on the last stage, made on rank 0."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+
+from lightning_hybrid.distributed.pytree import map_leaves
+
+__all__ = ["LoggerCall", "LoggerCalls", "make_calls", "pack_calls"]
+
+LoggerCall = tuple[int | None, tuple[tuple[str, Any], ...], tuple[Any, ...], dict[str, Any]]
+"""Which logger (``None`` for `self.print`), the way from it to what is called, and the arguments."""
+
+
+class LoggerCalls:
+    """Takes the place of the Trainer's loggers and of `LightningModule.print` while a step runs.
+
+    ::
+
+        last stage    self.logger.experiment.add_image("x", image, 3)   --> (0, .experiment .add_image, ("x", ...))
+        rank 0        loggers[0].experiment.add_image("x", image, 3)    <-- after the step
+
+    Loggers write on rank 0, but what is worth writing is known where the loss is. What a logger *is* (its class, its
+    directory, its version) is that of the real one; what a call returns is ``None``.
+
+    Args:
+        module: The user's module.
+        keeps: Whether this rank is the one whose calls count: the last stage of the first replica.
+    """
+
+    def __init__(self, module: LightningModule, *, keeps: bool) -> None:
+        self._module = module
+        self._keeps = keeps
+        self._calls: list[LoggerCall] | None = None
+        self._found: list[LoggerCall] = []
+
+    @contextmanager
+    def __call__(self) -> Iterator[list[LoggerCall]]:
+        """While this is entered, calls are recorded, or dropped."""
+        trainer, places = self._module.trainer, vars(self._module)
+        loggers = trainer.loggers
+        self._calls, self._found = None, []
+        recording: list[Any] = [_RecordingLogger(each, self._recorder(i)) for i, each in enumerate(loggers)]
+        trainer.loggers = recording
+        record = self._recorder(None)
+        # A function, not a method: callbacks copy modules, and a method would take this object along.
+        places["print"] = lambda *args, **kwargs: record((), tuple(map(str, args)), kwargs)
+        try:
+            yield self._found
+        finally:
+            trainer.loggers = loggers
+            del places["print"]
+
+    def next_microbatch(self, *, keep: bool) -> None:
+        """A micro-batch begins.
+
+        Args:
+            keep: Whether its calls count. Code before the body also runs on the first stage, where they do not.
+        """
+        self._calls = self._found if keep and self._keeps else None
+
+    def _recorder(self, index: int | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        def record(path: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._calls is not None:
+                self._calls.append((index, path, map_leaves(_kept, args), map_leaves(_kept, kwargs)))
+
+        return record
+
+
+def _kept(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+
+
+class _RecordingLogger:
+    """A logger whose methods are recorded; everything else is the logger's."""
+
+    def __init__(self, logger: Logger, record: Callable[..., None]) -> None:
+        self._logger, self._record = logger, record
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """So that `isinstance(self.logger, TensorBoardLogger)` holds."""
+        return type(self._logger)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "experiment":
+            return _RecordedPath((("attribute", name),), self._record)
+        value = getattr(self._logger, name)
+        return _RecordedPath((("attribute", name),), self._record) if callable(value) else value
+
+
+class _RecordedPath:
+    """Something inside a logger that is not known here: what is called in the end is recorded."""
+
+    def __init__(self, path: tuple[tuple[str, Any], ...], record: Callable[..., None]) -> None:
+        self._path, self._record = path, record
+
+    def __getattr__(self, name: str) -> _RecordedPath:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _RecordedPath((*self._path, ("attribute", name)), self._record)
+
+    def __getitem__(self, key: Any) -> _RecordedPath:
+        return _RecordedPath((*self._path, ("item", key)), self._record)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._record((*self._path, ("attribute", "__setitem__")), (key, value), {})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._record(self._path, args, kwargs)
+
+    def _no_value(self, *_: Any) -> Any:
+        way = "".join(f".{name}" if kind == "attribute" else f"[{name!r}]" for kind, name in self._path)
+        raise TypeError(
+            f"`self.logger{way}` has no value in a step: what is done with a logger there is recorded, and made on rank"
+            " 0 after the step. Read it from the logger itself (such as `self.logger.log_dir` or"
+            " `self.logger.version`), or in a hook, such as `on_train_start`."
+        )
+
+    # Text and paths would be nonsense; and with `__getitem__` alone, iterating would never end.
+    __str__ = __fspath__ = __iter__ = __contains__ = _no_value
+
+
+def pack_calls(calls: Sequence[LoggerCall]) -> bytes:
+    """Calls as bytes.
+
+    Raises:
+        TypeError: If an argument cannot travel to rank 0.
+    """
+    try:
+        return pickle.dumps(list(calls))
+    except Exception as error:  # the pickle protocol lets classes raise anything
+        raise TypeError(
+            "A call of `self.logger` or `self.print` in a step is made on rank 0, but an argument of it cannot be"
+            f" pickled to get there ({error}). Pass tensors, arrays, numbers, text or figures."
+        ) from error
+
+
+def make_calls(packed: bytes, module: LightningModule) -> None:
+    """Make the calls that were recorded, on rank 0.
+
+    Args:
+        packed: What :func:`pack_calls` made.
+        module: The user's module.
+    """
+    for index, path, args, kwargs in pickle.loads(packed):
+        target: Any = module.print if index is None else module.trainer.loggers[index]
+        for kind, name in path:
+            target = getattr(target, name) if kind == "attribute" else target[name]
+        target(*args, **kwargs)

@@ -1,0 +1,294 @@
+"""What the user's code logged during a step: recorded on the last stage, merged, and replayed on every rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_hybrid.distributed.dtensor import full
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
+from lightning_hybrid.trainer.results.outputs import weighted_mean
+
+__all__ = ["Log", "LogRecorder", "log_arguments", "merge_logs", "pack_logs", "replay", "unpack_logs"]
+
+
+# What can follow name and value in a call of `self.log`.
+_POSITIONAL = tuple(inspect.signature(LightningModule.log).parameters)[3:]
+
+
+@dataclass
+class Log:
+    """One call of `self.log`.
+
+    Attributes:
+        name: The key.
+        value: A number, or a tensor with one element; for a metric the value of this batch, ``None`` if it has none.
+        metric: The dotted name of the metric in the module, if a metric was logged.
+        arguments: The other arguments of the call.
+        of_batch: For a tensor that a metric's ``forward`` returned: gives the one of the whole batch, once the batch
+            has run; ``None`` if there is no such value.
+    """
+
+    name: str
+    value: Any
+    metric: str | None
+    arguments: dict[str, Any]
+    of_batch: Callable[[], Any] | None = None
+
+
+class LogRecorder:
+    """Takes the place of `LightningModule.log` while a step runs in micro-batches.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._records: list[list[Log]] = []
+        self._current: list[Log] | None = None
+        self._metric_names: dict[int, tuple[str, Metric]] = {}
+        self._values: dict[int, tuple[Tensor, Callable[[], Any]]] = {}
+
+    @contextmanager
+    def __call__(self) -> Iterator[list[list[Log]]]:
+        """While this is entered, calls of `self.log` are recorded: a list for each micro-batch."""
+        self._records, self._current, self._values = [], None, {}
+        places, record = [vars(self._module)], self._record_of_step()
+        outside = places[0].get("log")
+        places[0]["log"] = record
+
+        # What got hold of the method before (`Head(log=self.log)`) does not look there, and arrives here.
+        def log(fx: str, name: str, value: Any, *, sync_dist_fn: Any, **arguments: Any) -> None:
+            record(name, value, **arguments)
+
+        results = getattr(getattr(self._module, "_trainer", None), "_results", None)
+        if results is not None:
+            places.append(vars(results))
+            places[1]["log"] = log
+        try:
+            yield self._records
+        finally:
+            self._values = {}
+            for place in places:
+                del place["log"]
+            if outside is not None:
+                places[0]["log"] = outside
+
+    def next_microbatch(self, *, keep: bool) -> None:
+        """A micro-batch begins.
+
+        Args:
+            keep: Whether its logs count. Code before the body also runs on the first stage, where they do not.
+        """
+        self._current = None
+        if keep:
+            self._current = []
+            self._records.append(self._current)
+
+    def _record_of_step(self) -> Callable[..., None]:
+        # A function, not a method: callbacks copy modules, and a method would take this object along.
+        def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            arguments = log_arguments(args, kwargs)
+            metric, of_batch = None, None
+            if isinstance(value, Metric):
+                metric = arguments.get("metric_attribute") or self._name_of(value)
+            if metric is None and not isinstance(value, (Tensor, Number)):
+                type(self._module).log(self._module, name, value, **arguments)  # Lightning says what is wrong
+            if metric is not None:
+                value = None
+            elif isinstance(value, Tensor):
+                _, of_batch = self._values.get(id(value), (None, None))
+                value = full(value.detach()).clone()  # it may be changed in place later in the step
+            if self._current is not None:
+                _check_value(name, value)
+                self._current.append(Log(name, value, metric, arguments, of_batch))
+
+        def remember_value(value: Any, of_batch: Callable[[], Any]) -> None:
+            if isinstance(value, Tensor):
+                self._values[id(value)] = value, of_batch  # the tensor too, so that no other one gets its id
+
+        record.remember_value = remember_value  # type: ignore[attr-defined]
+        return record
+
+    def _name_of(self, metric: Metric) -> str | None:
+        found = self._metric_names.get(id(metric))
+        if found is None or found[1] is not metric:
+            named = self._module.named_modules()
+            self._metric_names = {id(m): (name, m) for name, m in named if isinstance(m, Metric)}
+        return self._metric_names.get(id(metric), (None, None))[0]
+
+
+def _check_value(name: str, value: Any) -> None:
+    """Refuse what was computed from stand-ins, and so is no number.
+
+    Raises:
+        WrongUseError: If the value is on the meta device.
+    """
+    if isinstance(value, Tensor) and value.is_meta:
+        raise WrongUseError(without_value_text(f"the value logged as {name!r}"))
+
+
+def log_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `self.log` after name and value, by their names."""
+    return dict(zip(_POSITIONAL, args, strict=False)) | kwargs
+
+
+def merge_logs(
+    records: Sequence[Sequence[Log]], counts: Sequence[int], num_microbatches: int | None = None
+) -> list[Log]:
+    """Merge what the micro-batches of one batch logged.
+
+    A mean is weighted by the number of samples, or by a ``batch_size`` that micro-batches have of their own; a sum is
+    added, the least or greatest value is taken; so each is what one process would have logged if the value is a mean,
+    sum, minimum or maximum over samples.
+
+    Args:
+        records: The logs of each micro-batch.
+        counts: The number of samples of each micro-batch.
+        num_microbatches: How many a full batch has; ``None`` for as many as this one.
+
+    Returns:
+        One log for each key, in the order of the first calls. Two calls with one key in a step stay two.
+    """
+    merged: dict[tuple[str, int], list[tuple[Log, int]]] = {}
+    for logs, count in zip(records, counts, strict=True):
+        seen: dict[str, int] = defaultdict(int)
+        for log in logs:
+            merged.setdefault((log.name, seen[log.name]), []).append((log, count))
+            seen[log.name] += 1
+    return [_merge(entries, num_microbatches or len(counts)) for entries in merged.values()]
+
+
+def _merge(entries: list[tuple[Log, int]], num_microbatches: int) -> Log:
+    logs, counts = [log for log, _ in entries], [count for _, count in entries]
+    first = logs[0]
+    weights, batch_size = _weigh([log.arguments.get("batch_size") for log in logs], counts, num_microbatches)
+    arguments = {**first.arguments, "batch_size": batch_size}
+    if batch_size is None:
+        del arguments["batch_size"]
+    if first.metric is not None:
+        return Log(first.name, first.value, first.metric, arguments)
+    of_batch = None if first.of_batch is None else first.of_batch()
+    if of_batch is not None:
+        return Log(first.name, of_batch, None, arguments)
+    return Log(first.name, _reduce([log.value for log in logs], weights, arguments), None, arguments)
+
+
+def _weigh(sizes: list[Any], counts: list[int], num_microbatches: int) -> tuple[list[float], float | None]:
+    """What the calls with one key count, by the ``batch_size`` that each gave.
+
+    ::
+
+        a batch of 2 + 2 + 1 samples; a full one has 4 micro-batches
+
+        batch_size=None                     weights 2, 2, 1    of the batch  None
+        batch_size=len(x)        2, 2, 1            2, 2, 1                  5
+        batch_size=mask.sum()    7, 4, 9            7, 4, 9                  20
+        batch_size=32            32, 32, 32         2, 2, 1                  4 * 32
+
+    One number for all belongs to the batch: the same for each batch, also for a last one with fewer micro-batches.
+    It is not given once, as one process would, because a number of tokens may happen to be the same in all of a full
+    batch's micro-batches, and then it must be their sum; what batches count is relative.
+
+    Args:
+        sizes: As they were given, ``None`` where they were not.
+        counts: The number of samples of each micro-batch.
+        num_microbatches: How many a full batch has.
+    """
+    if all(size is None for size in sizes):
+        return list(counts), None
+    numbers = [count if size is None else _number(size) for size, count in zip(sizes, counts, strict=True)]
+    if len(set(numbers)) == 1 and numbers != counts:
+        return list(counts), numbers[0] * num_microbatches
+    return numbers, sum(numbers)
+
+
+def _number(size: Any) -> float:
+    number: float = size.item() if hasattr(size, "item") else size
+    return number
+
+
+def _reduce(values: list[Any], weights: list[float], arguments: dict[str, Any]) -> Any:
+    if len(values) == 1:
+        return values[0]
+    fx = arguments.get("reduce_fx", "mean")
+    name = fx.lower() if isinstance(fx, str) else getattr(fx, "__name__", "mean")
+    # Plain numbers are merged in Python's precision and stay plain numbers until they are logged.
+    tensors = [torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64) for value in values]
+    if name == "sum":
+        merged = sum(tensors[1:], tensors[0])
+    elif name in ("min", "max"):
+        merged = getattr(torch.stack(tensors), name)()
+    else:  # what counts nothing adds nothing, also where its own mean is 0 / 0
+        counted = [(tensor, weight) for tensor, weight in zip(tensors, weights, strict=True) if weight]
+        merged = weighted_mean(*zip(*counted, strict=True))
+    return merged if any(isinstance(value, Tensor) for value in values) else merged.item()
+
+
+def pack_logs(logs: Sequence[Log]) -> dict[Any, tuple[Any, ...]]:
+    """Logs as a tree of numbers: what was logged is in the keys, which are sent only when they are new.
+
+    Args:
+        logs: Merged logs.
+
+    Returns:
+        For each log (position, name, metric, whether it has a value, whether it is a plain number, arguments) and a
+        tensor, with the ``batch_size`` if there is one: it may be another at each step.
+    """
+    packed: dict[Any, tuple[Any, ...]] = {}
+    for position, log in enumerate(logs):
+        plain = not isinstance(log.value, Tensor)
+        arguments = dict(log.arguments)
+        arguments.pop("sync_dist_group", None)
+        size = arguments.pop("batch_size", None)
+        names = tuple((key, _portable(value)) for key, value in arguments.items())
+        value = torch.tensor(0.0 if log.value is None else log.value, dtype=torch.float64) if plain else log.value
+        key = position, log.name, log.metric, log.value is not None, plain, names
+        packed[key] = (value,) if size is None else (value, size)
+    return packed
+
+
+def _portable(value: Any) -> Any:
+    return value.__name__ if callable(value) else value  # `torch.mean` and the like
+
+
+def unpack_logs(packed: dict[Any, tuple[Any, ...]]) -> list[Log]:
+    """The inverse of :func:`pack_logs`."""
+    logs = []
+    for (_, name, metric, has_value, plain, names), (value, *size) in packed.items():
+        value = value.to(torch.get_default_dtype()) if plain else value  # as Lightning does with numbers
+        arguments = {**dict(names), **({"batch_size": size[0]} if size else {})}
+        logs.append(Log(name, value if has_value else None, metric, arguments))
+    return logs
+
+
+def replay(module: LightningModule, logs: Sequence[Log], *, alone: bool) -> None:
+    """Log what was recorded, on every rank.
+
+    Args:
+        module: The user's module.
+        logs: Equal on all ranks of a model group.
+        alone: Whether there is one replica, so that nothing needs to be reduced. Lightning's advice to reduce is then
+            answered in advance.
+    """
+    for entry in logs:
+        arguments = {**entry.arguments, "sync_dist": True} if alone else entry.arguments
+        if entry.metric is None:
+            type(module).log(module, entry.name, entry.value, **arguments)
+            continue
+        metric = module.get_submodule(entry.metric)
+        assert isinstance(metric, Metric)
+        metric._forward_cache = entry.value  # Lightning reads the value of this batch there
+        type(module).log(module, entry.name, metric, **{**arguments, "metric_attribute": entry.metric})

@@ -1,0 +1,89 @@
+"""What `training_step` returned for each micro-batch, put together as if it had run once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_hybrid.distributed.pytree import TreeSpec, map_leaves, unflatten
+
+__all__ = ["merge_outputs", "weighted_mean"]
+
+
+def merge_outputs(outputs: Sequence[Any], counts: Sequence[int], loss: Tensor) -> Any:
+    """Merge what the user's `training_step` returned for each micro-batch.
+
+    Args:
+        outputs: A loss tensor, or a dictionary with ``"loss"`` and extras, for each micro-batch.
+        counts: The number of samples of each micro-batch.
+        loss: The loss of the whole batch, shape ``()``.
+
+    Returns:
+        The loss, or the dictionary: tensors, arrays and lists that follow the number of samples are concatenated, other
+        floating-point tensors, arrays and numbers are averaged with the samples as weights, containers are merged entry
+        by entry, everything else is the first micro-batch's.
+    """
+    if isinstance(outputs[0], Tensor):
+        return loss
+    extras = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
+    names = [name for name in extras[0] if all(name in extra for extra in extras)]
+    return {"loss": loss, **{name: _merge_extra([extra[name] for extra in extras], counts) for name in names}}
+
+
+def _merge_extra(values: list[Any], counts: Sequence[int]) -> Any:
+    first = values[0]
+    if any(type(value) is not type(first) for value in values):
+        return map_leaves(_detached, first)
+    if isinstance(first, Tensor):
+        return _merge_tensors([value.detach() for value in values], counts)
+    if isinstance(first, (float, np.floating)):
+        return type(first)(sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts))
+    if isinstance(first, np.ndarray):
+        return _merge_arrays(values, counts)
+    if isinstance(first, list) and [len(value) for value in values] == list(counts):
+        return [map_leaves(_detached, entry) for value in values for entry in value]
+    if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
+        return {key: _merge_extra([value[key] for value in values], counts) for key in first}
+    if isinstance(first, (list, tuple)) and all(len(value) == len(first) for value in values):
+        entries = [_merge_extra(list(column), counts) for column in zip(*values, strict=True)]
+        return unflatten(entries, TreeSpec(type(first), (), (TreeSpec(None),) * len(entries)))
+    return map_leaves(_detached, first)
+
+
+def _merge_tensors(values: list[Tensor], counts: Sequence[int]) -> Tensor:
+    first = values[0]
+    if first.ndim > 0 and [len(value) for value in values if value.ndim > 0] == list(counts):
+        return torch.cat(values)
+    alike = all(value.shape == first.shape for value in values)
+    return weighted_mean(values, counts) if alike and first.is_floating_point() else first
+
+
+def _merge_arrays(values: list[Any], counts: Sequence[int]) -> Any:
+    first = values[0]
+    if first.ndim > 0 and [len(value) for value in values if value.ndim > 0] == list(counts):
+        return np.concatenate(values)
+    alike = all(value.shape == first.shape for value in values)
+    averaged = alike and np.issubdtype(first.dtype, np.floating)
+    return np.average(values, axis=0, weights=counts).astype(first.dtype) if averaged else first
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The mean of tensors of one shape.
+
+    Args:
+        values: The tensors.
+        weights: What each counts.
+    """
+    total = float(sum(weights))
+    mean = values[0] * (weights[0] / total)
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        mean = mean + value * (weight / total)
+    return mean

@@ -1,0 +1,350 @@
+"""What is written to the disk appears whole, under its name, or not at all."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lightning_hybrid.checkpoint.storage import atomic as replace
+from lightning_hybrid.checkpoint.storage.atomic import discard, new_file
+from lightning_hybrid.checkpoint.storage.background import Background
+from lightning_hybrid.checkpoint.storage.chunks import pieces
+from lightning_hybrid.checkpoint.storage.dcp import Directory, write_directory
+from tests.pool import Pools
+
+# -- replacing ---------------------------------------------------------------------------------------------------------
+
+STEPS = ("_remove", "_exchange")
+RENAMES = ("rename", "replace")
+
+
+def killed_at(step: int, job: Callable[[], None], *, exchange: bool) -> bool:
+    """Run a job in a process that dies when it comes to its `step`-th operation; whether it got there."""
+    child = os.fork()
+    if child == 0:
+        left = step
+
+        def dying(operation: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*args: Any) -> Any:
+                nonlocal left
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+                return operation(*args)
+
+            return counted
+
+        for name in STEPS:
+            setattr(replace, name, dying(getattr(replace, name)))
+        if not exchange:
+            replace._exchange = lambda *_: False
+        for name in RENAMES:
+            setattr(Path, name, dying(getattr(Path, name)))
+        job()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def make(path: Path, kind: str, text: str) -> None:
+    """A file, or a directory with a file that says that it is complete."""
+    if kind == "file":
+        path.write_text(text)
+    else:
+        path.mkdir()
+        (path / ".metadata").write_text(text)
+
+
+def content(path: Path) -> str:
+    path = replace.whole(path)
+    return (path / ".metadata" if path.is_dir() else path).read_text()
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("new", ["file", "directory"])
+@pytest.mark.parametrize("old", ["file", "directory"])
+def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path: Path, old: str, new: str, exchange: bool) -> None:
+    found = []
+    for step in range(20):
+        path = tmp_path / f"{step}"
+        make(path, old, "old")
+        make(replace.unfinished(path), new, "new")
+        was_killed = killed_at(step, lambda path=path: replace.publish(path), exchange=exchange)
+        if (old, new, exchange) == ("directory", "file", False) and not path.exists():
+            continue  # a file that takes the place of a directory: only with two renames, and only then
+        found.append(content(path))
+        if not was_killed:
+            break
+    else:
+        pytest.fail("never came to an end")
+    assert found == sorted(found, reverse=True)  # once new, always new
+    assert found[0] == "old"
+    assert found[-1] == "new"
+    path = tmp_path / "0"  # leftovers are no obstacle
+    replace.abandon(path)
+    make(replace.unfinished(path), new, "newer")
+    replace.publish(path)
+    assert content(path) == "newer"
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".0.")] == []
+
+
+def test_a_kill_while_something_is_removed_leaves_all_of_it_or_nothing(tmp_path: Path) -> None:
+    for step in range(10):
+        path = tmp_path / f"{step}"
+        make(path, "directory", "old")
+        was_killed = killed_at(step, lambda path=path: discard(path), exchange=True)
+        assert not path.exists() or content(path) == "old"
+        if not was_killed:
+            assert not path.exists()
+            break
+
+
+def write_half(path: Path) -> None:
+    with new_file(path) as new:
+        new.write_text("ne")
+        raise OSError("no place")
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "below" / "file"
+    with new_file(path) as new:
+        new.write_text("old")
+    with pytest.raises(OSError, match="no place"):
+        write_half(path)
+    assert path.read_text() == "old"
+    assert [each.name for each in path.parent.iterdir()] == ["file"]
+    discard(path)
+    discard(path)
+    assert list(path.parent.iterdir()) == []
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def reassembled(shape: tuple[int, ...], placements: list[Any], sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A tensor put together from the pieces of all ranks, and the tensor."""
+    mesh = init_device_mesh("cpu", sizes)
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+    return gathered(distribute_tensor(whole, mesh, placements)), whole
+
+
+def gathered(tensor: DTensor) -> Tensor:
+    mine = [(tuple(offset), piece.clone()) for offset, piece in pieces(tensor)]
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, mine)
+    result = torch.full(tensor.shape, -1.0, dtype=tensor.dtype)
+    for offset, piece in (each for part in by_rank for each in part):
+        result[tuple(slice(begin, begin + length) for begin, length in zip(offset, piece.shape, strict=True))] = piece
+    return result
+
+
+@pytest.mark.parametrize(
+    ("shape", "placements", "sizes"),
+    [
+        ((6, 4), [Shard(0)], (4,)),
+        ((5,), [Shard(0)], (4,)),
+        ((3,), [Shard(0)], (4,)),
+        ((4, 6), [Shard(1)], (4,)),
+        ((4, 6), [Shard(0), Shard(1)], (2, 2)),
+        ((8, 3), [Shard(0), Shard(0)], (2, 2)),
+        ((4, 3), [Replicate(), Shard(0)], (2, 2)),
+        ((), [Replicate()], (4,)),
+    ],
+    ids=str,
+)
+def test_pieces_of_all_ranks_are_the_tensor(ranks: Pools, shape: Any, placements: Any, sizes: Any) -> None:
+    for result, whole in ranks(4).run(reassembled, shape, placements, sizes):
+        assert torch.equal(result, whole)
+
+
+def packed() -> tuple[Tensor, Tensor, int]:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(12 * 5, dtype=torch.float64).view(3, 4, 5)
+    tensor = distribute_tensor(whole, mesh, [Shard(1)]).flatten(0, 1)
+    return gathered(tensor), whole.flatten(0, 1), len(list(pieces(tensor)))
+
+
+def test_a_packed_projection_falls_into_its_blocks(ranks: Pools) -> None:
+    for result, whole, count in ranks(2).run(packed):
+        assert torch.equal(result, whole)
+        assert count == 3
+
+
+def test_a_plain_tensor_is_one_piece() -> None:
+    ((offset, piece),) = pieces(torch.ones(2, 3, requires_grad=True))
+    assert (tuple(offset), piece.shape, piece.requires_grad) == ((0, 0), (2, 3), False)
+
+
+# -- directories -------------------------------------------------------------------------------------------------------
+
+
+def entries(rank: int, factor: float = 1.0) -> dict[Any, Any]:
+    """A shared, an own, and a divided tensor, and a value."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    divided = distribute_tensor(factor * torch.arange(24, dtype=torch.float64).view(3, 8), mesh, [Shard(1)])
+    return {
+        ("model", "shared"): factor * torch.arange(4.0),
+        ("model", f"own {rank}"): factor * torch.full((2,), float(rank)),
+        ("model", "divided"): divided,
+        ("groups", 0, "lr"): 0.1 * factor,
+    }
+
+
+def write(path: str, factor: float = 1.0) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    write_directory(Path(path), entries(dist.get_rank(), factor), {"epoch": factor}, group)
+
+
+def read(path: str) -> dict[Any, Any]:
+    """Everything, divided in another way."""
+    directory = Directory(Path(path))
+    directory.check_files()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    targets: dict[Any, Any] = {}
+    for place, entry in directory.entries.items():
+        targets[place] = torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
+    targets["model", "divided"] = distribute_tensor(torch.zeros(3, 8, dtype=torch.float64), mesh, [Shard(0)])
+    values = targets | directory.read(targets)
+    return {place: value.full_tensor() if isinstance(value, DTensor) else value for place, value in values.items()}
+
+
+def test_what_some_ranks_wrote_others_read(ranks: Pools, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    for factor in (1.0, 2.0):  # the second replaces the first
+        ranks(2).run(write, path, factor)
+        for values in ranks(3).run(read, path):
+            assert torch.equal(values["model", "shared"], factor * torch.arange(4.0))
+            assert torch.equal(values["model", "own 1"], factor * torch.ones(2))
+            assert torch.equal(values["model", "divided"], factor * torch.arange(24, dtype=torch.float64).view(3, 8))
+            assert values["groups", 0, "lr"] == 0.1 * factor
+    assert [each.name for each in tmp_path.iterdir()] == ["saved"]
+    assert torch.load(tmp_path / "saved" / "meta.pt", weights_only=True) == {"epoch": 2.0}
+    sizes = [file.stat().st_size for file in (tmp_path / "saved").glob("*.distcp")]
+    assert max(sizes) < 2 * min(sizes)  # both have written
+
+
+def test_torch_alone_opens_a_directory(ranks: Pools, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    ranks(2).run(write, str(tmp_path / "saved"))
+    dcp_to_torch_save(str(tmp_path / "saved"), str(tmp_path / "file"))
+    tree = torch.load(tmp_path / "file", weights_only=True)
+    assert torch.equal(tree["model"]["divided"], torch.arange(24, dtype=torch.float64).view(3, 8))
+    assert tree["groups"] == [{"lr": 0.1}]
+
+
+def damaged(path: Path, fault: str) -> None:
+    shard = sorted(path.glob("*.distcp"))[1]
+    if fault == "missing shard":
+        shard.unlink()
+    elif fault == "short shard":
+        os.truncate(shard, shard.stat().st_size - 10)
+    elif fault == "unfinished":
+        (path / ".metadata").unlink()
+    elif fault == "short metadata":
+        os.truncate(path / ".metadata", 100)
+    elif fault == "nothing":
+        discard(path)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("missing shard", ValueError, "lacks the file '__1_0.distcp'"),
+        ("short shard", ValueError, "'__1_0.distcp' has .* bytes of"),
+        ("unfinished", ValueError, "no complete checkpoint"),
+        ("short metadata", ValueError, "metadata cannot be read"),
+        ("nothing", FileNotFoundError, "not found"),
+    ],
+)
+def test_what_is_not_whole_is_an_error(ranks: Pools, tmp_path: Path, fault: str, kind: Any, words: str) -> None:
+    path = tmp_path / "saved"
+    ranks(2).run(write, str(path))
+    damaged(path, fault)
+    with pytest.raises(kind, match=words):
+        Directory(path).check_files()
+
+
+def write_without_space(path: str, victim: int) -> str:
+    """What a rank is told when one of them has no space left for what it writes."""
+    write(path)
+    if dist.get_rank() == victim:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="could not be written") as caught:
+            write(path, 2.0)
+    finally:
+        if dist.get_rank() == victim:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_full_disk_is_an_error_on_every_rank_and_the_old_directory_stays(
+    ranks: Pools, tmp_path: Path, victim: int
+) -> None:
+    path = tmp_path / "saved"
+    texts = ranks(2).run(write_without_space, str(path), victim)
+    assert texts[0] == texts[1]
+    assert f"rank {victim}: " in texts[0]
+    assert "File too large" in texts[0]
+    assert [each.name for each in tmp_path.iterdir()] == ["saved"]
+    for values in ranks(2).run(read, str(path)):
+        assert torch.equal(values["model", "own 1"], torch.ones(2))
+
+
+# -- beside training ---------------------------------------------------------------------------------------------------
+
+
+def test_jobs_run_beside_in_order_and_the_first_failure_is_kept() -> None:
+    background, gate, done = Background(), threading.Event(), []
+
+    def first() -> None:
+        gate.wait(10)
+        done.append("first")
+
+    def second() -> None:
+        done.append("second")
+        raise OSError("no space")
+
+    background.submit(first)
+    background.submit(second)
+    assert background.is_busy
+    assert done == []  # nobody waited
+    gate.set()
+    error = background.wait()
+    assert done == ["first", "second"]
+    assert str(error) == "no space"
+    assert not background.is_busy
+    assert background.wait() is None
+    background.submit(lambda: done.append("third"))
+    assert background.wait() is None
+    assert done[-1] == "third"
+
+
+def test_the_file_system_exchanges_where_it_can(tmp_path: Path) -> None:
+    make(tmp_path / "one", "directory", "1")
+    make(tmp_path / "two", "directory", "2")
+    if not replace._exchange(tmp_path / "one", tmp_path / "two"):
+        pytest.skip("this file system cannot exchange two names")
+    assert (content(tmp_path / "one"), content(tmp_path / "two")) == ("2", "1")
+    with mock.patch("sys.platform", "other"):
+        assert not replace._exchange(tmp_path / "one", tmp_path / "two")
+    with pytest.raises(OSError, match="No such file"):
+        replace._exchange(tmp_path / "one", tmp_path / "three")

@@ -1,0 +1,376 @@
+"""A failure anywhere ends everything on every rank, quickly, with the first cause, and leaves processes usable."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor, nn
+
+from lightning_hybrid.distributed.failure import FailureBoard
+from tests.pool import Pools
+from tests.training_jobs import Losses, Regression, assert_same, loader, make_trainer
+
+#: Seconds from the first exception to the last one.
+QUICK = 5.0
+
+
+class FailingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("broken backward")
+
+
+class FailingLayer(nn.Module):
+    """Fails at its sixth call: in the second batch."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls < 6:
+            return x
+        if self.where == "backward":
+            return FailingFunction.apply(x)
+        if self.where == "interrupt":
+            raise KeyboardInterrupt("broken forward")
+        raise ArithmeticError("broken forward")
+
+
+class Failing(Regression):
+    """Fails in one place.
+
+    Args:
+        where: ``forward``, ``backward``, or the name of a hook or step.
+        layer: For the first two, the layer of the body.
+        rank: For hooks, the rank.
+    """
+
+    def __init__(self, where: str, layer: int = 0, rank: int = 0) -> None:
+        super().__init__()
+        self.where = where
+        self.rank = rank
+        if where in ("forward", "backward"):
+            self.body[layer] = nn.Sequential(FailingLayer(where), *self.body[layer])
+
+    def fail(self, where: str) -> None:
+        if where == self.where and self.trainer.global_rank == self.rank:
+            raise ArithmeticError(f"broken {where}")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            self.fail("before the body")
+        loss = self.loss(batch)
+        if batch_idx == 1:
+            self.fail("after the body")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+        self.fail("validation_step")
+
+    def on_train_start(self) -> None:
+        self.fail("on_train_start")
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.fail("on_train_batch_start")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.fail("on_before_optimizer_step")
+
+    def on_after_backward(self) -> None:
+        self.fail("on_after_backward")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.fail("on_train_batch_end")
+
+    def on_validation_epoch_end(self) -> None:
+        self.fail("on_validation_epoch_end")
+
+    def on_train_epoch_end(self) -> None:
+        self.fail("on_train_epoch_end")
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        self.fail("on_save_checkpoint")
+
+    def configure_optimizers(self) -> Any:
+        self.fail("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_fit_start(self) -> None:
+        self.fail("on_fit_start")
+
+
+def losses_of(layout: Mapping[str, Any]) -> list[float]:
+    losses = Losses()
+    make_trainer(layout, callbacks=[losses]).fit(Regression(), loader())
+    return losses.values
+
+
+def fail(layout: Mapping[str, Any], arguments: tuple[Any, ...]) -> tuple[str, str, float, bool, list[float]]:
+    """What a rank raises, and when; then another Trainer trains in the same process while the exception is alive."""
+    with pytest.raises(Exception) as error:  # noqa: PT011 - the text is looked at in the tests
+        make_trainer(layout, max_epochs=2, num_sanity_val_steps=0).fit(Failing(*arguments), loader(), loader())
+    when = time.time()
+    left = dist.is_initialized()
+    return type(error.value).__name__, str(error.value), when, left, losses_of(layout)
+
+
+LAYOUT_OF_SIZE: dict[int, dict[str, Any]] = {
+    2: {"pipeline_parallel_size": 2, "num_microbatches": 4},
+    3: {"pipeline_parallel_size": 3, "num_microbatches": 4},
+    4: {"pipeline_parallel_size": 2, "num_microbatches": 4},
+}
+
+
+def check_failure(ranks: Pools, size: int, *arguments: Any, **changes: Any) -> dict[int, str]:
+    layout = {**LAYOUT_OF_SIZE[size], **changes}
+    expected = losses_of_one()
+    results = ranks(size, lightning=True).run(fail, layout, arguments, timeout=30)
+    times = [result[2] for result in results]
+    assert max(times) - min(times) < QUICK, times
+    for rank, (_, text, _, left, losses) in enumerate(results):
+        assert "broken" in text, (rank, text)
+        assert not left, "every rank leaves its groups"
+        if size < 4:
+            assert_same(losses, expected)
+    return {rank: result[1] for rank, result in enumerate(results)}
+
+
+def losses_of_one() -> list[float]:
+    losses = Losses()
+    make_trainer(None, callbacks=[losses]).fit(Regression(), loader())
+    return losses.values
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("layer", [1, 3, 5])
+def test_a_failure_in_a_layer_is_told_to_every_rank_with_rank_stage_and_action(
+    ranks: Pools, where: str, layer: int
+) -> None:
+    stage = layer // 2
+    texts = check_failure(ranks, 3, where, layer)
+    assert texts[stage] == f"broken {where}"
+    kind = "F" if where == "forward" else "B"
+    for rank in {0, 1, 2} - {stage}:
+        for word in (f"Rank {stage} ", f"pipeline rank {stage}", f"stage {stage}", f"action {stage}{kind}"):
+            assert word in texts[rank]
+        assert f"ArithmeticError: broken {where}" in texts[rank]
+
+
+@pytest.mark.parametrize(("where", "rank"), [("before the body", 0), ("after the body", 2), ("before the body", 2)])
+def test_a_failure_in_the_users_step_is_told_to_every_rank(ranks: Pools, where: str, rank: int) -> None:
+    texts = check_failure(ranks, 3, where, 0, rank)
+    for other in {0, 1, 2} - {rank}:
+        assert f"Rank {rank} " in texts[other]
+        assert "ArithmeticError: broken" in texts[other]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_a_failure_in_one_replica_is_told_to_the_others(ranks: Pools, rank: int) -> None:
+    where = "before the body" if rank < 2 else "after the body"
+    texts = check_failure(ranks, 4, where, 0, rank)
+    for other in {0, 1, 2, 3} - {rank}:
+        assert f"Rank {rank} " in texts[other]
+
+
+def test_a_failure_with_several_chunks_is_told_to_every_rank(ranks: Pools) -> None:
+    texts = check_failure(ranks, 2, "forward", 3, schedule="interleaved_1f1b", num_chunks=2)
+    assert "stage 2" in texts[1]
+
+
+HOOKS = [
+    "on_fit_start",
+    "configure_optimizers",
+    "on_train_start",
+    "on_train_batch_start",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "validation_step",
+    "on_validation_epoch_end",
+    "on_train_epoch_end",
+]
+
+
+@pytest.mark.parametrize("where", HOOKS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_in_a_hook_of_one_rank_is_told_to_the_others(ranks: Pools, where: str, rank: int) -> None:
+    if where == "validation_step":
+        rank = 1  # it ends at the body on the others
+    texts = check_failure(ranks, 2, where, 0, rank)
+    assert texts[rank] == f"broken {where}"
+    assert f"Rank {rank} " in texts[1 - rank]
+
+
+def test_a_failure_in_a_hook_of_a_middle_rank_is_told_to_the_others(ranks: Pools) -> None:
+    texts = check_failure(ranks, 3, "on_train_batch_end", 0, 1)
+    assert all("Rank 1 " in texts[rank] for rank in (0, 2))
+
+
+# -- what is left behind ----------------------------------------------------------------------------------------------
+
+
+class NoCollectives(Callback):
+    """Counts the collectives that run once an exception is being handled."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        for name in ("all_reduce", "broadcast", "barrier", "all_gather", "broadcast_object_list", "all_gather_object"):
+            self._spy(name)
+
+    def _spy(self, name: str) -> None:
+        real = getattr(dist, name)
+
+        def spied(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            return real(*args, **kwargs)
+
+        setattr(dist, name, spied)
+
+
+def fail_counted(layout: Mapping[str, Any], arguments: tuple[Any, ...]) -> tuple[list[str], int]:
+    names = ("all_reduce", "broadcast", "barrier", "all_gather", "broadcast_object_list", "all_gather_object")
+    real = {name: getattr(dist, name) for name in names}
+    counting = NoCollectives()
+    groups: list[Any] = []
+
+    class Watch(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            found = [value for value in gc.get_objects() if type(value) is dist.ProcessGroup]
+            groups.extend(weakref.ref(group) for group in found)
+
+    try:
+        with pytest.raises(Exception, match="broken") as error:
+            make_trainer(layout, callbacks=[Watch(), counting]).fit(Failing(*arguments), loader())
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+    assert error.value is not None
+    return counting.calls, sum(group() is not None for group in groups)
+
+
+def test_no_collective_runs_on_the_way_out_and_no_group_stays_open(ranks: Pools) -> None:
+    for arguments in (("forward", 1), ("forward", 4), ("on_train_batch_end", 0, 1)):
+        for calls, _ in ranks(2, lightning=True).run(fail_counted, LAYOUT_OF_SIZE[2], arguments):
+            assert calls == []
+
+
+def interrupted(layout: Mapping[str, Any], rank: int) -> tuple[str, float]:
+    module = Failing("forward", 3 * rank + 1)
+    layer = module.body[3 * rank + 1][0]
+    assert isinstance(layer, FailingLayer)
+    layer.where = "interrupt"
+    kind = ""
+    try:
+        make_trainer(layout).fit(module, loader())
+    except BaseException as error:
+        kind = type(error).__name__
+    when = time.time()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return kind, when
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_of_one_rank_ends_the_others(ranks: Pools, rank: int) -> None:
+    results = ranks(2, lightning=True).run(interrupted, LAYOUT_OF_SIZE[2], rank, timeout=30)
+    assert all(kind for kind, _ in results)
+    assert abs(results[0][1] - results[1][1]) < QUICK
+
+
+class Saving(Callback):
+    """A callback of the user that saves, too."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.text = path, ""
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        try:
+            trainer.save_checkpoint(self.path)
+        except Exception as error:
+            self.text = str(error)
+
+
+def fail_and_save(
+    layout: Mapping[str, Any], directory: str, where: str
+) -> tuple[str, float, list[str], str, list[str]]:
+    """What a rank raises, when, and what it was told; callbacks save on an exception."""
+    last = ModelCheckpoint(directory, every_n_train_steps=2, save_on_exception=True, save_last="link")
+    own = Saving(f"{directory}/own.ckpt")
+    callbacks = [last, own, OnExceptionCheckpoint(directory)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(layout, max_epochs=2, enable_checkpointing=True, callbacks=callbacks)
+        with pytest.raises(Exception, match="broken") as error:
+            trainer.fit(Failing(where), loader())
+    told = [str(each.message) for each in caught if "saves nothing" in str(each.message)]
+    left = [type(each).__name__ for each in trainer.callbacks if "on_exception" in vars(each)]
+    return str(error.value), time.time(), told, own.text, left
+
+
+@pytest.mark.rows(69)
+@pytest.mark.parametrize("layout", [{}, LAYOUT_OF_SIZE[2]], ids=["dp2", "pp2"])
+def test_nobody_waits_for_a_checkpoint_of_a_failure(ranks: Pools, tmp_path: Path, layout: Mapping[str, Any]) -> None:
+    """Callbacks hear of an exception first, and the other ranks are where they do not hear of the checkpoint."""
+    results = ranks(2, lightning=True).run(fail_and_save, layout, str(tmp_path), "before the body", timeout=30)
+    assert abs(results[0][1] - results[1][1]) < QUICK
+    assert results[0][0] == "broken before the body"
+    assert "Rank 0" in results[1][0]
+    for text, _, _, own, left in results:
+        assert "broken" in text
+        assert "cannot be saved" in own
+        assert not left
+    assert "ModelCheckpoint, OnExceptionCheckpoint saves nothing. A" in results[0][2][0]
+    assert not list(tmp_path.iterdir())
+
+
+# -- the board --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_failure_on_a_board_is_the_cause_for_all() -> None:
+    store = dist.HashStore()
+    first, second, reader = (FailureBoard(store, "run") for _ in range(3))
+    assert reader.cause(patience=0.0) is None
+    first.report(ValueError("one"), "Rank 2, stage 2")
+    second.report(RuntimeError("two"), "Rank 0")
+    cause = reader.cause(patience=0.0)
+    assert isinstance(cause, ValueError)
+    assert str(cause) == "Rank 2, stage 2 failed: ValueError: one"
+    assert first.failed
+    assert not reader.failed
+    assert FailureBoard(store, "another run").cause(patience=0.0) is None
+
+
+def test_a_board_calls_back_when_another_rank_fails() -> None:
+    store = dist.HashStore()
+    called: list[float] = []
+    board = FailureBoard(store, "run", interval=0.01)
+    board.watch(lambda: called.append(time.monotonic()))
+    time.sleep(0.05)
+    assert not called
+    FailureBoard(store, "run").report(TypeError("broken"), "Rank 1", verbatim=True)
+    deadline = time.monotonic() + 5
+    while not called and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(called) == 1
+    assert str(board.cause(patience=0.0)) == "broken"

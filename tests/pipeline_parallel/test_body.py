@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.pipeline_parallel.body import BodyCallError, BodyCut, body_call_text, find_body
+
+
+class Model(nn.Module):
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+def stack(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(a, b) for a, b in pairwise(widths)])
+
+
+class Own(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x
+
+
+class Encoder(nn.Sequential):
+    """A Sequential with a constructor of its own."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__(*[nn.Linear(width, width) for _ in range(depth)])
+
+
+# -- finding the body --------------------------------------------------------------------------------------------------
+
+
+def test_the_body_is_the_outermost_sequential_with_most_parameters() -> None:
+    inner = stack(8, 8, 8)
+    outer = nn.Sequential(inner, nn.Linear(8, 2))
+    module = Model(head=nn.Linear(2, 2), small=stack(2, 2), net=Model(trunk=outer))
+    assert find_body(module, None) == ("net.trunk", outer)
+
+
+def test_more_than_half_means_more() -> None:
+    with pytest.raises(ValueError, match=r"No `nn.Sequential` holds more than half of the 144 parameters"):
+        find_body(Model(a=stack(8, 8), b=stack(8, 8)), None)
+
+
+def test_tied_parameters_count_once() -> None:
+    body, head = stack(8, 8, 8), nn.Linear(8, 8)
+    head.weight = body[0].weight
+    assert find_body(Model(head=head, body=body), None)[0] == "body"
+
+
+def test_a_body_can_be_named() -> None:
+    module = Model(big=stack(8, 8), small=stack(2, 2))
+    assert find_body(module, "small") == ("small", module.small)
+
+
+def test_a_sequential_with_its_own_constructor_is_a_body() -> None:
+    module = Model(encoder=Encoder(4, 3))
+    assert find_body(module, None) == ("encoder", module.encoder)
+
+
+def test_a_module_that_is_a_sequential_itself() -> None:
+    module = stack(4, 4)
+    assert find_body(module, None) == ("", module)
+
+
+def test_candidates_are_listed() -> None:
+    module = Model(a=stack(8, 8), b=stack(8, 8, 8), head=nn.Linear(8, 10))
+    with pytest.raises(ValueError, match=r"'a' \(1 layers, 24 %.*'b' \(2 layers, 47 %.*HybridStrategy\(body='...'\)"):
+        find_body(module, None)
+
+
+def test_no_candidates() -> None:
+    with pytest.raises(ValueError, match=r"It has no `nn.Sequential`: put the layers .* `self.body\(x\)`"):
+        find_body(Model(head=nn.Linear(2, 2)), None)
+
+
+def test_a_name_that_leads_nowhere() -> None:
+    with pytest.raises(ValueError, match=r"body='blocks' names nothing in Model\. Candidates: 'body'"):
+        find_body(Model(body=stack(2, 2)), "blocks")
+
+
+def test_a_name_of_something_else() -> None:
+    with pytest.raises(TypeError, match=r"body='head' is a Linear, but only an `nn.Sequential`"):
+        find_body(Model(body=stack(2, 2), head=nn.Linear(2, 2)), "head")
+
+
+def test_a_forward_of_its_own_is_refused() -> None:
+    with pytest.raises(TypeError, match="The body 'body' is a Own with a `forward` of its own"):
+        find_body(Model(body=Own(nn.Linear(2, 2))), None)
+
+
+def test_stand_ins_count_as_parameters() -> None:
+    module = Model(head=nn.Linear(2, 2), body=nn.Sequential(OrderedDict(a=nn.Linear(8, 8, device="meta"))))
+    assert find_body(module, None)[0] == "body"
+
+
+# -- cutting the step --------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """Code before the body, the body, and code after it that also uses what was before (a residual)."""
+
+    def __init__(self) -> None:
+        self.body = stack(3, 3, 3, 3)
+        self.ran: list[str] = []
+        self.cut = BodyCut("body", self.body)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.ran.append("before")
+        x = batch * 2 + batch_idx
+        y = self.body(x)
+        self.ran.append("after")
+        return {"loss": (x + y).square().sum()}
+
+    def layers(self, start: int, stop: int, x: Tensor) -> Tensor:
+        for layer in list(self.body)[start:stop]:
+            x = layer(x)
+        return x
+
+
+def test_the_stages_of_a_cut_step_make_the_whole_step() -> None:
+    steps, batch = Steps(), torch.rand(2, 3)
+    expected = steps.training_step(batch, 1)["loss"]
+    steps.ran.clear()
+    with steps.cut():
+        first = steps.cut.until_body(steps.training_step, (batch, 1), lambda x: steps.layers(0, 1, x))
+        middle = steps.layers(1, 2, first)
+        value = steps.cut.around_body(steps.training_step, (batch, 1), lambda _: steps.layers(2, 3, middle))
+    assert torch.equal(value["loss"], expected)
+    assert steps.ran == ["before", "before", "after"]
+
+
+def test_the_body_is_itself_again_after_the_step() -> None:
+    steps = Steps()
+    x = torch.rand(2, 3)
+    expected = steps.body(x)
+
+    def broken() -> None:
+        with steps.cut():
+            assert "forward" in vars(steps.body)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        broken()
+    assert "forward" not in vars(steps.body)
+    assert torch.equal(steps.body(x), expected)
+
+
+def test_hooks_of_the_body_run() -> None:
+    steps = Steps()
+    seen = []
+    steps.body.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    with steps.cut():
+        steps.cut.around_body(steps.training_step, (torch.rand(2, 3), 0), lambda x: x)
+    assert seen == [(2, 3)]
+
+
+def test_leaving_the_step_is_no_exception_to_the_user() -> None:
+    steps, seen = Steps(), []
+
+    def careful(batch: Tensor) -> Any:
+        try:
+            return steps.body(batch)
+        except Exception as error:
+            seen.append(error)
+        finally:
+            seen.append("finally")
+
+    with steps.cut():
+        assert steps.cut.until_body(careful, (torch.ones(1, 3),), lambda x: x + 1).tolist() == [[2, 2, 2]]
+    assert seen == ["finally"]
+
+
+def test_contexts_of_the_step_are_left_before_the_next_one() -> None:
+    steps = Steps()
+
+    def without_gradients(batch: Tensor) -> Any:
+        with torch.no_grad():
+            return steps.body(batch)
+
+    with steps.cut():
+        first = steps.cut.until_body(without_gradients, (torch.ones(1, 3),), lambda x: steps.layers(0, 1, x))
+    assert not first.requires_grad  # inside the user's context
+    assert torch.is_grad_enabled()
+
+
+def test_an_error_of_the_step_is_the_users() -> None:
+    steps = Steps()
+
+    def broken(batch: Tensor) -> Any:
+        raise KeyError("mine")
+
+    for run in (steps.cut.until_body, steps.cut.around_body):
+        with pytest.raises(KeyError, match="mine"), steps.cut():
+            run(broken, (torch.ones(1, 3),), lambda x: x)
+
+
+def never(batch: Tensor) -> Any:
+    return batch.sum()
+
+
+def test_a_step_that_does_not_call_the_body() -> None:
+    steps = Steps()
+    for run in (steps.cut.until_body, steps.cut.around_body):
+        with pytest.raises(BodyCallError, match=r"`never` did not call the body 'body'\. .* exactly once"), steps.cut():
+            run(never, (torch.ones(1, 3),), lambda x: x)
+
+
+def test_a_step_that_calls_the_body_twice() -> None:
+    steps = Steps()
+
+    def twice(batch: Tensor) -> Any:
+        return steps.body(batch) + steps.body(batch)
+
+    with pytest.raises(BodyCallError, match="`twice` called 2 times the body 'body'"), steps.cut():
+        steps.cut.around_body(twice, (torch.ones(1, 3),), lambda x: x)
+
+
+def test_one_error_does_not_spoil_the_next_step() -> None:
+    steps = Steps()
+    with steps.cut():
+        with pytest.raises(BodyCallError):
+            steps.cut.around_body(never, (torch.ones(1, 3),), lambda x: x)
+        value = steps.cut.around_body(steps.training_step, (torch.zeros(1, 3), 0), lambda x: x + 1)
+    assert value["loss"] == 3
+
+
+@pytest.mark.parametrize(("calls", "words"), [(0, "did not call"), (3, "called 3 times")])
+def test_the_text_says_what_to_do(calls: int, words: str) -> None:
+    text = body_call_text("net.body", "training_step", calls)
+    assert f"`training_step` {words} the body 'net.body'" in text
+    assert "`x = self.net.body(x)`" in text

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.pipeline_parallel.placeholders import (
+    StandInBuffer,
+    StandInParameter,
+    is_stand_in,
+    put_stand_ins,
+    refuse_call,
+)
+from lightning_hybrid.pipeline_parallel.stage_map import Placement
+
+
+class Model(nn.Module):
+    """Layers of every kind on two stages, ties, and tensors outside the body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        here = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        there = nn.Sequential(nn.LSTM(3, 3, num_layers=2, bidirectional=True), nn.BatchNorm1d(3), nn.Linear(3, 3))
+        there[2].weight = nn.Parameter(torch.rand(3, 3), requires_grad=False)
+        there[2].bias = there[1].bias  # a tie among stand-ins
+        there[1].register_buffer("tied_variance", there[1].running_var)
+        there[1].register_buffer("passing", torch.arange(3), persistent=False)
+        self.body = nn.Sequential(here, there, nn.ParameterList([torch.rand(2), torch.rand(1)]))  # type: ignore[arg-type]
+
+    def placement(self) -> Placement:
+        return Placement("body", tuple(self.body._modules), (range(1), range(1, 3)), 2)
+
+
+def make(rank: int = 0) -> Model:
+    model = Model()
+    put_stand_ins(model, model.placement(), rank)
+    return model
+
+
+def tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def ties(module: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors(module).items():
+        names.setdefault(id(tensor), []).append(name)
+    return sorted(group for group in names.values() if len(group) > 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_names_shapes_dtypes_and_order_are_those_of_the_whole_module(rank: int) -> None:
+    whole, divided = Model(), make(rank)
+    expected = {
+        name: (x.shape, x.dtype, x.requires_grad, isinstance(x, nn.Parameter)) for name, x in tensors(whole).items()
+    }
+    found = {
+        name: (x.shape, x.dtype, x.requires_grad, isinstance(x, nn.Parameter)) for name, x in tensors(divided).items()
+    }
+    assert list(found.items()) == list(expected.items())
+    assert list(divided.state_dict()) == list(whole.state_dict())
+    assert ties(divided) == ties(whole)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_what_lives_elsewhere_is_a_stand_in(rank: int) -> None:
+    prefixes = ("body.0.",) if rank == 1 else ("body.1.", "body.2.")
+    for name, tensor in tensors(make(rank)).items():
+        assert is_stand_in(tensor) == tensor.is_meta == name.startswith(prefixes)
+
+
+def test_what_stays_is_the_same_object() -> None:
+    model = Model()
+    before = tensors(model)
+    put_stand_ins(model, model.placement(), 0)
+    assert all(tensor is before[name] for name, tensor in tensors(model).items() if not is_stand_in(tensor))
+    again = tensors(model)
+    put_stand_ins(model, model.placement(), 0)  # a second time changes nothing
+    assert all(tensor is again[name] for name, tensor in tensors(model).items())
+
+
+def test_a_tensor_that_one_of_its_names_keeps_here_stays_under_all_its_names() -> None:
+    model = Model()
+    model.body[1][2].weight = model.body[0][0].weight
+    model.body[1][1].running_mean = model.body[0][1].running_mean
+    put_stand_ins(model, model.placement(), 0)
+    assert model.body[1][2].weight is model.body[0][0].weight
+    assert model.body[1][1].running_mean is model.body[0][1].running_mean
+    assert not is_stand_in(model.body[1][2].weight)
+
+
+def test_attributes_of_parameters_are_kept() -> None:
+    # `configure_optimizers` of many models reads them, and must make the same groups on every rank.
+    model = Model()
+    model.body[1][2].weight.no_weight_decay = True  # type: ignore[attr-defined]
+    put_stand_ins(model, model.placement(), 0)
+    assert model.body[1][2].weight.no_weight_decay is True  # type: ignore[attr-defined]
+    assert copy.deepcopy(model).body[1][2].weight.shape == (3, 3)
+
+
+def _flat_weights(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    lstm = model.body[1][0]  # type: ignore[index]
+    return lstm._flat_weights, [getattr(lstm, name) for name in lstm._flat_weights_names]
+
+
+CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], torch.dtype]] = {
+    "double": (lambda module: module.double(), torch.float64),
+    "float": (lambda module: module.double().float(), torch.float32),
+    "half": (lambda module: module.half(), torch.float16),
+    "bfloat16": (lambda module: module.bfloat16(), torch.bfloat16),
+    "to dtype": (lambda module: module.to(torch.float64), torch.float64),
+    "to device and dtype": (lambda module: module.to("cpu", torch.float64), torch.float64),
+    "to dtype by name": (lambda module: module.to(dtype=torch.float16), torch.float16),
+    "to another tensor": (lambda module: module.to(torch.zeros(1, dtype=torch.float64)), torch.float64),
+    "to device": (lambda module: module.to("cpu"), torch.float32),
+    "to torch.device": (lambda module: module.to(device=torch.device("cpu"), non_blocking=True), torch.float32),
+    "cpu": (lambda module: module.cpu(), torch.float32),
+    "channels last": (lambda module: module.to(memory_format=torch.channels_last), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_modules_are_moved_and_converted_as_if_they_were_whole(name: str) -> None:
+    convert, dtype = CONVERSIONS[name]
+    model = make()
+    stand_ins = {name for name, tensor in tensors(model).items() if is_stand_in(tensor)}
+    convert(model)
+    assert {name for name, tensor in tensors(model).items() if is_stand_in(tensor)} == stand_ins
+    for tensor in tensors(model).values():
+        assert tensor.dtype == (dtype if tensor.is_floating_point() else torch.int64)
+    assert model.body[1][2].weight.requires_grad is False
+    whole = Model()
+    convert(whole)  # torch unties buffers that it converts
+    assert ties(model) == ties(whole)
+    flat, named = _flat_weights(model)
+    assert all(a is b for a, b in zip(flat, named, strict=True))
+
+
+def test_stand_ins_do_not_go_to_a_gpu() -> None:
+    stand_in = make().body[1][2].weight
+    assert stand_in.cuda() is stand_in
+    assert stand_in.to("cuda:3") is stand_in
+    assert stand_in.to(device="cuda", dtype=torch.float64).is_meta
+    assert stand_in.to(device="cuda", dtype=torch.float64).dtype == torch.float64
+
+
+def test_copies_of_modules_have_stand_ins_with_the_same_ties() -> None:
+    model = make()
+    copied = copy.deepcopy(model)
+    assert ties(copied) == ties(model)
+    assert {name: is_stand_in(x) for name, x in tensors(copied).items()} == {
+        name: is_stand_in(x) for name, x in tensors(model).items()
+    }
+    originals = {id(x) for x in tensors(model).values()}
+    assert not any(id(x) in originals for x in tensors(copied).values())
+    assert copied.body[1][2].weight.requires_grad is False
+    assert isinstance(copied.body[1][2].weight, StandInParameter)
+    assert isinstance(copied.body[1][1].running_mean, StandInBuffer)
+    flat, named = _flat_weights(copied)
+    assert all(a is b for a, b in zip(flat, named, strict=True))
+
+
+def test_operations_on_stand_ins_give_plain_tensors_without_memory() -> None:
+    stand_in = make().body[1][0].weight_ih_l0
+    for result in (stand_in + 1, stand_in.norm(), stand_in.detach(), stand_in.t(), torch.stack([stand_in, stand_in])):
+        assert type(result) is Tensor
+        assert result.is_meta
+    assert stand_in.numel() == 4 * 3 * 3
+    assert "size=(12, 3)" in repr(stand_in)
+
+
+def test_requires_grad_can_be_changed() -> None:
+    model = make()
+    model.requires_grad_(False)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    model.body[1].requires_grad_(True)
+    assert model.body[1][0].weight_ih_l0.requires_grad
+    assert model.double().body[1][0].weight_ih_l0.requires_grad
+
+
+def test_the_state_of_a_divided_module_can_be_loaded_into_itself() -> None:
+    model = make()
+    state = model.state_dict()
+    assert all(value.is_meta == is_stand_in(tensors(model)[name]) for name, value in state.items())
+    model.load_state_dict(state)
+    assert is_stand_in(model.body[1][2].weight)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_state_of_the_whole_module_can_be_loaded_into_it_and_its_copies() -> None:
+    whole, model = Model(), make()
+    state = whole.state_dict()
+    for loading, names in ((model, state), (copy.deepcopy(model), state)):
+        assert not any(loading.load_state_dict(names))
+        assert torch.equal(loading.embed.weight, whole.embed.weight)
+        assert is_stand_in(loading.body[1][2].weight)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({**state, "body.1.2.weight": torch.zeros(4)})
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters),
+    "fused adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "foreach adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "fused sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, fused=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_take_stand_ins_and_step_over_them(name: str) -> None:
+    torch.manual_seed(0)
+    whole = Model()
+    divided = copy.deepcopy(whole)
+    put_stand_ins(divided, divided.placement(), 0)
+    for model in (whole, divided):
+        optimizer = OPTIMIZERS[name](model.parameters())
+        assert len(optimizer.param_groups[0]["params"]) == len(list(whole.parameters()))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model.body[0](model.embed(torch.arange(5))).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(divided.body[0][0].weight, whole.body[0][0].weight)
+    assert torch.equal(divided.embed.weight, whole.embed.weight)
+
+
+def test_parametrized_layers_are_divided() -> None:
+    model = Model()
+    nn.utils.parametrizations.weight_norm(model.body[1][2])
+    nn.utils.parametrizations.weight_norm(model.body[0][0])
+    names = list(model.state_dict())
+    put_stand_ins(model, model.placement(), 0)
+    assert list(model.state_dict()) == names
+    assert not any(tensor.is_meta for tensor in model.body[0].state_dict().values())
+    assert all(tensor.is_meta for tensor in model.body[1].state_dict().values())
+
+
+class CallError(ValueError):
+    pass
+
+
+def test_a_layer_that_lives_elsewhere_refuses_to_be_called() -> None:
+    layer = nn.Linear(2, 2)
+    refuse_call(layer, CallError, "not here")
+    with pytest.raises(CallError, match="not here"):
+        layer(torch.zeros(1, 2))
+    with pytest.raises(CallError, match="not here"):
+        copy.deepcopy(layer)(torch.zeros(1, 2))

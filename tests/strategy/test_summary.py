@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_hybrid.pipeline_parallel.placeholders import put_stand_ins
+from lightning_hybrid.pipeline_parallel.schedules import build
+from lightning_hybrid.pipeline_parallel.stage_map import Placement
+from lightning_hybrid.strategy.summary import batch_text, layout_text, stage_rows, stage_table
+
+STAGES = [range(3), range(3, 4), range(4, 6), range(6, 7)]
+
+
+class Encoder(nn.Sequential):
+    """A Sequential with a constructor of its own, such as torchvision's `MLP`."""
+
+    def __init__(self, width: int) -> None:
+        layers = [nn.Linear(width, width, bias=False) for _ in range(6)]
+        layers[2].weight = layers[0].weight  # twice on one stage: counts once
+        layers[5].weight = layers[3].weight  # on two stages: counts on both
+        super().__init__(*layers[:4], nn.ReLU(), *layers[4:])
+
+
+def test_stages_as_data() -> None:
+    rows = stage_rows(Encoder(10), STAGES, 2)
+    assert [(row.stage, row.rank, row.layers) for row in rows] == [
+        (0, 0, range(3)),
+        (1, 1, range(3, 4)),
+        (2, 0, range(4, 6)),
+        (3, 1, range(6, 7)),
+    ]
+    assert [row.kinds for row in rows] == ["3 x Linear", "Linear", "ReLU, Linear", "Linear"]
+    assert [row.num_parameters for row in rows] == [200, 100, 100, 100]
+    assert [row.share for row in rows] == [0.4, 0.2, 0.2, 0.2]
+
+
+def test_stand_ins_count() -> None:
+    whole = stage_rows(Encoder(10), STAGES, 2)
+    body = Encoder(10)
+    module = nn.ModuleDict({"body": body})
+    put_stand_ins(module, Placement("body", tuple(body._modules), tuple(STAGES), 2), 0)
+    assert stage_rows(body, STAGES, 2) == whole
+
+
+def test_a_body_without_parameters() -> None:
+    rows = stage_rows(nn.Sequential(nn.ReLU(), nn.Tanh()), [range(1), range(1, 2)], 2)
+    assert [(row.num_parameters, row.share) for row in rows] == [(0, 0.0), (0, 0.0)]
+
+
+def test_many_kinds_are_cut_short() -> None:
+    kinds = [nn.Linear(1, 1), nn.ReLU(), nn.Dropout(), nn.Tanh(), nn.Sigmoid(), nn.Identity(), nn.GELU(), nn.Softmax(0)]
+    (row,) = stage_rows(nn.Sequential(*kinds), [range(8)], 1)
+    assert len(row.kinds) == 48
+    assert row.kinds.endswith("...")
+
+
+def test_stages_as_text() -> None:
+    text = stage_table(stage_rows(Encoder(100), STAGES, 2), "net.body")
+    assert text == "\n".join(
+        [
+            "stage  rank  layers of 'net.body'                parameters   share",
+            "-------------------------------------------------------------------",
+            "    0     0  0-2                   3 x Linear        20,000  40.0 %",
+            "    1     1  3                     Linear            10,000  20.0 %",
+            "    2     0  4-5                   ReLU, Linear      10,000  20.0 %",
+            "    3     1  6                     Linear            10,000  20.0 %",
+        ]
+    )
+
+
+SIZES = {"dp": 2, "tp": 1}
+
+
+def test_the_layout_in_one_line() -> None:
+    text = layout_text({**SIZES, "pp": 4}, build("1f1b", 4, 8), bubble=3 / 11)
+    assert text == (
+        "Layout: data 2 x tensor 1 x pipeline 4 = 8 processes; schedule '1f1b', 8 micro-batches, bubble 27.3 %"
+    )
+
+
+def test_the_layout_with_several_chunks() -> None:
+    text = layout_text({**SIZES, "pp": 2}, build("interleaved_1f1b", 2, 4, 2), bubble=0.1)
+    assert text.endswith("; schedule 'interleaved_1f1b', 2 chunks per rank, 4 micro-batches, bubble 10.0 %")
+
+
+def test_the_layout_without_a_pipeline() -> None:
+    text = layout_text({**SIZES, "pp": 1}, build("1f1b", 1, 1), bubble=0.0)
+    assert text == "Layout: data 2 x tensor 1 x pipeline 1 = 2 processes"
+
+
+def test_the_effective_batch_in_one_line() -> None:
+    expected = "Effective batch: 10 samples x 2 replicas x 3 accumulated batches = 60 per optimizer step"
+    assert batch_text(10, 2, 3, num_microbatches=None) == expected
+    assert batch_text(10, 2, 3, num_microbatches=4) == f"{expected}; micro-batches of 3"
+    assert batch_text(None, 2, 3, num_microbatches=4).startswith("Effective batch: the loader's batch x 2 replicas")

@@ -1,0 +1,161 @@
+"""Plans without any process: what the automatic one takes and leaves, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+from lightning_hybrid.tensor_parallel.plan import make_plan
+
+
+def auto(module: nn.Module, size: int = 2, *, sequence_parallel: bool = False) -> tuple[dict[str, str], dict[str, str]]:
+    plan = make_plan(module, "auto", size, sequence_parallel=sequence_parallel)
+    return {row.name: row.style for row in plan.rows}, dict(plan.reasons)
+
+
+def pair() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+class Gated(nn.TransformerEncoderLayer):
+    """Computes in ways of its own."""
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        a, b = self.linear1(x).chunk(2, -1)
+        return self.linear2(a * b.sigmoid())
+
+
+def twice_in_place() -> nn.Module:
+    dropout = nn.Dropout(0.5)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), dropout, nn.Linear(16, 8), dropout)
+
+
+def shared_softmax() -> nn.Module:
+    softmax = nn.Softmax(-1)
+    return nn.Sequential(softmax, nn.Linear(8, 16), softmax, nn.Linear(16, 8))
+
+
+def repeated() -> nn.Module:
+    return nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16)] * 3)
+
+
+def hooked() -> nn.Module:
+    module = pair()
+    module[0].weight.register_hook(lambda gradient: gradient)
+    return module
+
+
+def parametrized() -> nn.Module:
+    module = pair()
+    parametrizations.weight_norm(module[0])
+    return module
+
+
+def pruned() -> nn.Module:
+    module = pair()
+    prune.l1_unstructured(module[2], "weight", 0.5)
+    return module
+
+
+LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "a layer with ways of its own": (lambda: nn.Sequential(Gated(8, 2, 16)), "0.linear1", "in ways of its own"),
+    "dropout that stands twice": (twice_in_place, "0", "several places"),
+    "hooks": (hooked, "0", "has a hook"),
+    "pruning": (pruned, "2", "from other parameters"),
+    "indivisible": (lambda: nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 8)), "0", "(15, 8)"),
+    "heads": (lambda: nn.MultiheadAttention(6, 3), "", "3 heads"),
+    "sparse": (lambda: nn.Embedding(8, 4, sparse=True), "", "sparse"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_cannot_be_divided_stays_whole_with_a_reason(name: str) -> None:
+    make, layer, words = LEFT[name]
+    plan, reasons = auto(make())
+    assert layer not in plan
+    assert words in reasons[layer]
+
+
+def test_parametrized_layers_stay_whole() -> None:
+    assert auto(parametrized()) == ({}, {})
+    with pytest.raises(ValueError, match="from other parameters"):
+        make_plan(parametrized(), {"0": "colwise", "2": "rowwise"}, 2, sequence_parallel=False)
+
+
+def test_what_stands_between_is_what_runs() -> None:
+    assert auto(shared_softmax()) == ({}, {})
+
+
+def test_a_repeated_layer_is_divided_once_and_hands_on_whole_sequences() -> None:
+    module = repeated()
+    assert set(auto(module)[0]) == {"0.self_attn", "0.linear1", "0.dropout", "0.linear2"}
+    plan = make_plan(module, "auto", 2, sequence_parallel=True)
+    (region,) = [row for row in plan.rows if row.kind == "sequence_region"]
+    assert region.options == {"splits": True, "gathers": True}
+
+
+def test_layers_known_by_two_names() -> None:
+    layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2))
+    module = nn.ModuleDict({"layers": layers, "body": nn.Sequential(*layers)})
+    plan, _ = auto(module)
+    assert {"layers.0.self_attn", "layers.1.self_attn"} <= set(plan)
+    by_hand = make_plan(module, {"body.*.linear1": "colwise", "body.*.linear2": "rowwise"}, 2, sequence_parallel=False)
+    assert {row.name: row.style for row in by_hand.rows}["layers.1.linear1"] == "colwise"
+
+
+def test_neighbours_hand_on_shares() -> None:
+    module = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)), nn.LayerNorm(8))
+    plan = make_plan(module, "auto", 2, sequence_parallel=True)
+    regions = {row.name: row for row in plan.rows if row.kind == "sequence_region"}
+    assert [(row.options["splits"], row.options["gathers"]) for row in regions.values()] == [
+        (True, False),
+        (False, False),
+        (False, True),
+    ]
+    assert {row.sequence_dim for row in regions.values()} == {0}
+
+
+def test_heads_and_tied_embeddings() -> None:
+    embedding, head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+    assert auto(nn.ModuleList([embedding, head]))[0] == {"0": "vocab", "1": "vocab"}
+    head.weight = embedding.weight
+    assert auto(nn.ModuleList([embedding, pair(), head, nn.Linear(8, 8)]))[0]["2"] == "vocab"
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "two styles": ({"0": "colwise + rowwise"}, "exclude each other"),
+    "a suffix": ({"0": "colwise:3"}, "names the style 'colwise:3'"),
+    "a word": ("automatic", "tensor_parallel_plan='automatic' is unknown"),
+    "no such attribute": ({"0": "divide:heads"}, "0.heads is None"),
+    "a norm in no region": ({"1": "sequence_parallel"}, "in no module with the style 'sequence_region'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    plan, words = REFUSED[name]
+    with pytest.raises(ValueError, match="tensor_parallel_plan") as caught:
+        make_plan(pair(), plan, 2, sequence_parallel=True)
+    assert words in str(caught.value)
+
+
+def test_nothing() -> None:
+    assert make_plan(pair(), None, 2, sequence_parallel=False).rows == ()
+    assert make_plan(pair(), {"0": None}, 2, sequence_parallel=False).rows == ()
+    assert "stays whole" not in make_plan(pair(), "auto", 2, sequence_parallel=False).text()
+
+
+def test_the_table() -> None:
+    module = nn.Sequential(pair(), pair(), nn.MultiheadAttention(8, 2))
+    text = make_plan(module, "auto", 2, sequence_parallel=False).text()
+    assert [line.split() for line in text.splitlines()] == [
+        ["module", "style", "full", "local"],
+        [text.splitlines()[1]],
+        ["*.0", "(2)", "colwise", "16x8", "16", "8x8", "8"],
+        ["*.2", "(2)", "rowwise", "8x16", "8x8"],
+        ["2", "attention", "24x8", "24", "8x8", "12x8", "12", "8x4"],
+    ]
