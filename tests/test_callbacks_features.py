@@ -250,13 +250,13 @@ def test_a_callback_resumes_in_a_pipeline_as_in_one_process(
     assert_same(interrupted(None, name, 8 * replicas, str(mixed), f"{ours}/first.ckpt"), expected)
 
 
-class SavesStandIns(Callback):
+class SavesPlaceholders(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"copies": [{"weight": torch.ones(2)}, {"weight": torch.ones(2, device="meta")}]}
 
 
 def saved_without_values(layout: Layout, path: str) -> str:
-    trainer = make_trainer(layout, callbacks=[SavesStandIns()], max_steps=1)
+    trainer = make_trainer(layout, callbacks=[SavesPlaceholders()], max_steps=1)
     trainer.fit(Cycled(), loader())
     with pytest.raises(ValueError, match="which have no values") as caught:
         trainer.save_checkpoint(path)
@@ -267,7 +267,7 @@ def saved_without_values(layout: Layout, path: str) -> str:
 def test_a_checkpoint_without_values_is_refused_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
     texts = ranks(2, lightning=True).run(saved_without_values, PP2, str(tmp_path / "a.ckpt"))
     assert texts[0] == texts[1]
-    assert "callbacks.SavesStandIns.copies.1.weight" in texts[0]
+    assert "callbacks.SavesPlaceholders.copies.1.weight" in texts[0]
     assert not list(tmp_path.iterdir())
 
 

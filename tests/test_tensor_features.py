@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from examples.lamb import Lamb
-from lightning_hybrid.distributed.dtensor import full, is_sharded, local_of
+from lightning_hybrid.distributed.dtensor import full_tensor, is_sharded, to_local
 from lightning_hybrid.pipeline_parallel.p2p import Channel
 from tests import tensor_modules as zoo
 from tests.pool import Pools
@@ -53,7 +53,7 @@ def fitted(
         trainer.save_checkpoint(save)
         trainer.strategy.barrier()
     named = module.named_parameters()
-    weights = {name: full(parameter.detach()) for name, parameter in named if not parameter.is_meta}
+    weights = {name: full_tensor(parameter.detach()) for name, parameter in named if not parameter.is_meta}
     return weights, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -167,7 +167,7 @@ class Overflowing(zoo.GPT):
 
     def poisoned(self, gradient: Tensor) -> Tensor:
         if dist.get_rank(self.trainer.strategy.mesh.tensor_group) == 1:
-            local_of(gradient)[0, 0] = float("inf")
+            to_local(gradient)[0, 0] = float("inf")
         return gradient
 
 
@@ -177,7 +177,7 @@ def overflow(layout: Layout) -> tuple[float, dict[str, Tensor]]:
     fitted(module, layout, max_steps=3, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     plugin: Any = module.trainer.precision_plugin
     parameters = module.named_parameters()
-    return plugin.scaler.get_scale(), {name: full(p.detach()) for name, p in parameters if not p.is_meta}
+    return plugin.scaler.get_scale(), {name: full_tensor(p.detach()) for name, p in parameters if not p.is_meta}
 
 
 def test_an_overflow_of_one_shard_skips_the_step_of_all(ranks: Pools) -> None:
@@ -393,7 +393,7 @@ def shares(layout: dict[str, Any]) -> dict[str, tuple[int, int]]:
     module = made(zoo.GPT)
     make_trainer(layout, max_steps=1).fit(module)
     return {
-        name: (parameter.numel(), local_of(parameter).numel())
+        name: (parameter.numel(), to_local(parameter).numel())
         for name, parameter in module.named_parameters()
         if not parameter.is_meta
     }

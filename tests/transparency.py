@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.distributed.dtensor import full
+from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.random import derive_seed, seed_generators
 from lightning_hybrid.pipeline_parallel.partition import partition
 from tests import modules as zoo
@@ -348,7 +348,9 @@ class Recorder(Callback):
         parameters = dict(pl_module.named_parameters(remove_duplicate=False))
         buffers = dict(pl_module.named_buffers(remove_duplicate=False))
         record.names = [*parameters, *buffers]
-        record.parameters = {name: _copy(full(tensor)) for name, tensor in parameters.items() if not tensor.is_meta}
+        record.parameters = {
+            name: _copy(full_tensor(tensor)) for name, tensor in parameters.items() if not tensor.is_meta
+        }
         record.buffers = {name: _copy(tensor) for name, tensor in buffers.items() if not tensor.is_meta}
 
 

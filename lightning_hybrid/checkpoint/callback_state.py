@@ -9,15 +9,15 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.checkpoint.full import WholeCheckpoint
+from lightning_hybrid.checkpoint.full import FullCheckpoint
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.tree_paths import leaves, replaced, value_at
 
-__all__ = ["check_values", "fill", "name_whole_groups"]
+__all__ = ["check_values", "gather_callback_tensors", "name_whole_groups"]
 
 
-def fill(checkpoint: dict[str, Any], ownership: Ownership, whole: WholeCheckpoint) -> dict[str, Any]:
+def gather_callback_tensors(checkpoint: dict[str, Any], ownership: Ownership, whole: FullCheckpoint) -> dict[str, Any]:
     """Callbacks save copies of the model, such as averages; a checkpoint gets all of each.
 
     In a copy on global rank 0 layers of other stages are without values, and layers shared by several ranks are there

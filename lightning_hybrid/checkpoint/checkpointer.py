@@ -4,43 +4,52 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.callback_state import check_values, fill, name_whole_groups
+from lightning_hybrid.checkpoint.callback_state import check_values, gather_callback_tensors, name_whole_groups
 from lightning_hybrid.checkpoint.file_io import OUR_PLUGINS, local_path
-from lightning_hybrid.checkpoint.full import WholeCheckpoint
-from lightning_hybrid.checkpoint.metadata import RECORD, record_of
+from lightning_hybrid.checkpoint.full import FullCheckpoint
+from lightning_hybrid.checkpoint.metadata import RECORD, make_metadata
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
-from lightning_hybrid.checkpoint.resume.resume import Continuation
 from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
-from lightning_hybrid.checkpoint.snapshot import copied
+from lightning_hybrid.checkpoint.snapshot import snapshot
 from lightning_hybrid.checkpoint.state_dict_match import load_module_state
-from lightning_hybrid.checkpoint.storage.background import Background
-from lightning_hybrid.checkpoint.storage.dcp import Directory
-from lightning_hybrid.config import Settings
-from lightning_hybrid.distributed.dtensor import local_of
+from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
+from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
+from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.distributed.agreement import agree
+from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.pipeline_parallel.stage_map import Placement
-from lightning_hybrid.strategy.checks import agree
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
-__all__ = ["Archive"]
+__all__ = ["Checkpointer"]
 
 
-class Archive:
+class TrainingState(Protocol):
+    """Where training is, beyond what Lightning's own checkpoint says, so that a resumed run is the rest of the old."""
+
+    def add_to(self, checkpoint: dict[str, Any], name: str, trainer: Trainer) -> dict[str, Any]:
+        """The checkpoint with the state added to its entry `name`; on every rank."""
+
+    def load(self, checkpoint: dict[str, Any], record: Mapping[str, Any], path: Any, trainer: Trainer) -> None:
+        """Take the state from the entry `record` of a checkpoint that was read at `path`."""
+
+
+class Checkpointer:
     """What the strategy saves and loads.
 
     Args:
         module: The user's module, divided.
-        placement: Which stage holds what.
+        stage_map: Which stage holds what.
         mesh: The ranks.
         settings: The settings.
-        continuation: Knows where training is.
+        training_state: Knows where training is.
 
     Attributes:
         optimizers: The undivided optimizers.
@@ -49,21 +58,21 @@ class Archive:
     def __init__(
         self,
         module: LightningModule,
-        placement: Placement,
+        stage_map: StageMap,
         mesh: Mesh,
-        settings: Settings,
-        continuation: Continuation,
+        settings: HybridConfig,
+        training_state: TrainingState,
     ) -> None:
         self._module = module
         self._mesh = mesh
         self._settings = settings
-        self._continuation = continuation
-        self._placement = placement
+        self._training_state = training_state
+        self._stage_map = stage_map
         self.optimizers = OptimizerStates(module)
-        self._ownership = Ownership(module, placement, mesh)
-        self._whole = WholeCheckpoint(module, self._ownership, self.optimizers, mesh)
+        self._ownership = Ownership(module, stage_map, mesh)
+        self._whole = FullCheckpoint(module, self._ownership, self.optimizers, mesh)
         self._sharded = ShardedCheckpoint(module, self._ownership, self.optimizers, mesh)
-        self._background = Background()
+        self._background = BackgroundWriter()
         self._is_in_run = False
 
     def open(self) -> None:
@@ -100,18 +109,18 @@ class Archive:
         state = checkpoint["state_dict"]
         names = self._ownership.stored_names(state) if sharded else None
         layers = getattr(state, "_metadata", None) if sharded else None
-        checkpoint = {**checkpoint, RECORD: record_of(self._mesh, self._settings, self._placement, names, layers)}
+        checkpoint = {**checkpoint, RECORD: make_metadata(self._mesh, self._settings, self._stage_map, names, layers)}
         if "optimizer_states" in checkpoint and "loops" in checkpoint:  # not the weights only
-            checkpoint = self._continuation.add_to(checkpoint, RECORD, self._module.trainer)
+            checkpoint = self._training_state.add_to(checkpoint, RECORD, self._module.trainer)
         if self._mesh.pipeline_parallel_size > 1:
             checkpoint = name_whole_groups(checkpoint, self._module.trainer, self.optimizers)
         if not sharded:
-            checkpoint = fill(checkpoint, self._ownership, self._whole)
+            checkpoint = gather_callback_tensors(checkpoint, self._ownership, self._whole)
             agree(lambda: check_values(checkpoint) if self._mesh.is_first else None)
         wished = self._settings.async_save or (sharded and isinstance(plugin, AsyncCheckpointIO))
         beside = wished and self._is_in_run
         if beside and (sharded or self._mesh.is_first):
-            checkpoint = copied(checkpoint, None if sharded or self._whole.is_undivided else self._live())
+            checkpoint = snapshot(checkpoint, None if sharded or self._whole.is_undivided else self._live())
         write = self._writing(checkpoint, path, plugin, options)
         if beside:
             self._background.submit(write)
@@ -124,7 +133,7 @@ class Archive:
         states = (state for optimizer in self._module.trainer.optimizers for state in optimizer.state.values())
         values = (value for state in states for value in state.values() if isinstance(value, Tensor))
         tensors = [*self._module.state_dict().values(), *values]
-        return [local_of(tensor) for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta]
+        return [to_local(tensor) for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta]
 
     def _writing(self, checkpoint: dict[str, Any], path: Any, plugin: CheckpointIO, options: Any) -> Callable[[], None]:
         if self._settings.save_distributed_checkpoint:
@@ -189,7 +198,7 @@ class Archive:
 
         def read() -> dict[str, Any]:
             place = local_path(path)
-            if place is not None and Directory.is_at(place, or_unfinished=type(plugin) in OUR_PLUGINS):
+            if place is not None and DistributedCheckpoint.is_at(place, or_unfinished=type(plugin) in OUR_PLUGINS):
                 found = self._sharded.load(
                     place,
                     strict=self._module.strict_loading,
@@ -201,7 +210,7 @@ class Archive:
             return plugin.load_checkpoint(path, weights_only=weights_only)
 
         checkpoint = agree(read)
-        self._continuation.load(checkpoint, checkpoint.get(RECORD, {}), path, self._module.trainer)
+        self._training_state.load(checkpoint, checkpoint.get(RECORD, {}), path, self._module.trainer)
         return checkpoint
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:

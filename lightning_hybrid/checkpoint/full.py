@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates, cloned, numbered
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.state_dict_match import with_versions
-from lightning_hybrid.distributed.dtensor import full, is_over_replicas
+from lightning_hybrid.distributed.dtensor import full_tensor, is_zero_sharded
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object, receive_tree, send_tree
 
-__all__ = ["WholeCheckpoint"]
+__all__ = ["FullCheckpoint"]
 
 
-class WholeCheckpoint:
+class FullCheckpoint:
     """The state of the undivided model and its optimizers, on global rank 0.
 
     It is collected stage by stage and tensor by tensor, so no rank holds more than all of it and its own part::
@@ -32,7 +32,7 @@ class WholeCheckpoint:
         <-- one tensor --------------------------------  rank 2  <-- its shard -- rank 3
 
     Args:
-        module: The user's module, with stand-ins for what lives elsewhere.
+        module: The user's module, with placeholders for what lives elsewhere.
         ownership: Whose values count.
         optimizers: The undivided optimizers.
         mesh: The ranks.
@@ -47,7 +47,7 @@ class WholeCheckpoint:
     @property
     def is_undivided(self) -> bool:
         """Whether every rank has all of the model."""
-        return self._mesh.model_group.size() == 1 and not any(map(is_over_replicas, self._module.parameters()))
+        return self._mesh.model_group.size() == 1 and not any(map(is_zero_sharded, self._module.parameters()))
 
     def module_state(self) -> dict[str, Any]:
         """The state dict of the undivided module on global rank 0, an empty one elsewhere."""
@@ -66,7 +66,7 @@ class WholeCheckpoint:
         if self.is_undivided:
             return optimizer.state_dict()
         local = self._optimizers.state(optimizer)
-        if "param_groups" not in local:  # Lightning's stand-in for no optimizer has no state
+        if "param_groups" not in local:  # Lightning's placeholder for no optimizer has no state
             return local
         owners = self._ownership.owners_of_names()
         mine = {name: v for name, v in local["state"].items() if owners.get(name, 0) == self._mesh.pipeline_rank}
@@ -108,8 +108,8 @@ class WholeCheckpoint:
         mesh = self._mesh
         if mesh.data_rank != 0:
             for leaf in flatten(mine)[0]:
-                if is_over_replicas(leaf):
-                    full(leaf)  # the first replica asks for it
+                if is_zero_sharded(leaf):
+                    full_tensor(leaf)  # the first replica asks for it
             return {}
         if mesh.pipeline_rank > 0 and mesh.tensor_rank == 0:
             send_tree(mine, mesh.rank(0, 0, 0), mesh.control_group, prepare=_whole_on_host)
@@ -142,4 +142,4 @@ def check_number(optimizers: Sequence[Any], states: Sequence[Any]) -> None:
 
 def _whole_on_host(value: Any) -> Any:
     """All of a tensor, which ranks that share it must ask for together; anything else as it is."""
-    return full(value).detach().to("cpu", copy=False) if isinstance(value, Tensor) else value
+    return full_tensor(value).detach().to("cpu", copy=False) if isinstance(value, Tensor) else value

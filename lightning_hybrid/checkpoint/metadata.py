@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.config import Settings
+from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.pipeline_parallel.stage_map import Placement
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.version import __version__
 
-__all__ = ["RECORD", "record_of"]
+__all__ = ["RECORD", "make_metadata"]
 
 RECORD = "hybrid_parallel"  # its name in a checkpoint
 
 
-def record_of(
+def make_metadata(
     mesh: Mesh,
-    settings: Settings,
-    placement: Placement,
+    settings: HybridConfig,
+    stage_map: StageMap,
     names: Mapping[str, str] | None = None,
     layers: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def record_of(
     Args:
         mesh: The ranks.
         settings: The settings.
-        placement: Which stage holds what.
+        stage_map: Which stage holds what.
         names: All names of the state dict, in its order, and what each is stored as, where tied tensors are stored
             under one of theirs.
         layers: What the state dict tells of the layers beside their values, such as their versions, where it is not
@@ -43,8 +43,8 @@ def record_of(
         "num_microbatches": settings.num_microbatches,
         "schedule": settings.schedule,
         "rank_order": settings.rank_order,
-        "body": placement.body,
-        "layers_of_stages": [len(layers) for layers in placement.stages] if placement.body is not None else [],
+        "body": stage_map.body,
+        "layers_of_stages": [len(layers) for layers in stage_map.stages] if stage_map.body is not None else [],
     }
     versions = {"lightning_hybrid": __version__, "torch": str(torch.__version__)}
     record: dict[str, Any] = {"versions": versions, "layout": layout}

@@ -11,8 +11,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.distributed.dtensor import divided_like
-from lightning_hybrid.pipeline_parallel.placeholders import is_stand_in
+from lightning_hybrid.distributed.dtensor import distribute_like
+from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
 __all__ = ["OptimizerStates"]
 
@@ -29,7 +29,7 @@ class OptimizerStates:
          "param_groups": [{"params": ["body.0.weight", ...], "lr": 0.1, ...}, ...]}
 
     Args:
-        module: The user's module, with stand-ins for what lives elsewhere.
+        module: The user's module, with placeholders for what lives elsewhere.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -39,7 +39,7 @@ class OptimizerStates:
         self._kept: dict[int, list[list[nn.Parameter]]] = {}
 
     def strip(self, optimizer: Optimizer) -> None:
-        """Take the stand-ins out of an optimizer; groups stay, even if nothing is left in them.
+        """Take the placeholders out of an optimizer; groups stay, even if nothing is left in them.
 
         Args:
             optimizer: As the user made it, over all parameters.
@@ -47,11 +47,11 @@ class OptimizerStates:
         self._groups[id(optimizer)] = [list(group["params"]) for group in optimizer.param_groups]
         self._param_names[id(optimizer)] = [group.get("param_names") for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            kept = [index for index, parameter in enumerate(group["params"]) if not is_stand_in(parameter)]
+            kept = [index for index, parameter in enumerate(group["params"]) if not is_placeholder(parameter)]
             for key in ("params", "param_names"):
                 if key in group:
                     group[key] = [group[key][index] for index in kept]
-        for parameter in [parameter for parameter in optimizer.state if is_stand_in(parameter)]:
+        for parameter in [parameter for parameter in optimizer.state if is_placeholder(parameter)]:
             del optimizer.state[parameter]
         self._kept[id(optimizer)] = [group["params"] for group in optimizer.param_groups]
 
@@ -119,7 +119,7 @@ class OptimizerStates:
                 values = saved["state"].get(names[id(parameter)])
                 if values is not None:
                     values = cloned(values) if clone else values
-                    local[index] = {key: divided_like(value, parameter) for key, value in values.items()}
+                    local[index] = {key: distribute_like(value, parameter) for key, value in values.items()}
             end = count + len(group["params"])
             part = {**saved_group, "params": list(range(count, end))}
             groups.append({**part, "param_names": group["param_names"]} if "param_names" in group else part)

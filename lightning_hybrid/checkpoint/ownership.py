@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.pipeline_parallel.stage_map import Placement
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 __all__ = ["Ownership"]
 
@@ -21,14 +21,14 @@ class Ownership:
     runs.
 
     Args:
-        module: The user's module, with stand-ins for what lives elsewhere.
-        placement: Which stage holds what.
+        module: The user's module, with placeholders for what lives elsewhere.
+        stage_map: Which stage holds what.
         mesh: The ranks.
     """
 
-    def __init__(self, module: LightningModule, placement: Placement, mesh: Mesh) -> None:
+    def __init__(self, module: LightningModule, stage_map: StageMap, mesh: Mesh) -> None:
         self._module = module
-        self._placement = placement
+        self._stage_map = stage_map
         self._mesh = mesh
 
     def first_names(self) -> dict[str, str]:
@@ -49,7 +49,7 @@ class Ownership:
         by_parameter = self.parameter_owners()
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         return {
-            name: by_parameter[id(parameters[name])] if name in parameters else max(self._placement.ranks_of(name))
+            name: by_parameter[id(parameters[name])] if name in parameters else max(self._stage_map.ranks_of(name))
             for name in names
         }
 
@@ -57,7 +57,7 @@ class Ownership:
         """The first pipeline rank that holds each parameter, by the parameter's identity."""
         owners: dict[int, int] = {}
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            first = min(self._placement.ranks_of(name))
+            first = min(self._stage_map.ranks_of(name))
             owners[id(parameter)] = min(first, owners.get(id(parameter), first))
         return owners
 
@@ -76,6 +76,6 @@ class Ownership:
         return {name: owners[id(parameter)] for name, parameter in self._module.named_parameters()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers, or their stand-ins, by all their names."""
+        """Parameters and buffers, or their placeholders, by all their names."""
         parameters = self._module.named_parameters(remove_duplicate=False)
         return dict(parameters) | dict(self._module.named_buffers(remove_duplicate=False))

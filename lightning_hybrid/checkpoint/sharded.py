@@ -19,11 +19,11 @@ from lightning_hybrid.checkpoint.full import check_number
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.state_dict_match import check_match, with_versions
-from lightning_hybrid.checkpoint.storage.dcp import EXTRA, Directory, write_directory
-from lightning_hybrid.checkpoint.tree_paths import Place, leaves, tree_of, value_at, without
+from lightning_hybrid.checkpoint.storage.dcp import EXTRA, DistributedCheckpoint, write_directory
+from lightning_hybrid.checkpoint.tree_paths import TreePath, leaves, tree_of, value_at, without
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
-from lightning_hybrid.pipeline_parallel.placeholders import StandInBuffer, is_stand_in
+from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderBuffer, is_placeholder
 
 __all__ = ["ShardedCheckpoint"]
 
@@ -39,7 +39,7 @@ class SavedOptimizer:
         number: The optimizer's.
     """
 
-    def __init__(self, directory: Directory, number: int) -> None:
+    def __init__(self, directory: DistributedCheckpoint, number: int) -> None:
         self._directory = directory
         self._root = f"optimizer_{number}"
 
@@ -49,7 +49,7 @@ class SavedOptimizer:
         Args:
             like: The parameters whose state is wanted; it is divided, and lies on the device, as they do.
         """
-        targets: dict[Place, Tensor | None] = {}
+        targets: dict[TreePath, Tensor | None] = {}
         for place, entry in self._directory.entries.items():
             if place[0] != self._root or (place[1] == "state" and place[2] not in like):
                 continue
@@ -68,7 +68,7 @@ class ShardedCheckpoint:
     """Writes and reads the parts of this rank.
 
     Args:
-        module: The user's module, with stand-ins for what lives elsewhere.
+        module: The user's module, with placeholders for what lives elsewhere.
         ownership: Whose values count.
         optimizers: The undivided optimizers.
         mesh: The ranks.
@@ -113,12 +113,12 @@ class ShardedCheckpoint:
         return lambda: write_directory(path, entries, extra, group)
 
     @staticmethod
-    def _tables(checkpoint: dict[str, Any]) -> list[Place]:
+    def _tables(checkpoint: dict[str, Any]) -> list[TreePath]:
         """The dicts that hold parts of the model: its state dict, and copies of it that callbacks keep."""
         divided = (place[:-1] for place, leaf in leaves(checkpoint) if isinstance(leaf, DTensor) or _is_meta(leaf))
         return list(dict.fromkeys([(_MODEL,), *divided]))
 
-    def _entries(self, checkpoint: dict[str, Any], tables: Sequence[Place]) -> Iterator[tuple[Place, Any]]:
+    def _entries(self, checkpoint: dict[str, Any], tables: Sequence[TreePath]) -> Iterator[tuple[TreePath, Any]]:
         """What this rank writes: parameters on every holder, as torch chooses who does; the rest on one rank."""
         first, owners = self._ownership.first_names(), self._ownership.owners_of_names()
         is_one = self._mesh.data_rank == 0 and self._mesh.tensor_rank == 0
@@ -132,7 +132,7 @@ class ShardedCheckpoint:
                 if name in owners or isinstance(value, DTensor) or is_owner:
                     yield (*place, name), value
 
-    def _optimizer_entries(self, root: str, state: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
+    def _optimizer_entries(self, root: str, state: Mapping[str, Any]) -> Iterator[tuple[TreePath, Any]]:
         for name, values in state.get("state", {}).items():
             for key, value in values.items():
                 yield (root, "state", name, key), value
@@ -156,7 +156,7 @@ class ShardedCheckpoint:
             FileNotFoundError, ValueError: If there is no complete checkpoint.
             RuntimeError: If names or shapes do not fit.
         """
-        directory = Directory(path)
+        directory = DistributedCheckpoint(path)
         root = _MODEL if directory.below(_MODEL) else _OF_FSDP
         saved = directory.below(root)
         state = self._module.state_dict()
@@ -183,21 +183,23 @@ class ShardedCheckpoint:
         alias = {first.get(name, name): name for name in reversed(list(state)) if name in saved}
         return {name: alias[first.get(name, name)] for name in state if first.get(name, name) in alias}
 
-    def _read_module(self, directory: Directory, root: str, state: dict[str, Any], sources: Mapping[str, str]) -> None:
-        targets: dict[Place, Tensor | None] = {}
+    def _read_module(
+        self, directory: DistributedCheckpoint, root: str, state: dict[str, Any], sources: Mapping[str, str]
+    ) -> None:
+        targets: dict[TreePath, Tensor | None] = {}
         for name, source in sources.items():
             if not isinstance(state[name], Tensor):
                 targets[root, source] = None
-            elif not is_stand_in(state[name]) and not state[name].is_meta:
+            elif not is_placeholder(state[name]) and not state[name].is_meta:
                 targets[root, source] = state[name]
         values = directory.read(targets)
         state.update({name: values[root, source] for name, source in sources.items() if (root, source) in values})
 
-    def _read_tables(self, directory: Directory, known: set[str], checkpoint: dict[str, Any]) -> None:
+    def _read_tables(self, directory: DistributedCheckpoint, known: set[str], checkpoint: dict[str, Any]) -> None:
         """Copies of the model that callbacks keep: divided as the module is, and without values for other stages."""
         like = self._ownership.tensors()
         tied = [(name, own) for name, own in self._ownership.first_names().items() if name != own]
-        targets: dict[Place, Tensor | None] = {}
+        targets: dict[TreePath, Tensor | None] = {}
         for place, entry in directory.entries.items():
             if place[0] not in known:
                 targets[place] = _empty_like(entry, like.get(place[-1])) if _size(entry) is not None else None
@@ -243,12 +245,12 @@ def _empty_like(entry: Any, tensor: Tensor | None) -> Tensor:
     size, dtype = entry.size, entry.properties.dtype
     if tensor is None or tensor.shape != size:
         return torch.empty(size, dtype=dtype)
-    if is_stand_in(tensor):
-        return torch.empty(size, dtype=dtype, device="meta").as_subclass(StandInBuffer)
+    if is_placeholder(tensor):
+        return torch.empty(size, dtype=dtype, device="meta").as_subclass(PlaceholderBuffer)
     return torch.empty_like(tensor.detach(), dtype=dtype)
 
 
-def _flat(tree: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+def _flat(tree: Any, place: TreePath) -> Iterator[tuple[TreePath, Any]]:
     """Values with their places; a list of plain values is one value."""
     if isinstance(tree, dict):
         for key, child in tree.items():

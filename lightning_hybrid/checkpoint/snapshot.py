@@ -11,12 +11,12 @@ from torch.nn import Parameter
 
 from lightning_hybrid.checkpoint.tree_paths import leaves
 
-__all__ = ["copied"]
+__all__ = ["snapshot"]
 
 _COLLECTED = ("state_dict", "optimizer_states")
 
 
-def copied(checkpoint: dict[str, Any], live: Collection[Tensor] | None = None) -> dict[str, Any]:
+def snapshot(checkpoint: dict[str, Any], live: Collection[Tensor] | None = None) -> dict[str, Any]:
     """A checkpoint with containers and tensors of its own, these on the host; what is tied stays tied.
 
     Args:

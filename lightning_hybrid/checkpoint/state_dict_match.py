@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed.dtensor import divided_like, is_over_replicas
+from lightning_hybrid.distributed.dtensor import distribute_like, is_zero_sharded
 
 __all__ = ["check_match", "load_module_state", "with_versions"]
 
@@ -58,7 +58,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
     of their own, decides before anything changes.
 
     Args:
-        module: The module, with stand-ins for what lives elsewhere.
+        module: The module, with placeholders for what lives elsewhere.
         state: The undivided module's.
         strict: Whether names that only one of them has are an error.
 
@@ -76,8 +76,8 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
             final[name] = value.clone()
         if name in own and _shape(own[name]) == _shape(value):
             trial[name] = own[name].clone() if changes else own[name]
-            if is_over_replicas(own[name]):
-                final[name] = divided_like(value, own[name])
+            if is_zero_sharded(own[name]):
+                final[name] = distribute_like(value, own[name])
     try:
         module.load_state_dict(trial, strict=strict)
     except RuntimeError as error:

@@ -6,13 +6,13 @@ import copy
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-__all__ = ["Place", "leaves", "replaced", "tree_of", "value_at", "without"]
+__all__ = ["TreePath", "leaves", "replaced", "tree_of", "value_at", "without"]
 
 #: Keys and indices from the root.
-Place = tuple[Any, ...]
+TreePath = tuple[Any, ...]
 
 
-def leaves(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+def leaves(tree: Any, place: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
     """Everything that is no dict, list or tuple, with its place."""
     if not isinstance(tree, (dict, list, tuple)):
         yield place, tree
@@ -20,14 +20,14 @@ def leaves(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
         yield from leaves(child, (*place, key))
 
 
-def value_at(tree: Any, place: Place) -> Any:
+def value_at(tree: Any, place: TreePath) -> Any:
     """What is at this place, or nothing."""
     for key in place:
         tree = dict(_children(tree)).get(key)
     return tree
 
 
-def replaced(tree: Any, values: Mapping[Place, Any], place: Place = ()) -> Any:
+def replaced(tree: Any, values: Mapping[TreePath, Any], place: TreePath = ()) -> Any:
     """The tree with other values at some places; it stays as it is, and parts without changes are shared."""
     if place in values:
         return values[place]
@@ -44,7 +44,7 @@ def replaced(tree: Any, values: Mapping[Place, Any], place: Place = ()) -> Any:
     return new
 
 
-def without(tree: dict[str, Any], places: Collection[Place]) -> dict[str, Any]:
+def without(tree: dict[str, Any], places: Collection[TreePath]) -> dict[str, Any]:
     """A tree of dicts without what is at some places; it stays as it is."""
     new = dict(tree)
     for place in places:
@@ -56,11 +56,11 @@ def without(tree: dict[str, Any], places: Collection[Place]) -> dict[str, Any]:
     return new
 
 
-def tree_of(values: Mapping[Place, Any]) -> Any:
+def tree_of(values: Mapping[TreePath, Any]) -> Any:
     """The tree of values with their places; containers whose keys are 0, 1, 2 ... are lists."""
     if set(values) == {()}:
         return values[()]
-    children: dict[Any, dict[Place, Any]] = {}
+    children: dict[Any, dict[TreePath, Any]] = {}
     for place, value in values.items():
         children.setdefault(place[0], {})[place[1:]] = value
     if all(isinstance(key, int) for key in children):

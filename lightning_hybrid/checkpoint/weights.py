@@ -19,9 +19,9 @@ from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
 from lightning_hybrid.checkpoint.state_dict_match import load_module_state
-from lightning_hybrid.checkpoint.storage.dcp import Directory
+from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.pipeline_parallel.stage_map import Placement
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 __all__ = ["Source", "Weights"]
 
@@ -62,7 +62,9 @@ class Weights:
     """
 
     def __init__(self, source: Source) -> None:
-        self._directory = None if isinstance(source, Mapping) or not Directory.is_at(Path(source)) else Path(source)
+        self._directory = (
+            None if isinstance(source, Mapping) or not DistributedCheckpoint.is_at(Path(source)) else Path(source)
+        )
         if self._directory is not None:
             _check_folder(self._directory)
         self._state = {} if self._directory else _read(source)
@@ -71,16 +73,16 @@ class Weights:
         """What there is, by name."""
         if self._directory is None:
             return {name: value.shape for name, value in self._state.items() if isinstance(value, Tensor)}
-        directory = Directory(self._directory)
+        directory = DistributedCheckpoint(self._directory)
         found = directory.below("state_dict") or directory.below("model")
         return {place[0]: entry.size for place, entry in found.items() if hasattr(entry, "size")}
 
-    def load(self, module: LightningModule, placement: Placement, mesh: Mesh) -> None:
+    def load(self, module: LightningModule, stage_map: StageMap, mesh: Mesh) -> None:
         """Give the module its values.
 
         Args:
             module: The user's module, divided. Its `strict_loading` says whether names may differ.
-            placement: Which stage holds what.
+            stage_map: Which stage holds what.
             mesh: The ranks.
 
         Raises:
@@ -89,7 +91,7 @@ class Weights:
         if self._directory is None:
             load_module_state(module, _with_ties(self._state, module), strict=module.strict_loading)
             return
-        checkpoint = ShardedCheckpoint(module, Ownership(module, placement, mesh), OptimizerStates(module), mesh)
+        checkpoint = ShardedCheckpoint(module, Ownership(module, stage_map, mesh), OptimizerStates(module), mesh)
         checkpoint.load(self._directory, strict=module.strict_loading, read_extra=lambda path: {})
 
 

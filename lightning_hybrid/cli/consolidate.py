@@ -27,8 +27,8 @@ from torch import Tensor
 from lightning_hybrid.checkpoint.metadata import RECORD
 from lightning_hybrid.checkpoint.optimizer_state import numbered
 from lightning_hybrid.checkpoint.storage.atomic import new_file
-from lightning_hybrid.checkpoint.storage.dcp import EXTRA, Directory
-from lightning_hybrid.checkpoint.tree_paths import Place, tree_of
+from lightning_hybrid.checkpoint.storage.dcp import EXTRA, DistributedCheckpoint
+from lightning_hybrid.checkpoint.tree_paths import TreePath, tree_of
 
 __all__ = ["Outline", "consolidate", "read_outline"]
 
@@ -49,11 +49,11 @@ class Outline:
     """
 
     checkpoint: dict[str, Any]
-    tensors: dict[Place, Tensor]
+    tensors: dict[TreePath, Tensor]
 
 
 def read_outline(
-    directory: Directory,
+    directory: DistributedCheckpoint,
     *,
     device: str = "cpu",
     weights_only: bool = False,
@@ -82,7 +82,7 @@ def read_outline(
         for place, entry in wanted.items()
         if getattr(entry, "size", None) is not None
     }
-    values: dict[Place, Any] = dict.fromkeys(wanted)
+    values: dict[TreePath, Any] = dict.fromkeys(wanted)
     try:
         values |= tensors | directory.read({place: None for place in wanted if place not in tensors})
     except Exception as error:  # whatever unpickling raises
@@ -94,13 +94,13 @@ def read_outline(
     return Outline(ordered, tensors)
 
 
-def _joined(extra: dict[str, Any], values: Mapping[Place, Any], root: str) -> dict[str, Any]:
+def _joined(extra: dict[str, Any], values: Mapping[TreePath, Any], root: str) -> dict[str, Any]:
     """The ordinary checkpoint of what is in ``meta.pt`` and the rest."""
     record = dict(extra.get(RECORD, {}))
     names, layers = record.pop("names", {}), record.pop("layers", None)
     checkpoint = {**extra, RECORD: record} if RECORD in extra else dict(extra)
-    optimizers: dict[str, dict[Place, Any]] = {}
-    tables: dict[Place, dict[Any, Any]] = {}
+    optimizers: dict[str, dict[TreePath, Any]] = {}
+    tables: dict[TreePath, dict[Any, Any]] = {}
     for place, value in values.items():
         if _OPTIMIZER.fullmatch(str(place[0])):
             optimizers.setdefault(place[0], {})[place[1:]] = value
@@ -173,7 +173,7 @@ def consolidate(
         raise IsADirectoryError(f"{file} is a directory; name a file.")
     if file.exists() and not overwrite:
         raise FileExistsError(f"{file} exists; it is replaced with --overwrite.")
-    directory = Directory(path)
+    directory = DistributedCheckpoint(path)
     directory.check_files()
     outline = read_outline(directory, weights_only=weights_only)
     total = sum(_num_bytes(tensor) for tensor in outline.tensors.values())

@@ -19,15 +19,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_hybrid.config import Settings
+from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.zero.param import put, slots_of
-from lightning_hybrid.distributed.dtensor import local_of
+from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.mesh import AXES
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.memory.account import Account, Keeping, most_kept
-from lightning_hybrid.memory.activation_checkpoint.checkpoint import Recomputation
-from lightning_hybrid.memory.estimate import reckon
-from lightning_hybrid.pipeline_parallel.stage_map import Placement
+from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter, most_kept
+from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
+from lightning_hybrid.memory.estimate import estimate
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy.layout import (
     describe,
     find_own_layers,
@@ -37,7 +37,7 @@ from lightning_hybrid.strategy.layout import (
     find_stages,
 )
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
-from lightning_hybrid.tensor_parallel.vocab_parallel import whole
+from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.results.logging import LogRecorder
 from lightning_hybrid.trainer.training_step import split_into
 
@@ -67,12 +67,12 @@ class Forecast:
     """
 
     layout: str
-    accounts: tuple[Account, ...]
+    accounts: tuple[MemoryUsage, ...]
 
 
 def forecast(
     make: Callable[[], tuple[LightningModule, LightningDataModule | None]],
-    settings: Settings,
+    settings: HybridConfig,
     sizes: tuple[int, int, int],
     *,
     precision: Precision,
@@ -147,12 +147,12 @@ class _Probe(SingleDeviceStrategy):
         accounts: What was found out, by pipeline rank.
     """
 
-    def __init__(self, settings: Settings, sizes: tuple[int, int, int], *, with_values: bool) -> None:
+    def __init__(self, settings: HybridConfig, sizes: tuple[int, int, int], *, with_values: bool) -> None:
         super().__init__(device="cpu")
         self._settings, self._sizes, self._with_values = settings, sizes, with_values
         self._mode = Fake(allow_non_fake_inputs=True) if Fake is not None else None
         self.layout = ""
-        self.accounts: list[Account] = []
+        self.accounts: list[MemoryUsage] = []
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -180,9 +180,9 @@ class _Probe(SingleDeviceStrategy):
         assert module is not None
         self._has_values = not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         self.layout = describe(module, self._settings, self._sizes)
-        self._body, self._placement = None, Placement(None, (), (range(0),), 1)
+        self._body, self._stage_map = None, StageMap(None, (), (range(0),), 1)
         if self._sizes[2] > 1:
-            self._body, self._placement = find_stages(module, self._settings, self._sizes[2])
+            self._body, self._stage_map = find_stages(module, self._settings, self._sizes[2])
         with nullcontext() if self._has_values else self._without_memory():
             if not self._has_values:
                 _give_shapes(module)
@@ -211,11 +211,11 @@ class _Probe(SingleDeviceStrategy):
         kept = self._kept(module, microbatches, args)
         schedule = find_schedule(self._settings, pipeline, len(microbatches))
         for rank in range(pipeline):
-            layers = find_own_layers(module, self._body, self._placement, rank)
+            layers = find_own_layers(module, self._body, self._stage_map, rank)
             self.accounts.append(
-                reckon(
+                estimate(
                     module,
-                    self._placement,
+                    self._stage_map,
                     layers,
                     self._settings,
                     self.optimizers,
@@ -243,18 +243,20 @@ class _Probe(SingleDeviceStrategy):
         return self._look(module, microbatches[0], args, nullcontext())
 
     def _look(self, module: LightningModule, microbatch: Any, args: Sequence[Any], mode: Any) -> list[int]:
-        keeping = Keeping()
-        layers = find_recomputed(module, self._settings, self._body, self._placement)
-        recompute = Recomputation(layers, torch.device("cpu"), selective=self._settings.recompute == "selective")
+        keeping = SavedTensorMeter()
+        layers = find_recomputed(module, self._settings, self._body, self._stage_map)
+        recompute = ActivationCheckpointing(
+            layers, torch.device("cpu"), selective=self._settings.recompute == "selective"
+        )
         with mode, LogRecorder(module)(), recompute():
             leaves, spec = flatten(microbatch)
             leaves = [_seen(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            tensors = [local_of(tensor) for tensor in (*module.parameters(), *module.buffers())]
+            tensors = [to_local(tensor) for tensor in (*module.parameters(), *module.buffers())]
             keeping.leave_out([*tensors, *(_seen(tensor, mode) for tensor in tensors)])
             keeping.leave_out(leaf for leaf in leaves if isinstance(leaf, Tensor))
             with self.precision_plugin.train_step_context(), keeping(), _labelled(self._body, keeping):
-                output = whole(module.training_step(unflatten(leaves, spec), *args))
-            kept = _by_stage(keeping, self._placement)
+                output = to_plain_tensors(module.training_step(unflatten(leaves, spec), *args))
+            kept = _by_stage(keeping, self._stage_map)
             del output
         return kept
 
@@ -265,15 +267,15 @@ def _seen(tensor: Tensor, mode: Any) -> Tensor:
     return seen
 
 
-def _by_stage(keeping: Keeping, placement: Placement) -> list[int]:
-    stages: list[list[Any]] = [list(layers) for layers in placement.stages]
+def _by_stage(keeping: SavedTensorMeter, stage_map: StageMap) -> list[int]:
+    stages: list[list[Any]] = [list(layers) for layers in stage_map.stages]
     stages[0].insert(0, _BEFORE)
     stages[-1] += [_BEFORE, _AFTER]  # the last stage runs the step from its beginning, too
     return [keeping.together(labels) for labels in stages]
 
 
 @contextmanager
-def _labelled(body: tuple[str, nn.Sequential] | None, keeping: Keeping) -> Iterator[None]:
+def _labelled(body: tuple[str, nn.Sequential] | None, keeping: SavedTensorMeter) -> Iterator[None]:
     """While this is entered, what is kept is known by the layer of the body that needs it."""
     keeping.label = _BEFORE
     if body is None:

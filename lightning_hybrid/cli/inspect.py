@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.checkpoint.metadata import RECORD
-from lightning_hybrid.checkpoint.storage.dcp import Directory
+from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from lightning_hybrid.checkpoint.tree_paths import leaves
 from lightning_hybrid.cli.consolidate import read_outline
 
@@ -76,11 +76,11 @@ def inspect_checkpoint(path: Path) -> Inspection:
         FileNotFoundError: If there is nothing.
         ValueError: If it is no checkpoint, or damaged.
     """
-    if not Directory.is_at(path):
+    if not DistributedCheckpoint.is_at(path):
         if not path.exists():
             raise FileNotFoundError(f"Checkpoint not found: {path}")
         return Inspection(path, "file", path.stat().st_size, _read(path))
-    directory = Directory(path)
+    directory = DistributedCheckpoint(path)
     directory.check_files()
     outline = read_outline(directory, device="meta", read_extra=_read)
     sizes = [file.stat().st_size for file in directory.path.iterdir() if file.is_file()]
@@ -88,7 +88,7 @@ def inspect_checkpoint(path: Path) -> Inspection:
 
 
 def _read(file: Path) -> Any:
-    """What a file holds; tensors are mapped, not read, and classes that are not here have stand-ins."""
+    """What a file holds; tensors are mapped, not read, and classes that are not here have placeholders."""
     size = file.stat().st_size
     if not zipfile.is_zipfile(file):
         raise ValueError(

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-__all__ = ["equalize"]
+__all__ = ["broadcast_tensors"]
 
 CHUNK_BYTES = 25 * 2**20
 
 
 @torch.no_grad()
-def equalize(tensors: Iterable[Tensor], group: ProcessGroup, source: int = 0) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor], group: ProcessGroup, source: int = 0) -> None:
     """Gives tensors the values that they have on one rank, in place.
 
     Small tensors travel together, so a model takes a few collectives and 25 MiB of extra memory. Tensors on the meta

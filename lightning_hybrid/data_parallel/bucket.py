@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from lightning_hybrid.distributed.dtensor import give_gradient, local_gradient, local_of, settle_gradient
+from lightning_hybrid.distributed.dtensor import give_gradient, local_gradient, redistribute_grad, to_local
 
 __all__ = ["Bucket", "SummedBucket", "flatten_gradient", "gradient_dtype", "too_late"]
 
@@ -78,7 +78,7 @@ class SummedBucket(Bucket):
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters)
         # A gradient has the strides that autograd would give it (channels last, say): optimizers are faster that way.
-        shards = [local_of(parameter) for parameter in parameters]
+        shards = [to_local(parameter) for parameter in parameters]
         self.shapes = [shard.shape for shard in shards]
         self.strides = [torch.empty_like(shard, device="meta").stride() for shard in shards]
         self.flat: Tensor | None = None
@@ -97,7 +97,7 @@ class SummedBucket(Bucket):
         """
         first = self.parameters[0]
         for parameter in self.parameters:
-            settle_gradient(parameter)
+            redistribute_grad(parameter)
         has_gradient = torch.ones(len(self.parameters), dtype=gradient_dtype(first), device=first.device)
         self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.grad is None}
         for index in self.missing:

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["WideGradients"]
+__all__ = ["Float32Gradients"]
 
 
-class WideGradients:
+class Float32Gradients:
     """While micro-batches add to them, and while they travel, gradients are float32; optimizers get what they expect.
 
     ::

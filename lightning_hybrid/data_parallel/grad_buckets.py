@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.data_parallel.bucket import Bucket, SummedBucket, too_late
-from lightning_hybrid.distributed.dtensor import local_of
+from lightning_hybrid.distributed.dtensor import to_local
 
 __all__ = ["BUCKET_BYTES", "GradientBuckets", "assign"]
 
@@ -222,7 +222,7 @@ def assign(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[n
         num_bytes = 0
         for position, parameter in members:
             bucket.append(parameter)
-            num_bytes += local_of(parameter).numel() * parameter.element_size()
+            num_bytes += to_local(parameter).numel() * parameter.element_size()
             if num_bytes >= limit or position == members[-1][0]:
                 buckets.append((position, bucket))
                 bucket, num_bytes, limit = [], 0, bucket_bytes

@@ -9,21 +9,21 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_hybrid.data_parallel.broadcast import equalize
-from lightning_hybrid.data_parallel.fp32_grads import WideGradients
+from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
+from lightning_hybrid.data_parallel.fp32_grads import Float32Gradients
 from lightning_hybrid.data_parallel.grad_buckets import GradientBuckets
 from lightning_hybrid.data_parallel.sync_batch_norm import synchronize_batch_norm
 from lightning_hybrid.data_parallel.zero.param import is_divided
-from lightning_hybrid.data_parallel.zero.zero import Wholes
-from lightning_hybrid.distributed.dtensor import is_shared, local_of, settle_gradient
+from lightning_hybrid.data_parallel.zero.zero import ZeroParameters
+from lightning_hybrid.distributed.dtensor import is_tensor_parallel, redistribute_grad, to_local
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.pipeline_parallel.placeholders import is_stand_in
-from lightning_hybrid.pipeline_parallel.stage_map import Location, Placement, locate
+from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap, TensorStages, locate
 
-__all__ = ["Replication"]
+__all__ = ["GradientSync"]
 
 
-class Replication:
+class GradientSync:
     """What this rank has in common with others: with the replicas of its stages, and with stages that share a tensor.
 
     ::
@@ -36,11 +36,12 @@ class Replication:
     A parameter that is divided over replicas has the same place, but each replica gets its rows of the gradient: over
     data parallel first, and what comes to rows that several stages hold is then summed over these.
 
-    Every rank of the world must make this with the same module (apart from stand-ins) and placement: groups are made.
+    Every rank of the world must make this with the same module (apart from placeholders) and stages:
+    groups are made.
 
     Args:
-        module: The user's module, with stand-ins for what lives elsewhere.
-        placement: Which stage holds what.
+        module: The user's module, with placeholders for what lives elsewhere.
+        stage_map: Which stage holds what.
         mesh: The ranks.
         sync_batch_norm: Whether batch norm takes its statistics over all replicas, until :meth:`remove`.
         adds_up: The names of parameters whose gradients are parts of a sum over the tensor-parallel ranks.
@@ -51,12 +52,12 @@ class Replication:
     def __init__(
         self,
         module: nn.Module,
-        placement: Placement,
+        stage_map: StageMap,
         mesh: Mesh,
         *,
         sync_batch_norm: bool = False,
         adds_up: Collection[str] = (),
-        wholes: Wholes | None = None,
+        wholes: ZeroParameters | None = None,
         wide: bool = False,
     ) -> None:
         self._mesh = mesh
@@ -66,12 +67,15 @@ class Replication:
         self._undo: list[Callable[[], None]] = []
         if sync_batch_norm and mesh.data_parallel_size > 1:
             self._undo.append(synchronize_batch_norm(module, mesh.data_group))
-        self._parameters = locate(module.named_parameters(remove_duplicate=False), placement)
-        # Buffers by name: moving a module to a device unties them, and would do so only where they are no stand-ins.
+        self._parameters = locate(module.named_parameters(remove_duplicate=False), stage_map)
+        # Buffers by name: moving a module to a device unties them, and would do so only where they are no placeholders.
         buffers = module.named_buffers(remove_duplicate=False)
-        self._buffers = [place for named in buffers for place in locate([named], placement)]
+        self._buffers = [place for named in buffers for place in locate([named], stage_map)]
         holders = sorted({place.ranks for place in (*self._parameters, *self._buffers) if len(place.ranks) > 1})
-        made = {ranks: (mesh.holders(ranks), mesh.holders(ranks, of_replica=True)) for ranks in holders}
+        made = {
+            ranks: (mesh.shared_parameter_group(ranks), mesh.shared_parameter_group(ranks, of_replica=True))
+            for ranks in holders
+        }
         self._shared_by = [ranks for ranks, (group, _) in made.items() if group is not None]
         named = dict(module.named_parameters(remove_duplicate=False))
         self._adding_up = list({id(named[name]): named[name] for name in sorted(adds_up)}.values())
@@ -83,7 +87,7 @@ class Replication:
         self._late: list[GradientBuckets] = []
         self._last: list[GradientBuckets] = []
         self._each_backward: set[int] = set()
-        self._wide = WideGradients(self.forms() if wide else ())
+        self._wide = Float32Gradients(self.forms() if wide else ())
         self._make_buckets()
 
     def forms(self) -> list[Tensor]:
@@ -92,8 +96,8 @@ class Replication:
         own = [place.tensor for place in self._parameters if self._mine(place)]
         return [*own, *(form for twin in twins for form in (twin.shard, twin.whole))]
 
-    def _mine(self, place: Location) -> bool:
-        return self._mesh.pipeline_rank in place.ranks and not is_stand_in(place.tensor)
+    def _mine(self, place: TensorStages) -> bool:
+        return self._mesh.pipeline_rank in place.ranks and not is_placeholder(place.tensor)
 
     def _make_buckets(self) -> None:
         mine = [place for place in self._parameters if self._mine(place)]
@@ -108,15 +112,17 @@ class Replication:
             self._late += self._averaged(shared, self._group(ranks))
             parts = [place.tensor for place in shared if is_divided(place.tensor)]
             self._last += self._summed(parts, self._group(ranks, of_replica=True))
-        adding_up = [tensor for tensor in self._adding_up if not is_stand_in(tensor)]
+        adding_up = [tensor for tensor in self._adding_up if not is_placeholder(tensor)]
         self._last += self._summed(adding_up, self._mesh.tensor_group)
 
     def _group(self, ranks: tuple[int, ...], *, of_replica: bool = False) -> ProcessGroup:
-        group = self._mesh.holders(ranks, of_replica=of_replica)
+        group = self._mesh.shared_parameter_group(ranks, of_replica=of_replica)
         assert group is not None
         return group
 
-    def _averaged(self, places: list[Location], group: ProcessGroup, stage: int | None = None) -> list[GradientBuckets]:
+    def _averaged(
+        self, places: list[TensorStages], group: ProcessGroup, stage: int | None = None
+    ) -> list[GradientBuckets]:
         """Of what is not divided over replicas, summed over a group; of the rest, each replica its rows."""
         parameters = [place.tensor for place in places if isinstance(place.tensor, nn.Parameter)]
         scale = 1 / self._mesh.data_parallel_size
@@ -138,10 +144,10 @@ class Replication:
         parameters = [each for each in tensors if isinstance(each, nn.Parameter)]
         return [GradientBuckets(parameters, group, scale=1.0, overlap=False)] if parameters else []
 
-    def counts(self, parameter: nn.Parameter) -> bool:
+    def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts the parameter, or its part of it, in the gradient norm: its first holder does."""
         mesh = self._mesh
-        if id(parameter) not in self._counted or not (mesh.tensor_rank == 0 or is_shared(parameter)):
+        if id(parameter) not in self._counted or not (mesh.tensor_rank == 0 or is_tensor_parallel(parameter)):
             return False
         return self.wholes is None or mesh.data_rank == 0 or is_divided(parameter)
 
@@ -210,33 +216,35 @@ class Replication:
             buckets.launch_rest()
             buckets.finish()
         for place in self._parameters:
-            settle_gradient(place.tensor)
+            redistribute_grad(place.tensor)
         self._wide.end()
         if self._watch is not None:
             self._watch(None)
 
-    def equalize_start(self) -> None:
+    def broadcast_parameters(self) -> None:
         """Give every tensor the values of its first holder on the first replica."""
         mine = [place for place in (*self._parameters, *self._buffers) if self._mine(place)]
         if self._mesh.tensor_parallel_size > 1:
-            alike = [local_of(place.tensor) for place in mine if not is_shared(place.tensor)]
-            equalize(alike, self._mesh.tensor_group)
+            alike = [to_local(place.tensor) for place in mine if not is_tensor_parallel(place.tensor)]
+            broadcast_tensors(alike, self._mesh.tensor_group)
         whole = [place for place in mine if not is_divided(place.tensor)]
         if self._mesh.data_parallel_size > 1:
-            equalize([local_of(place.tensor) for place in whole if len(place.ranks) == 1], self._mesh.data_group)
+            broadcast_tensors(
+                [to_local(place.tensor) for place in whole if len(place.ranks) == 1], self._mesh.data_group
+            )
         for ranks in self._shared_by:
-            equalize([local_of(place.tensor) for place in whole if place.ranks == ranks], self._group(ranks))
-            parts = [local_of(place.tensor) for place in mine if place.ranks == ranks and is_divided(place.tensor)]
-            equalize(parts, self._group(ranks, of_replica=True))
+            broadcast_tensors([to_local(place.tensor) for place in whole if place.ranks == ranks], self._group(ranks))
+            parts = [to_local(place.tensor) for place in mine if place.ranks == ranks and is_divided(place.tensor)]
+            broadcast_tensors(parts, self._group(ranks, of_replica=True))
 
-    def equalize_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Give floating-point buffers the values of the first replica, as `DistributedDataParallel` does.
 
         To be called before each training step and each evaluation.
         """
         self._has_evaluated = False
         if self._mesh.data_parallel_size > 1 and self._floating_buffers:
-            equalize(self._floating_buffers, self._mesh.data_group)
+            broadcast_tensors(self._floating_buffers, self._mesh.data_group)
 
     @property
     def watch(self) -> Callable[[int | None], None] | None:

@@ -17,20 +17,20 @@ from torch.distributed.tensor.placement_types import Placement
 REPLICAS = "data_parallel"  # the axis, the last one where replicas divide a tensor
 
 __all__ = [
-    "divided_like",
-    "full",
+    "all_gather_zero",
+    "distribute_like",
+    "full_tensor",
     "give_gradient",
-    "is_over_replicas",
     "is_sharded",
-    "is_shared",
-    "joined",
+    "is_tensor_parallel",
+    "is_zero_sharded",
     "keeping_marks",
     "local_gradient",
-    "local_of",
     "local_view",
     "put_local",
-    "settle_gradient",
+    "redistribute_grad",
     "shard_of",
+    "to_local",
 ]
 
 
@@ -49,12 +49,12 @@ def is_sharded(tensor: object) -> bool:
     return isinstance(tensor, DTensor) and any(not placement.is_replicate() for placement in tensor.placements)
 
 
-def is_over_replicas(tensor: object) -> bool:
+def is_zero_sharded(tensor: object) -> bool:
     """Whether replicas hold different parts of this tensor."""
     return isinstance(tensor, DTensor) and (tensor.device_mesh.mesh_dim_names or ("",))[-1] == REPLICAS
 
 
-def is_shared(tensor: object) -> bool:
+def is_tensor_parallel(tensor: object) -> bool:
     """Whether ranks that share a layer hold different parts of this tensor, whatever replicas do."""
     if not isinstance(tensor, DTensor):
         return False
@@ -65,7 +65,7 @@ def is_shared(tensor: object) -> bool:
     )
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing memory, without a graph; a plain tensor is held whole."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
@@ -121,7 +121,7 @@ _DIRECT: list[bool] = []  # what was found, once it has been tried
 def local_gradient(parameter: Tensor) -> Tensor | None:
     """What this rank holds of a parameter's gradient, sharing memory."""
     gradient = parameter.grad
-    return local_of(gradient) if isinstance(gradient, DTensor) else gradient
+    return to_local(gradient) if isinstance(gradient, DTensor) else gradient
 
 
 def give_gradient(parameter: Tensor, gradient: Tensor) -> None:
@@ -135,12 +135,12 @@ def local_view(parameter: Tensor) -> Tensor:
     """A plain tensor whose memory, and whose gradient's memory, are those of this rank's shard."""
     if not isinstance(parameter, DTensor):
         return parameter
-    view = local_of(parameter).detach()
+    view = to_local(parameter).detach()
     view.grad = local_gradient(parameter)
     return view
 
 
-def settle_gradient(parameter: Tensor) -> None:
+def redistribute_grad(parameter: Tensor) -> None:
     """Give the gradient the division of its parameter.
 
     Layers that the user has divided with styles of torch may leave partial sums, or gradients divided another way.
@@ -155,7 +155,7 @@ def settle_gradient(parameter: Tensor) -> None:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def divided_like(value: Any, parameter: Tensor) -> Any:
+def distribute_like(value: Any, parameter: Tensor) -> Any:
     """A whole tensor divided as a parameter of the same shape is; anything else as it is.
 
     Every rank has the whole tensor, and keeps its part.
@@ -164,7 +164,7 @@ def divided_like(value: Any, parameter: Tensor) -> Any:
         return value
     if value.shape != parameter.shape:
         return value
-    if is_over_replicas(parameter) and isinstance(placement := parameter.placements[-1], Shard):
+    if is_zero_sharded(parameter) and isinstance(placement := parameter.placements[-1], Shard):
         part: Any = value.to(parameter.device)
         if parameter.device_mesh.ndim > 1:
             mesh = parameter.device_mesh[parameter.device_mesh.mesh_dim_names[0]]  # type: ignore[index]
@@ -190,14 +190,14 @@ def _like(local: Tensor, tensor: DTensor) -> DTensor:
     )
 
 
-def full(value: Any) -> Any:
+def full_tensor(value: Any) -> Any:
     """The whole of a tensor that is divided: a collective; anything else as it is."""
     if not isinstance(value, DTensor):
         return value
     there: Any = value.to(value.device_mesh.device_type)  # after a run it may lie on the host
-    if not is_over_replicas(value):
+    if not is_zero_sharded(value):
         return there.full_tensor()
-    local = joined(there)
+    local = all_gather_zero(there)
     if value.device_mesh.ndim == 1:
         return local
     mesh = value.device_mesh[value.device_mesh.mesh_dim_names[0]]  # type: ignore[index]
@@ -207,13 +207,13 @@ def full(value: Any) -> Any:
     return part.full_tensor()
 
 
-def joined(value: Any) -> Tensor:
+def all_gather_zero(value: Any) -> Tensor:
     """What this rank would have if replicas had not divided a tensor: a collective of the replicas.
 
     By our own rule of who has which rows: torch's does not know that a layer's part of them may be any.
     """
     mesh, placement = value.device_mesh, value.placements[-1]
-    local = local_of(value.to(mesh.device_type))
+    local = to_local(value.to(mesh.device_type))
     if not isinstance(placement, Shard):
         return local
     dim, group = placement.dim, mesh.get_group(REPLICAS)

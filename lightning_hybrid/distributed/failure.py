@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-__all__ = ["FailureBoard", "WrongUseError", "close_groups", "is_transport"]
+__all__ = ["FailureStore", "WrongUseError", "close_groups", "is_transport"]
 
 _KEY = "lightning_hybrid/failure"
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
@@ -39,7 +39,7 @@ class Store(Protocol):
         """Whether all keys have been written."""
 
 
-class FailureBoard:
+class FailureStore:
     """Where the first failure of a run is written, and read by every other rank.
 
     ::

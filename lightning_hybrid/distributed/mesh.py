@@ -201,7 +201,7 @@ class Mesh:
         """Whether this is the first rank of every axis: the one that writes, and says what is to be said."""
         return bool(self.pipeline_rank == self.data_rank == self.tensor_rank == 0)
 
-    def least_of_replicas(self, number: int) -> int:
+    def data_parallel_min(self, number: int) -> int:
         """The smallest of the numbers that the replicas' ranks have."""
         if self._number_group is None:
             by_stage = self._ranks.permute(0, 2, 1).reshape(-1, self.data_parallel_size).tolist()
@@ -218,7 +218,9 @@ class Mesh:
         """The global ranks of one replica, by pipeline rank, then tensor rank."""
         return [int(rank) for rank in self._ranks[:, data_rank, :].flatten()]
 
-    def holders(self, pipeline_ranks: Iterable[int], *, of_replica: bool = False) -> dist.ProcessGroup | None:
+    def shared_parameter_group(
+        self, pipeline_ranks: Iterable[int], *, of_replica: bool = False
+    ) -> dist.ProcessGroup | None:
         """The group over the ranks of several stages and all replicas, at this rank's tensor rank.
 
         Every rank of the world must call this with the same arguments in the same order.
@@ -240,7 +242,7 @@ class Mesh:
         reference = self._holders[key]
         return None if reference is None else _alive(reference)
 
-    def pair(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
+    def new_p2p_group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         """A new group of two pipeline ranks of this rank's replica, the lower one first.
 
         Every rank of the world must call this with the same arguments in the same order. Each call makes another group:

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from lightning_hybrid.data_parallel.zero.rows import Rows
-from lightning_hybrid.distributed.dtensor import local_of
+from lightning_hybrid.data_parallel.zero.rows import RowShards
+from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
 
-__all__ = ["Account", "Held", "Keeping", "bytes_of", "held", "most_kept", "state_bytes"]
+__all__ = ["Held", "MemoryUsage", "SavedTensorMeter", "bytes_of", "held", "most_kept", "state_bytes"]
 
 
 @dataclass(frozen=True)
-class Account:
+class MemoryUsage:
     """Bytes that a rank holds, each at the moment of a step at which they are the most.
 
     Attributes:
@@ -84,7 +84,7 @@ def held(
     wholes: dict[Hashable, int] = defaultdict(int)  # by layer
     grown: dict[Hashable, int] = defaultdict(int)  # what whole gradients of a layer add to the shares
     for each in members:
-        rows = Rows.of(each.shape, num_replicas) if divides else None
+        rows = RowShards.of(each.shape, num_replicas) if divides else None
         size = each.shape.numel()
         if rows is None:
             parameters += each.itemsize * size
@@ -107,7 +107,7 @@ def held(
 
 
 def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> int | None:
-    """The bytes of an optimizer's state for one parameter, found out by stepping a stand-in that has no memory.
+    """The bytes of an optimizer's state for one parameter, found out by stepping a placeholder that has no memory.
 
     Args:
         optimizer: Neither changed nor told.
@@ -118,12 +118,12 @@ def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tenso
         Bytes; ``None`` if the optimizer does not step for a single parameter, or asks for its numbers.
     """
     for device in ("meta", "cpu"):  # some ask for numbers
-        stand_in = nn.Parameter(torch.zeros_like(parameter, device=device))
-        stand_in.grad = torch.zeros_like(stand_in)
+        placeholder = nn.Parameter(torch.zeros_like(parameter, device=device))
+        placeholder.grad = torch.zeros_like(placeholder)
         twin = object.__new__(type(optimizer))
         vars(twin).update(vars(optimizer))
         vars(twin).pop("step", None)  # the schedulers', which counts
-        twin.param_groups = [{**group, "params": [stand_in], "fused": None, "foreach": None}]
+        twin.param_groups = [{**group, "params": [placeholder], "fused": None, "foreach": None}]
         twin.state = defaultdict(dict)
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(twin, name, OrderedDict())
@@ -131,7 +131,7 @@ def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tenso
             twin.step()
         except Exception:  # it needs a closure, or looks at other parameters
             continue
-        return sum(leaf.nbytes for leaf in twin.state[stand_in].values() if isinstance(leaf, Tensor))
+        return sum(leaf.nbytes for leaf in twin.state[placeholder].values() if isinstance(leaf, Tensor))
     return None
 
 
@@ -146,7 +146,7 @@ def bytes_of(tensors: Iterable[Any]) -> int:
 
 def _storages(tensor: Tensor) -> list[Any]:
     """Where the numbers of a tensor lie; sparse ones have them in parts, and some have none."""
-    local = local_of(tensor)
+    local = to_local(tensor)
     if local.layout is torch.sparse_coo:
         return [*_storages(local._indices()), *_storages(local._values())]
     return [local.untyped_storage()] if local.layout is torch.strided else []
@@ -173,7 +173,7 @@ def most_kept(schedule: Schedule, rank: int, kept: Mapping[int, int]) -> int:
 # -- counted -----------------------------------------------------------------------------------------------------------
 
 
-class Keeping:
+class SavedTensorMeter:
     """Counts what autograd keeps from forwards for backwards, while it is entered.
 
     ::
@@ -243,7 +243,7 @@ class _Kept:
     Autograd itself no longer notices that the tensor was changed in place afterwards; so it is noticed here.
     """
 
-    def __init__(self, tensor: Tensor, keeping: Keeping, storages: Sequence[Any]) -> None:
+    def __init__(self, tensor: Tensor, keeping: SavedTensorMeter, storages: Sequence[Any]) -> None:
         self._tensor, self._version = tensor.detach(), tensor._version
         self._keeping, self._storages = keeping, storages
 

@@ -9,34 +9,34 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.config import Settings
+from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.zero.param import shape_here, slots_of
-from lightning_hybrid.data_parallel.zero.rows import Rows
+from lightning_hybrid.data_parallel.zero.rows import RowShards
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
-from lightning_hybrid.distributed.dtensor import is_over_replicas, local_of
-from lightning_hybrid.memory.account import Account, Held, bytes_of, held, state_bytes
-from lightning_hybrid.pipeline_parallel.stage_map import Placement, locate
+from lightning_hybrid.distributed.dtensor import is_zero_sharded, to_local
+from lightning_hybrid.memory.account import Held, MemoryUsage, bytes_of, held, state_bytes
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
 
-__all__ = ["reckon"]
+__all__ = ["estimate"]
 
 
-def reckon(
+def estimate(
     module: LightningModule,
-    placement: Placement,
+    stage_map: StageMap,
     layers: Mapping[int, Sequence[nn.Module]],
-    settings: Settings,
+    settings: HybridConfig,
     optimizers: Iterable[Optimizer] | None,
     *,
     rank: int,
     num_replicas: int,
     num_batches: int,
     activations: int | None = None,
-) -> Account:
+) -> MemoryUsage:
     """What a pipeline rank holds; of the first replica, than which no other holds more.
 
     Args:
-        module: The user's module, whole or with stand-ins for what other ranks hold.
-        placement: Which stage holds what.
+        module: The user's module, whole or with placeholders for what other ranks hold.
+        stage_map: Which stage holds what.
         layers: The layers of each stage of the rank.
         settings: The settings.
         optimizers: The user's; ``None`` if they are not to be tried.
@@ -45,7 +45,7 @@ def reckon(
         num_batches: Of an optimizer step.
         activations: What autograd keeps, if that is known.
     """
-    every = locate(module.named_parameters(remove_duplicate=False), placement)
+    every = locate(module.named_parameters(remove_duplicate=False), stage_map)
     own = [location.tensor for location in every if rank in location.ranks]
     slots = slots_of(module)
     layer_of: dict[int, Hashable] = {}
@@ -63,12 +63,12 @@ def reckon(
     )
     shapes = {id(parameter): _shape_of_share(parameter, num_replicas if zero_stage else 1) for parameter in own}
     named = module.named_buffers(remove_duplicate=False)
-    buffers = bytes_of(buffer for name, buffer in named if rank in placement.ranks_of(name))
+    buffers = bytes_of(buffer for name, buffer in named if rank in stage_map.ranks_of(name))
     states = None if optimizers is None else _states(optimizers, shapes)
-    return Account(parameters, gradients, states, activations, buffers)
+    return MemoryUsage(parameters, gradients, states, activations, buffers)
 
 
-def _gradient(parameter: Tensor, settings: Settings) -> int:
+def _gradient(parameter: Tensor, settings: HybridConfig) -> int:
     """Bytes of an element of its gradient."""
     if not parameter.requires_grad:
         return 0
@@ -76,9 +76,9 @@ def _gradient(parameter: Tensor, settings: Settings) -> int:
 
 
 def _shape_of_share(parameter: Tensor, num_replicas: int) -> torch.Size:
-    if is_over_replicas(parameter):
-        return local_of(parameter).shape
-    rows = Rows.of(shape_here(parameter), num_replicas)
+    if is_zero_sharded(parameter):
+        return to_local(parameter).shape
+    rows = RowShards.of(shape_here(parameter), num_replicas)
     return shape_here(parameter) if rows is None else rows.shape_of(0)
 
 

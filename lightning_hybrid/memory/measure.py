@@ -14,28 +14,28 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_hybrid.data_parallel.grad_sync import Replication
+from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.dtensor import local_gradient
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
-from lightning_hybrid.memory.account import Account, Keeping, bytes_of, most_kept
+from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter, bytes_of, most_kept
 from lightning_hybrid.pipeline_parallel.schedules import Schedule
 from lightning_hybrid.strategy.summary import memory_table
 
-__all__ = ["Accounting"]
+__all__ = ["MemoryReport"]
 
 _log = logging.getLogger("lightning.pytorch")
 
 
-class Accounting(Callback):
+class MemoryReport(Callback):
     """Looks at the steps until the first one in which optimizers step, and never again.
 
     The ranks of the first replica do that; and nobody does where nobody would read it, as this level of logging is
     switched off. It only looks: what it cannot count it leaves open.
 
     Args:
-        replication: Knows what is whole at a time, and what travels.
+        grad_sync: Knows what is whole at a time, and what travels.
         mesh: The ranks.
         reckon: What this rank will hold, but for activations; it is asked once.
         schedule: Of a step with so many micro-batches.
@@ -45,22 +45,22 @@ class Accounting(Callback):
 
     def __init__(
         self,
-        replication: Replication,
+        grad_sync: GradientSync,
         mesh: Mesh,
-        reckon: Callable[[], Account],
+        reckon: Callable[[], MemoryUsage],
         schedule: Callable[[int], Schedule],
         *,
         counts_activations: bool,
     ) -> None:
-        self._replication, self._mesh, self._schedule = replication, mesh, schedule
+        self._grad_sync, self._mesh, self._schedule = grad_sync, mesh, schedule
         self._reckoned = cache(reckon)
         self._counts_activations = counts_activations
         self._looks = False
         self._visits: Counter[int] = Counter()
-        self._keeping: Keeping | None = None
+        self._keeping: SavedTensorMeter | None = None
         self._parameters = self._gradients = 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Accounting:
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemoryReport:
         """What is watched knows it, and callbacks copy that with the module."""
         return self
 
@@ -72,7 +72,7 @@ class Accounting(Callback):
             return
         self._say("Memory of a rank, reckoned", lambda: [self._reckoned()])
         self._module, self._first, self._looks = pl_module, trainer.global_step, True
-        self._replication.watch = self._look
+        self._grad_sync.watch = self._look
 
     @contextmanager
     def __call__(self, batch: Any) -> Iterator[None]:
@@ -82,8 +82,8 @@ class Accounting(Callback):
             return
         self._visits.clear()
         most = 0 if self._keeping is None else self._keeping.most
-        self._keeping = Keeping(most)
-        others = (*self._replication.forms(), *self._module.buffers(), *flatten(batch)[0])
+        self._keeping = SavedTensorMeter(most)
+        others = (*self._grad_sync.forms(), *self._module.buffers(), *flatten(batch)[0])
         self._keeping.leave_out(each for each in others if isinstance(each, Tensor))
         with self._keeping():
             yield
@@ -92,10 +92,10 @@ class Accounting(Callback):
         if stage is not None and self._keeping is not None:
             self._keeping.label = stage, self._visits[stage]
             self._visits[stage] += 1
-        members, wholes = self._replication.forms(), self._replication.wholes
+        members, wholes = self._grad_sync.forms(), self._grad_sync.wholes
         gradients = [gradient for gradient in map(local_gradient, members) if gradient is not None]
         self._parameters = max(self._parameters, bytes_of([*members, *(wholes.travelling if wholes else ())]))
-        self._gradients = max(self._gradients, bytes_of([*gradients, *self._replication.travelling]))
+        self._gradients = max(self._gradients, bytes_of([*gradients, *self._grad_sync.travelling]))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Say what was measured, once all that a step needs has been there."""
@@ -109,7 +109,7 @@ class Accounting(Callback):
 
     def close(self) -> None:
         """Let go of everything."""
-        self._looks, self._replication.watch, self._keeping = False, None, None
+        self._looks, self._grad_sync.watch, self._keeping = False, None, None
         self._module = cast(Any, None)
 
     def _foreseen(self) -> int | None:
@@ -119,14 +119,14 @@ class Accounting(Callback):
         kept = {stage: self._keeping.together([(stage, 0)]) for stage in self._visits}
         return most_kept(self._schedule(max(self._visits.values())), self._mesh.pipeline_rank, kept)
 
-    def _measured(self, trainer: Trainer) -> Account:
+    def _measured(self, trainer: Trainer) -> MemoryUsage:
         states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
         values = [value for state in states if isinstance(state, Mapping) for value in state.values()]
         kept = None if self._keeping is None else self._keeping.most
         held = bytes_of(flatten(values)[0])
-        return Account(self._parameters, self._gradients, held, kept, bytes_of(self._module.buffers()))
+        return MemoryUsage(self._parameters, self._gradients, held, kept, bytes_of(self._module.buffers()))
 
-    def _say(self, title: str, account: Callable[[], list[Account]]) -> None:
+    def _say(self, title: str, account: Callable[[], list[MemoryUsage]]) -> None:
         """Gather what the ranks of the first replica say, and log it."""
         try:
             accounts = account()
@@ -144,6 +144,6 @@ class Accounting(Callback):
         _log.info("%s:\n%s", title, memory_table(*columns))
 
 
-def _weight(accounts: Sequence[Account]) -> int:
+def _weight(accounts: Sequence[MemoryUsage]) -> int:
     account = accounts[-1]
     return sum(getattr(account, field.name) or 0 for field in fields(account))

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.distributed.dtensor import local_of, put_local
+from lightning_hybrid.distributed.dtensor import put_local, to_local
 
 __all__ = ["OFFLOADS", "Offload", "check_offload"]
 
@@ -74,10 +74,10 @@ class Offload:
         if not self._activations:
             yield
             return
-        places = {local_of(tensor).untyped_storage()._cdata for tensor in stays()}
+        places = {to_local(tensor).untyped_storage()._cdata for tensor in stays()}
 
         def keep(tensor: Tensor) -> Any:
-            local = local_of(tensor)
+            local = to_local(tensor)
             elsewhere = local.device != self._device or local.untyped_storage()._cdata in places
             if elsewhere or type(tensor) is not Tensor or tensor.nbytes < self._small:
                 return tensor
@@ -110,7 +110,7 @@ class Offload:
             for name, value in state.items():
                 if not isinstance(value, Tensor) or value.shape != parameter.shape or not value.ndim:
                     continue
-                local = local_of(value)
+                local = to_local(value)
                 if local.device == source:
                     moved = _pinned(local) if target.type == "cpu" else local.to(target, non_blocking=True)
                     if isinstance(value, DTensor):

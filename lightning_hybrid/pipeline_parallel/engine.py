@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.pipeline_parallel.p2p import Channel, Receipt, Sent
+from lightning_hybrid.pipeline_parallel.p2p import Channel, Recv, Send
 from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule
 from lightning_hybrid.pipeline_parallel.stage import Compute, Stage
 from lightning_hybrid.pipeline_parallel.trays import lay_out
@@ -66,7 +66,7 @@ class Engine:
         self._channels = dict(channels)
         self._connected = False
         self._trace = _nothing if trace is None else trace
-        self._sent: dict[str, Sent] = {}
+        self._sent: dict[str, Send] = {}
         # By identity: the hash of a schedule is that of all its actions. Holding the schedule keeps its id its own.
         self._programs: dict[int, tuple[Schedule, list[_Step]]] = {}
 
@@ -189,7 +189,7 @@ class Engine:
     def _take(self, step: _Step) -> Any:
         """The message that an action works on; ``None`` at the ends of the model."""
         message = None if step.takes_from is None else step.takes_from.pop(step.microbatch)
-        if type(message) is Receipt:
+        if type(message) is Recv:
             message = message.wait()
         for name in step.retired:
             sent = self._sent.pop(name, None)

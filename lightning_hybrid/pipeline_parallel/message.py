@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.pytree import TreeSpec
 
-__all__ = ["Header", "PickledLeaf", "PlainLeaf", "TensorLeaf", "check_equal", "describe"]
+__all__ = ["MessageMeta", "PickledLeaf", "PlainLeaf", "TensorLeaf", "check_equal", "describe"]
 
 # Leaves that describe themselves: immutable, and equal when they compare equal. (Not float: NaN differs from itself.)
 _PLAIN = frozenset({type(None), bool, int, str})
@@ -51,7 +51,7 @@ class PickledLeaf(NamedTuple):
         return repr(pickle.loads(self.pickled))
 
 
-class Header(NamedTuple):
+class MessageMeta(NamedTuple):
     """Tree, shapes, dtypes, ``requires_grad`` and plain values of a message.
 
     Attributes:
@@ -78,13 +78,13 @@ class Header(NamedTuple):
         return leaves if self.spec is None or self.spec.kind is None else f"{leaves} in {self.spec!r}"
 
 
-def describe(leaves: Sequence[Any], spec: TreeSpec | None) -> Header:
+def describe(leaves: Sequence[Any], spec: TreeSpec | None) -> MessageMeta:
     """The header of a message.
 
     Raises:
         TypeError: If a leaf cannot travel.
     """
-    return Header(
+    return MessageMeta(
         spec, [_describe_tensor(leaf) if isinstance(leaf, Tensor) else _describe_value(leaf) for leaf in leaves]
     )
 
@@ -110,7 +110,7 @@ def _describe_value(leaf: Any) -> PlainLeaf | PickledLeaf:
         ) from error
 
 
-def check_equal(known: Header, header: Header) -> None:
+def check_equal(known: MessageMeta, header: MessageMeta) -> None:
     """Check a message against what the receiver has learnt.
 
     Raises:

@@ -14,9 +14,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from lightning_hybrid.distributed.pytree import TreeSpec
-from lightning_hybrid.pipeline_parallel.message import Header, PickledLeaf, PlainLeaf, TensorLeaf, check_equal, describe
+from lightning_hybrid.pipeline_parallel.message import (
+    MessageMeta,
+    PickledLeaf,
+    PlainLeaf,
+    TensorLeaf,
+    check_equal,
+    describe,
+)
 
-__all__ = ["Channel", "Receipt", "Sent"]
+__all__ = ["Channel", "Recv", "Send"]
 
 # What every backend moves as it is; everything else moves as bytes.
 _NATIVE = frozenset(
@@ -26,7 +33,7 @@ _NATIVE = frozenset(
 _TAG = 0
 
 
-class Sent:
+class Send:
     """A message on its way: its tensors stay alive until it is known to be received."""
 
     __slots__ = ("pending",)
@@ -46,7 +53,7 @@ class Sent:
         self.pending.clear()
 
 
-class Receipt:
+class Recv:
     """A posted receive."""
 
     __slots__ = ("_channel", "key", "learnt", "pending")
@@ -108,7 +115,7 @@ class Channel:
         self._dynamic = dynamic_shapes
         self._learnt: dict[Hashable, _Learnt] = {}
         # Posted receives that have not started, because a header before them is unread.
-        self._unread: deque[Receipt] = deque()
+        self._unread: deque[Recv] = deque()
 
     @property
     def _group(self) -> ProcessGroup:
@@ -134,7 +141,7 @@ class Channel:
         first = torch.zeros(1, dtype=torch.uint8, device=self._wire)
         (self._group.send if sends else self._group.recv)([first], self._peer, _TAG).wait()
 
-    def send(self, key: Hashable, leaves: list[Any], spec: TreeSpec | None) -> Sent:
+    def send(self, key: Hashable, leaves: list[Any], spec: TreeSpec | None) -> Send:
         """Send one message; never blocks.
 
         Args:
@@ -147,7 +154,7 @@ class Channel:
                 tensors.
             TypeError: If a leaf cannot travel.
         """
-        sent = Sent()
+        sent = Send()
         learnt = None if self._dynamic else self._learnt.get(key)
         if learnt is None:
             learnt = self._learnt[key] = self._send_header(leaves, spec, sent)
@@ -162,13 +169,13 @@ class Channel:
                 sent.pending.append((group.send([tensor], self._peer, _TAG), tensor))
         return sent
 
-    def post(self, key: Hashable) -> Receipt:
+    def post(self, key: Hashable) -> Recv:
         """Receive the next message as soon as its header is known; never blocks.
 
         Args:
             key: The key with which the other side sends it.
         """
-        receipt = Receipt(self, key)
+        receipt = Recv(self, key)
         learnt = None if self._dynamic or self._unread else self._learnt.get(key)
         if learnt is None:
             self._unread.append(receipt)
@@ -176,7 +183,7 @@ class Channel:
             self._start(receipt, learnt)
         return receipt
 
-    def read_headers_until(self, receipt: Receipt) -> _Learnt:
+    def read_headers_until(self, receipt: Recv) -> _Learnt:
         """Start ``receipt`` and everything before it, waiting for the headers that are unknown."""
         while receipt.learnt is None:
             first = self._unread.popleft()
@@ -200,7 +207,7 @@ class Channel:
                 return
             self._start(self._unread.popleft(), learnt)
 
-    def _start(self, receipt: Receipt, learnt: _Learnt) -> None:
+    def _start(self, receipt: Recv, learnt: _Learnt) -> None:
         receipt.learnt = learnt
         group = self._group
         for part in learnt.parts:
@@ -211,7 +218,7 @@ class Channel:
                 work = group.recv([_as_bytes(tensor) if part.as_bytes else tensor], self._peer, _TAG)
             receipt.pending.append((part, tensor, work))
 
-    def _send_header(self, leaves: list[Any], spec: TreeSpec | None, sent: Sent) -> _Learnt:
+    def _send_header(self, leaves: list[Any], spec: TreeSpec | None, sent: Send) -> _Learnt:
         header = describe(leaves, spec)
         data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
         for tensor in map(self._to_wire, (torch.tensor([data.numel()]), data)):
@@ -229,12 +236,12 @@ class Channel:
         torch.cuda.current_stream(tensor.device).synchronize()  # gloo reads the memory at once
         return host
 
-    def _receive_header(self) -> Header:
+    def _receive_header(self) -> MessageMeta:
         length = torch.empty(1, dtype=torch.int64, device=self._wire)
         self._group.recv([length], self._peer, _TAG).wait()
         data = torch.empty(int(length.item()), dtype=torch.uint8, device=self._wire)
         self._group.recv([data], self._peer, _TAG).wait()
-        header: Header = pickle.loads(data.cpu().numpy().tobytes())
+        header: MessageMeta = pickle.loads(data.cpu().numpy().tobytes())
         return header
 
 
@@ -270,7 +277,7 @@ class _Part:
 class _Learnt:
     """A header, and what follows from it for every message that has it."""
 
-    def __init__(self, header: Header, wire: torch.device) -> None:
+    def __init__(self, header: MessageMeta, wire: torch.device) -> None:
         self.header = header
         self.parts = [_Part(i, leaf, wire) for i, leaf in enumerate(header.leaves) if isinstance(leaf, TensorLeaf)]
         self._values = [leaf.value if isinstance(leaf, PlainLeaf) else None for leaf in header.leaves]

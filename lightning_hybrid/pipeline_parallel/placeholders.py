@@ -1,4 +1,4 @@
-"""Stand-ins for what lives on other stages: a name, a shape and a dtype, without memory."""
+"""Placeholders for what lives on other stages: a name, a shape and a dtype, without memory."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline_parallel.stage_map import Placement
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 __all__ = [
-    "StandInBuffer",
-    "StandInParameter",
-    "forget_stand_ins",
-    "is_stand_in",
-    "put_stand_ins",
+    "PlaceholderBuffer",
+    "PlaceholderParameter",
+    "is_placeholder",
     "refuse_call",
+    "remove_placeholder_hooks",
+    "replace_with_placeholders",
     "without_value_text",
 ]
 
 _T = TypeVar("_T", bound=Tensor)
 
 
-class _StandIn(Tensor):
+class PlaceholderTensor(Tensor):
     """A tensor on the meta device that stays there when its module is moved.
 
     A module is moved as a whole (by the Trainer, by callbacks that copy it), which torch refuses for meta tensors.
@@ -74,7 +74,7 @@ class _StandIn(Tensor):
         return self.to(torch.bfloat16)
 
     def _like(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().as_subclass(StandInBuffer)
+        return tensor.detach().as_subclass(PlaceholderBuffer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Ties stay ties: a tensor that was copied already is taken from ``memo``."""
@@ -85,41 +85,41 @@ class _StandIn(Tensor):
         return copied
 
 
-class StandInParameter(_StandIn, nn.Parameter):
+class PlaceholderParameter(PlaceholderTensor, nn.Parameter):
     """A parameter that lives on another stage."""
 
     def _like(self, tensor: Tensor) -> Tensor:
-        return StandInParameter(tensor.detach(), requires_grad=self.requires_grad)
+        return PlaceholderParameter(tensor.detach(), requires_grad=self.requires_grad)
 
 
-class StandInBuffer(_StandIn):
+class PlaceholderBuffer(PlaceholderTensor):
     """A buffer that lives on another stage."""
 
 
-def is_stand_in(tensor: Tensor) -> bool:
+def is_placeholder(tensor: Tensor) -> bool:
     """Whether this tensor lives on another stage."""
-    return isinstance(tensor, _StandIn)
+    return isinstance(tensor, PlaceholderTensor)
 
 
-def put_stand_ins(module: nn.Module, placement: Placement, rank: int) -> None:
-    """Replace what other stages hold by stand-ins; names, order and ties stay.
+def replace_with_placeholders(module: nn.Module, stage_map: StageMap, rank: int) -> None:
+    """Replace what other stages hold by placeholders; names, order and ties stay.
 
     Args:
         module: The whole module.
-        placement: Which stage holds what.
+        stage_map: Which stage holds what.
         rank: This pipeline rank.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    kept = {id(tensor) for name, tensor in (*parameters.items(), *buffers.items()) if rank in placement.ranks_of(name)}
-    _replace(module, parameters, kept, _stand_in_parameter)
-    _replace(module, buffers, kept, lambda tensor: tensor.detach().to("meta").as_subclass(StandInBuffer))
+    kept = {id(tensor) for name, tensor in (*parameters.items(), *buffers.items()) if rank in stage_map.ranks_of(name)}
+    _replace(module, parameters, kept, _placeholder_parameter)
+    _replace(module, buffers, kept, lambda tensor: tensor.detach().to("meta").as_subclass(PlaceholderBuffer))
     if not any(getattr(hook, "hook", None) is _load_into_themselves for hook in _loading_hooks(module)):
         module.register_load_state_dict_pre_hook(_load_into_themselves)  # type: ignore[no-untyped-call]
 
 
-def forget_stand_ins(module: nn.Module) -> None:
-    """Undo what was done for stand-ins, once there are none: layers may be called, and any state dict is loaded."""
+def remove_placeholder_hooks(module: nn.Module) -> None:
+    """Undo what was done for placeholders, once there are none: layers may be called, and any state dict is loaded."""
     for layer in module.modules():
         for key in [key for key, hook in layer._forward_pre_hooks.items() if isinstance(hook, _Refusal)]:
             del layer._forward_pre_hooks[key]
@@ -133,27 +133,27 @@ def _loading_hooks(module: nn.Module) -> list[Any]:
 
 
 def _load_into_themselves(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Whoever loads a state dict into the module, or into a copy of it: a stand-in takes itself, without a warning.
+    """Whoever loads a state dict into the module, or into a copy of it: a placeholder takes itself, without a warning.
 
     What does not fit stays in the state dict, and torch says what it says about the whole module.
     """
     tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     for name, tensor in tensors:
-        if is_stand_in(tensor) and getattr(state.get(prefix + name), "shape", None) == tensor.shape:
+        if is_placeholder(tensor) and getattr(state.get(prefix + name), "shape", None) == tensor.shape:
             state[prefix + name] = tensor
 
 
-def _stand_in_parameter(parameter: Tensor) -> StandInParameter:
+def _placeholder_parameter(parameter: Tensor) -> PlaceholderParameter:
     whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    stand_in = StandInParameter(whole, requires_grad=parameter.requires_grad)
-    vars(stand_in).update(vars(parameter))  # marks such as `no_weight_decay`, by which users choose parameter groups
-    return stand_in
+    placeholder = PlaceholderParameter(whole, requires_grad=parameter.requires_grad)
+    vars(placeholder).update(vars(parameter))  # marks such as `no_weight_decay`, by which users choose parameter groups
+    return placeholder
 
 
 def _replace(module: nn.Module, tensors: dict[str, _T], kept: set[int], make: Callable[[_T], Tensor]) -> None:
     replaced: dict[int, Tensor] = {}  # tied tensors stay tied
     for name, tensor in tensors.items():
-        if id(tensor) in kept or is_stand_in(tensor):
+        if id(tensor) in kept or is_placeholder(tensor):
             continue
         if id(tensor) not in replaced:
             replaced[id(tensor)] = make(tensor)
@@ -174,7 +174,7 @@ def refuse_call(layer: nn.Module, error: type[Exception], text: str) -> None:
 
 
 def without_value_text(what: str) -> str:
-    """The text for something that was computed from stand-ins, and so has no value.
+    """The text for something that was computed from placeholders, and so has no value.
 
     Args:
         what: It, such as ``"the loss"``.

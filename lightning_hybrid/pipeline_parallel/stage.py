@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import graph
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_hybrid.distributed.dtensor import full
+from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 
 __all__ = ["Compute", "Gradients", "Message", "Stage"]
@@ -108,7 +108,7 @@ class Stage:
             pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None]
             if pairs:
                 _propagate(tuple([root for root, _ in pairs]), tuple([gradient for _, gradient in pairs]))
-        return [None if source is None else full(source.grad) for source in sources]
+        return [None if source is None else full_tensor(source.grad) for source in sources]
 
 
 def _propagate(roots: tuple[Root, ...], gradients: tuple[Tensor, ...]) -> None:

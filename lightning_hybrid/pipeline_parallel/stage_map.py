@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-__all__ = ["Location", "Placement", "locate", "name_matches"]
+__all__ = ["StageMap", "TensorStages", "locate"]
 
 
 @dataclass(frozen=True)
-class Placement:
+class StageMap:
     """Which stage holds which tensor of the module.
 
     Layers of the body live on their stage. Everything outside the body lives on the first and the last stage, because
@@ -48,11 +47,11 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Location:
+class TensorStages:
     """Where one tensor lives, tied names and all.
 
     Attributes:
-        tensor: The tensor, or its stand-in.
+        tensor: The tensor, or its placeholder.
         stages: The stages that use it under any of its names.
         ranks: The pipeline ranks that hold it, ascending.
     """
@@ -62,13 +61,13 @@ class Location:
     ranks: tuple[int, ...]
 
 
-def locate(named: Iterable[tuple[str, Tensor]], placement: Placement) -> list[Location]:
+def locate(named: Iterable[tuple[str, Tensor]], stage_map: StageMap) -> list[TensorStages]:
     """Find out where tensors live.
 
     Args:
         named: All names with their tensors, as `named_parameters(remove_duplicate=False)` gives them: a tensor with
             several names lives wherever one of them does.
-        placement: Which stage holds what.
+        stage_map: Which stage holds what.
 
     Returns:
         One location for each tensor, in the order of the first names; the same on every rank.
@@ -80,18 +79,7 @@ def locate(named: Iterable[tuple[str, Tensor]], placement: Placement) -> list[Lo
         tensors[id(tensor)] = tensor
     locations = []
     for key, tensor in tensors.items():
-        stages = frozenset[int]().union(*(placement.stages_of(name) for name in names[key]))
-        ranks = tuple(sorted({stage % placement.num_ranks for stage in stages}))
-        locations.append(Location(tensor, stages, ranks))
+        stages = frozenset[int]().union(*(stage_map.stages_of(name) for name in names[key]))
+        ranks = tuple(sorted({stage % stage_map.num_ranks for stage in stages}))
+        locations.append(TensorStages(tensor, stages, ranks))
     return locations
-
-
-def name_matches(name: str, pattern: str) -> bool:
-    """Whether a dotted name is what a pattern says, where ``*`` stands for anything between two dots.
-
-    Example:
-        >>> name_matches("body.3.mlp", "body.*.mlp"), name_matches("body.3.mlp", "body.*")
-        (True, False)
-    """
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))

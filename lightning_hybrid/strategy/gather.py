@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.checkpoint.ownership import Ownership
-from lightning_hybrid.distributed.dtensor import local_of
+from lightning_hybrid.distributed.agreement import agree
+from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
-from lightning_hybrid.pipeline_parallel.placeholders import forget_stand_ins, is_stand_in
-from lightning_hybrid.pipeline_parallel.stage_map import Placement
-from lightning_hybrid.strategy.checks import agree
+from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, remove_placeholder_hooks
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.plan import Plan
-from lightning_hybrid.tensor_parallel.shard import joined
-from lightning_hybrid.tensor_parallel.styles import Division
+from lightning_hybrid.tensor_parallel.shard import unshard
+from lightning_hybrid.tensor_parallel.styles import ParamSplit
 
 __all__ = ["check_gathering", "gather_module", "refuse_step"]
 
@@ -57,7 +57,7 @@ def refuse_step(*_: Any, **__: Any) -> None:
 
 
 @torch.no_grad()
-def gather_module(module: LightningModule, placement: Placement, plan: Plan | None, mesh: Mesh) -> None:
+def gather_module(module: LightningModule, stage_map: StageMap, plan: Plan | None, mesh: Mesh) -> None:
     """Give every rank all values, as ordinary parameters and buffers, and make its layers what they were.
 
     Tensor by tensor, so that a rank holds the module and one tensor more. Ties, marks and `requires_grad` stay, and so
@@ -65,7 +65,7 @@ def gather_module(module: LightningModule, placement: Placement, plan: Plan | No
 
     Args:
         module: The user's module, divided.
-        placement: Which stage holds what.
+        stage_map: Which stage holds what.
         plan: How layers are shared; ``None`` if they are not.
         mesh: The ranks.
 
@@ -73,22 +73,22 @@ def gather_module(module: LightningModule, placement: Placement, plan: Plan | No
         ValueError: If others have divided layers of it; on every rank.
     """
     agree(lambda: check_gathering(module, plan))
-    ownership = Ownership(module, placement, mesh)
+    ownership = Ownership(module, stage_map, mesh)
     owners, first = ownership.owners(ownership.tensors()), ownership.first_names()
     divisions = plan.divisions() if plan else {}
     names: dict[str, list[str]] = {}
     for name in owners:
         names.setdefault(first[name], []).append(name)
-    buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by stand-in: tied ones stay tied
+    buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by placeholder: tied ones stay tied
     for several in names.values():
         tensor = _tensor(module, several[0])
         division = next((divisions[name] for name in several if name in divisions), None)
-        holders = set().union(*(placement.ranks_of(name) for name in several))
+        holders = set().union(*(stage_map.ranks_of(name) for name in several))
         is_everywhere = division is None and len(holders) == mesh.pipeline_parallel_size
         if is_everywhere and isinstance(tensor, nn.Parameter):
             continue
         value = _whole(tensor, division, owners[several[0]], mesh)
-        if division is None and not is_stand_in(tensor):
+        if division is None and not is_placeholder(tensor):
             if not isinstance(tensor, nn.Parameter):
                 tensor.copy_(value)  # its holders may have different ones, of which one counts
             continue
@@ -102,10 +102,10 @@ def gather_module(module: LightningModule, placement: Placement, plan: Plan | No
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, value)
     if mesh.pipeline_parallel_size > 1:
-        _share_extra_states(module, placement, mesh)
+        _share_extra_states(module, stage_map, mesh)
     if plan is not None:
         plan.undo(module)
-    forget_stand_ins(module)
+    remove_placeholder_hooks(module)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
@@ -114,7 +114,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-def _whole(tensor: Tensor, division: Division | None, stage: int, mesh: Mesh) -> Tensor:
+def _whole(tensor: Tensor, division: ParamSplit | None, stage: int, mesh: Mesh) -> Tensor:
     """All of a tensor, on the host, from the pipeline rank whose value counts."""
     first = stage * mesh.tensor_parallel_size
     if division is None:
@@ -122,14 +122,14 @@ def _whole(tensor: Tensor, division: Division | None, stage: int, mesh: Mesh) ->
     shape = list(tensor.shape)
     shape[division.dim] //= mesh.tensor_parallel_size
     shards = [_received(tensor, shape, first + rank, mesh) for rank in range(mesh.tensor_parallel_size)]
-    return joined(shards, division.dim, blocks=division.blocks)
+    return unshard(shards, division.dim, blocks=division.blocks)
 
 
 def _received(tensor: Tensor, shape: list[int], source: int, mesh: Mesh) -> Tensor:
     """What one rank of the model group holds of a tensor, on the host: its shard, or all of it."""
     group = mesh.control_group
     if group.rank() == source:
-        value = local_of(tensor).cpu().contiguous()
+        value = to_local(tensor).cpu().contiguous()
     else:
         value = torch.empty(shape, dtype=tensor.dtype, device="cpu")
     if value.numel():
@@ -138,12 +138,12 @@ def _received(tensor: Tensor, shape: list[int], source: int, mesh: Mesh) -> Tens
     return value
 
 
-def _share_extra_states(module: nn.Module, placement: Placement, mesh: Mesh) -> None:
+def _share_extra_states(module: nn.Module, stage_map: StageMap, mesh: Mesh) -> None:
     """What layers save beside tensors, from the stage that has run them."""
     for name, layer in module.named_modules():
         if type(layer).get_extra_state is nn.Module.get_extra_state:
             continue
-        ranks = placement.ranks_of(name)
+        ranks = stage_map.ranks_of(name)
         state = layer.get_extra_state() if mesh.pipeline_rank in ranks else None
         state = broadcast_object(state, max(ranks) * mesh.tensor_parallel_size, mesh.control_group)
         if mesh.pipeline_rank not in ranks:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_hybrid.config import Settings
+from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.zero.shard_module import listed_layers
 from lightning_hybrid.memory.activation_checkpoint.policy import chosen_layers, is_by_name
 from lightning_hybrid.pipeline_parallel.body import find_body
 from lightning_hybrid.pipeline_parallel.partition import partition
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build
-from lightning_hybrid.pipeline_parallel.stage_map import Placement
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 from lightning_hybrid.strategy.summary import layout_text, stage_rows, stage_table
 from lightning_hybrid.tensor_parallel.plan import Plan, make_plan
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-def describe(module: LightningModule, settings: Settings, sizes: tuple[int, int, int]) -> str:
+def describe(module: LightningModule, settings: HybridConfig, sizes: tuple[int, int, int]) -> str:
     """The layout, the stages and the plan of shared layers, found out without any process.
 
     Args:
@@ -42,16 +42,16 @@ def describe(module: LightningModule, settings: Settings, sizes: tuple[int, int,
         ValueError, TypeError: As at the start of training.
     """
     _, tensor, pipeline = sizes
-    body, placement = None, Placement(None, (), (range(0),), 1)
+    body, stage_map = None, StageMap(None, (), (range(0),), 1)
     if pipeline > 1:
-        body, placement = find_stages(module, settings, pipeline)
-    text = layout(settings, dict(zip(("dp", "tp", "pp"), sizes, strict=True)), body, placement)
+        body, stage_map = find_stages(module, settings, pipeline)
+    text = layout(settings, dict(zip(("dp", "tp", "pp"), sizes, strict=True)), body, stage_map)
     return text if tensor == 1 else f"{text}\n{find_plan(module, settings, tensor).text()}"
 
 
 def find_stages(
-    module: LightningModule, settings: Settings, num_ranks: int
-) -> tuple[tuple[str, nn.Sequential], Placement]:
+    module: LightningModule, settings: HybridConfig, num_ranks: int
+) -> tuple[tuple[str, nn.Sequential], StageMap]:
     """The body with its name, and which stage gets which layers.
 
     Raises:
@@ -62,10 +62,10 @@ def find_stages(
     weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in body]
     stages = partition(settings.partition, weights, num_ranks * settings.num_chunks)
     layers = tuple(path for path, _ in body.named_modules(remove_duplicate=False) if path and "." not in path)
-    return (name, body), Placement(name, layers, tuple(stages), num_ranks)
+    return (name, body), StageMap(name, layers, tuple(stages), num_ranks)
 
 
-def find_layers(module: LightningModule, settings: Settings) -> tuple[str, nn.Sequential]:
+def find_layers(module: LightningModule, settings: HybridConfig) -> tuple[str, nn.Sequential]:
     """The body with its name.
 
     Raises:
@@ -76,17 +76,17 @@ def find_layers(module: LightningModule, settings: Settings) -> tuple[str, nn.Se
 
 
 def find_own_layers(
-    module: nn.Module, body: tuple[str, nn.Sequential] | None, placement: Placement, rank: int
+    module: nn.Module, body: tuple[str, nn.Sequential] | None, stage_map: StageMap, rank: int
 ) -> dict[int, list[nn.Module]]:
     """The layers of each stage of a pipeline rank; without stages, those that lists of layers in the module have."""
     if body is None:
         return {0: list(listed_layers(module))}
-    own = range(rank, len(placement.stages), placement.num_ranks)
-    return {stage: [body[1][index] for index in placement.stages[stage]] for stage in own}
+    own = range(rank, len(stage_map.stages), stage_map.num_ranks)
+    return {stage: [body[1][index] for index in stage_map.stages[stage]] for stage in own}
 
 
 def find_recomputed(
-    module: LightningModule, settings: Settings, body: tuple[str, nn.Sequential] | None, placement: Placement
+    module: LightningModule, settings: HybridConfig, body: tuple[str, nn.Sequential] | None, stage_map: StageMap
 ) -> list[nn.Module]:
     """The layers that run again in backward.
 
@@ -95,14 +95,14 @@ def find_recomputed(
     """
     if settings.recompute is False:
         return []
-    stages = placement.stages
+    stages = stage_map.stages
     if body is None and not is_by_name(settings.recompute):
         body = find_layers(module, settings)
         stages = (range(len(body[1])),)
     return chosen_layers(settings.recompute, module, body, stages)
 
 
-def find_plan(module: LightningModule, settings: Settings, size: int) -> Plan:
+def find_plan(module: LightningModule, settings: HybridConfig, size: int) -> Plan:
     """How layers are shared by `size` ranks.
 
     Raises:
@@ -115,17 +115,17 @@ def find_plan(module: LightningModule, settings: Settings, size: int) -> Plan:
     return make_plan(module, wish, size, sequence_parallel=settings.sequence_parallel)
 
 
-def find_schedule(settings: Settings, num_ranks: int, num_microbatches: int) -> Schedule:
+def find_schedule(settings: HybridConfig, num_ranks: int, num_microbatches: int) -> Schedule:
     """What the ranks of a pipeline do in a training step; chunks on a single rank would be neighbours, and are one."""
     return build(settings.schedule, num_ranks, num_microbatches, settings.num_chunks if num_ranks > 1 else 1)
 
 
 def layout(
-    settings: Settings, sizes: Mapping[str, int], body: tuple[str, nn.Sequential] | None, placement: Placement
+    settings: HybridConfig, sizes: Mapping[str, int], body: tuple[str, nn.Sequential] | None, stage_map: StageMap
 ) -> str:
     """The sizes, the schedule, and the table of stages if there is a body."""
     schedule = find_schedule(settings, sizes["pp"], settings.num_microbatches)
     line = layout_text(sizes, schedule, bubble=simulate(schedule).bubble)
     if body is None:
         return line
-    return f"{line}\n{stage_table(stage_rows(body[1], placement.stages, sizes['pp']), body[0])}"
+    return f"{line}\n{stage_table(stage_rows(body[1], stage_map.stages, sizes['pp']), body[0])}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_hybrid.distributed.random import RandomStreams, derive_seed, seed_generators
-from lightning_hybrid.pipeline_parallel.placeholders import is_stand_in
+from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
 __all__ = ["Initialization", "lacks_values"]
 
@@ -81,7 +81,7 @@ class Initialization:
     be whole for longer, because it is divided, can be divided after each layer: see :meth:`__call__`.
 
     Args:
-        module: The whole module, with stand-ins for what lives elsewhere.
+        module: The whole module, with placeholders for what lives elsewhere.
         device: Where values are made.
         seed: The global seed, equal on all ranks.
         frames: The names of the modules that hold the body, which no rank need have whole. Their own parameters are
@@ -214,7 +214,7 @@ def lacks_values(module: nn.Module) -> bool:
 
 
 def _is_missing(tensor: Tensor) -> bool:
-    return tensor.is_meta and not is_stand_in(tensor)
+    return tensor.is_meta and not is_placeholder(tensor)
 
 
 def _units(name: str, layer: nn.Module, frames: Collection[str], seen: set[int]) -> Iterator[_Unit]:

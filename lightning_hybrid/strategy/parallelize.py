@@ -1,4 +1,4 @@
-"""The module is divided: found out which stage holds what, and stand-ins put for the rest."""
+"""The module is divided: found out which stage holds what, and placeholders put for the rest."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.weights import Source, Weights
-from lightning_hybrid.config import Settings
+from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.zero.param import is_divided
-from lightning_hybrid.data_parallel.zero.shard_module import divide_over_replicas, join_replicas
-from lightning_hybrid.data_parallel.zero.zero import Wholes
+from lightning_hybrid.data_parallel.zero.shard_module import shard_module, unshard_module
+from lightning_hybrid.data_parallel.zero.zero import ZeroParameters
+from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.mesh import AXES, Mesh
-from lightning_hybrid.memory.account import Account
-from lightning_hybrid.memory.activation_checkpoint.checkpoint import Recomputation
-from lightning_hybrid.memory.estimate import reckon
+from lightning_hybrid.memory.account import MemoryUsage
+from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
+from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.pipeline_parallel.body import BodyCallError, layer_call_text
-from lightning_hybrid.pipeline_parallel.placeholders import is_stand_in, put_stand_ins, refuse_call
-from lightning_hybrid.pipeline_parallel.stage_map import Placement
-from lightning_hybrid.strategy.checks import agree
+from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, refuse_call, replace_with_placeholders
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy.gather import check_gathering, gather_module
 from lightning_hybrid.strategy.layout import (
     find_layers,
@@ -39,12 +39,12 @@ from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.plan import Plan
 
-__all__ = ["Division"]
+__all__ = ["ModuleParallelizer"]
 
 _PLAN = "_tensor_parallel_plan"  # where a module remembers how its layers were divided
 
 
-class Division:
+class ModuleParallelizer:
     """One module, its stages, and its layers that are shared by several ranks.
 
     Args:
@@ -57,14 +57,14 @@ class Division:
     Attributes:
         num_stages: Stages over all ranks; chunks on a single rank would be neighbours and are one stage.
         body: The dotted name of the body and the body; ``None`` if there is one stage, or before the division.
-        placement: Which stage holds what.
+        stage_map: Which stage holds what.
         plan: How layers are shared by the tensor-parallel ranks; ``None`` if they are not, or before the division.
         is_done: Whether the module has been divided.
         source: Where the weights come from; ``None`` if the module has them, or makes them.
     """
 
     def __init__(
-        self, module: LightningModule, settings: Settings, mesh: Mesh, device: torch.device, seed: int
+        self, module: LightningModule, settings: HybridConfig, mesh: Mesh, device: torch.device, seed: int
     ) -> None:
         self._module = module
         self._seed = seed
@@ -74,13 +74,13 @@ class Division:
         num_ranks = mesh.pipeline_parallel_size
         self.num_stages = num_ranks * settings.num_chunks if num_ranks > 1 else 1
         self.body: tuple[str, nn.Sequential] | None = None
-        self.placement = Placement(None, (), (range(0),), 1)
+        self.stage_map = StageMap(None, (), (range(0),), 1)
         self.plan: Plan | None = None
         self.is_done = self._was_shared = False
         self.source: Source | None = None
 
     def __call__(self) -> None:
-        """Put stand-ins for what other stages hold, and divide the layers that are left; once.
+        """Put placeholders for what other stages hold, and divide the layers that are left; once.
 
         Raises:
             ValueError: If there is no body, it has fewer layers than there are stages, layers cannot be shared as the
@@ -96,7 +96,7 @@ class Division:
         if self.num_stages > 1 and not self.is_done:
             agree(self._plan)
             rank_zero_info(self.text())
-            self._put_stand_ins()
+            self._put_placeholders()
         if not self.is_done:
             self._plan_sharing()
             weights = None if self.source is None else agree(lambda: Weights(cast(Source, self.source)))
@@ -105,12 +105,12 @@ class Division:
             else:
                 self._share_layers()
             if weights is not None:
-                agree(lambda: weights.load(self._module, self.placement, self._mesh))
+                agree(lambda: weights.load(self._module, self.stage_map, self._mesh))
                 self.source = None
             if self._settings.gather_module_on_teardown:
                 agree(lambda: check_gathering(self._module, self.plan))
             if self._settings.zero_stage:
-                divide_over_replicas(self._module, self._mesh, self._device)
+                shard_module(self._module, self._mesh, self._device)
         self.is_done = True
 
     @property
@@ -118,16 +118,16 @@ class Division:
         """Names of parameters whose gradients are parts of a sum over the tensor-parallel ranks."""
         return self.plan.adds_up if self.plan else ()
 
-    def make_wholes(self) -> Wholes | None:
+    def make_wholes(self) -> ZeroParameters | None:
         """What makes parameters whole that are divided over replicas; ``None`` if none are."""
         if not self._settings.zero_stage or self._mesh.data_parallel_size == 1:
             return None
         early, stage = self._settings.frees_early, self._settings.zero_stage
-        return Wholes(self._module, self.own_layers(), self._mesh.data_group, stage=stage, frees_early=early)
+        return ZeroParameters(self._module, self.own_layers(), self._mesh.data_group, stage=stage, frees_early=early)
 
     def own_layers(self) -> dict[int, list[nn.Module]]:
         """The layers of each stage of this rank."""
-        return find_own_layers(self._module, self.body, self.placement, self._mesh.pipeline_rank)
+        return find_own_layers(self._module, self.body, self.stage_map, self._mesh.pipeline_rank)
 
     def load(self, source: Source) -> None:
         """Take weights from elsewhere: now, or when the module is divided.
@@ -139,7 +139,7 @@ class Division:
             self.source = source
             return
         weights = agree(lambda: Weights(source))
-        agree(lambda: weights.load(self._module, self.placement, self._mesh))
+        agree(lambda: weights.load(self._module, self.stage_map, self._mesh))
 
     def around_forwards(
         self, offload: Offload, stays: Callable[[], Iterable[Tensor]]
@@ -154,8 +154,8 @@ class Division:
             ValueError, TypeError: If there are no layers such as are to run again, or no body to find them in; on every
                 rank.
         """
-        layers = find_recomputed(self._module, self._settings, self.body, self.placement)
-        recompute = Recomputation(layers, self._device, selective=self._settings.recompute == "selective")
+        layers = find_recomputed(self._module, self._settings, self.body, self.stage_map)
+        recompute = ActivationCheckpointing(layers, self._device, selective=self._settings.recompute == "selective")
 
         @contextmanager
         def around() -> Iterator[None]:
@@ -164,12 +164,12 @@ class Division:
 
         return around
 
-    def reckon(self, optimizers: Collection[Optimizer]) -> Account:
+    def reckon(self, optimizers: Collection[Optimizer]) -> MemoryUsage:
         """What this rank will hold; of optimizers those of torch can be tried, as they ask nothing of other ranks."""
         rank, replicas = self._mesh.pipeline_rank, self._mesh.data_parallel_size
-        return reckon(
+        return estimate(
             self._module,
-            self.placement,
+            self.stage_map,
             self.own_layers(),
             self._settings,
             optimizers if all(type(each).__module__.startswith("torch.optim.") for each in optimizers) else None,
@@ -231,8 +231,8 @@ class Division:
         Raises:
             ValueError: If others have divided layers of it; on every rank.
         """
-        join_replicas(self._module)
-        gather_module(self._module, self.placement, self.plan, self._mesh)
+        unshard_module(self._module)
+        gather_module(self._module, self.stage_map, self.plan, self._mesh)
         vars(self._module).pop(_PLAN, None)
 
     def check(self) -> None:
@@ -245,29 +245,29 @@ class Division:
             return
         name, body = self.body
         now = dict(self._module.named_modules(remove_duplicate=False)).get(name)
-        if now is not body or len(body) != len(self.placement.layers):
+        if now is not body or len(body) != len(self.stage_map.layers):
             raise ValueError(
                 f"The body {name!r} of {type(self._module).__name__} was replaced, or got other layers, after it had"
                 " been divided into stages. Make it in `__init__`, or in `configure_model` (`if self.body is None:`):"
                 " it is divided after that."
             )
 
-    def _put_stand_ins(self) -> None:
+    def _put_placeholders(self) -> None:
         assert self.body is not None
         (name, body), rank = self.body, self._mesh.pipeline_rank
-        put_stand_ins(self._module, self.placement, rank)
+        replace_with_placeholders(self._module, self.stage_map, rank)
         paths = self._module.named_modules(remove_duplicate=False)
-        own = {id(part) for path, part in paths if rank in self.placement.ranks_of(path)}
+        own = {id(part) for path, part in paths if rank in self.stage_map.ranks_of(path)}
         for layer in {id(layer): layer for layer in body if id(layer) not in own}.values():
             refuse_call(layer, BodyCallError, layer_call_text(name))
 
     def _plan(self) -> None:
         """Find the body and say which stage gets which layers."""
-        body, placement = find_stages(self._module, self._settings, self._mesh.pipeline_parallel_size)
+        body, stage_map = find_stages(self._module, self._settings, self._mesh.pipeline_parallel_size)
         own = [
             tensor_name
             for tensor_name, tensor in self._module.named_parameters()
-            if self._mesh.pipeline_rank in placement.ranks_of(tensor_name) and is_stand_in(tensor)
+            if self._mesh.pipeline_rank in stage_map.ranks_of(tensor_name) and is_placeholder(tensor)
         ]
         if own:
             raise ValueError(
@@ -275,11 +275,11 @@ class Division:
                 " rank that needs it now. After the earlier run, call `trainer.strategy.gather_module()` to make it"
                 " whole."
             )
-        self.body, self.placement = body, placement
+        self.body, self.stage_map = body, stage_map
 
     def text(self) -> str:
         """The layout and the table of stages."""
-        return layout(self._settings, self._mesh.sizes, self.body, self.placement)
+        return layout(self._settings, self._mesh.sizes, self.body, self.stage_map)
 
 
 def _shape(value: object) -> torch.Size | None:

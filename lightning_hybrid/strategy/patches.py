@@ -16,10 +16,10 @@ from torch import Tensor
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten
 
-__all__ = ["Adjustments"]
+__all__ = ["Patches"]
 
 
-class Adjustments:
+class Patches:
     """What is changed at the start of a run and changed back at its end.
 
     - `ThroughputMonitor` multiplies what it counts on rank 0 by the number of processes. Ranks of one model group work
@@ -59,9 +59,9 @@ class Adjustments:
         if self._mesh.pipeline_parallel_size > 1:
             self._example = self._module._example_input_array
             self._module._example_input_array = None
-            self._leave_out_stand_ins()
+            self._leave_out_placeholders()
 
-    def _leave_out_stand_ins(self) -> None:
+    def _leave_out_placeholders(self) -> None:
         tensorboard = sys.modules.get("torch.utils.tensorboard")  # loggers have made their writers before a run
         if tensorboard is None:
             return

@@ -14,39 +14,40 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor.experimental import implicit_replication
 
-from lightning_hybrid.checkpoint.checkpointer import Archive
-from lightning_hybrid.checkpoint.resume.resume import Continuation
+from lightning_hybrid.checkpoint.checkpointer import Checkpointer
 from lightning_hybrid.checkpoint.weights import Source
-from lightning_hybrid.config import Settings
-from lightning_hybrid.data_parallel.grad_sync import Replication
-from lightning_hybrid.distributed.failure import FailureBoard, close_groups
+from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.distributed.agreement import agree
+from lightning_hybrid.distributed.failure import FailureStore, close_groups
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
-from lightning_hybrid.memory.measure import Accounting
+from lightning_hybrid.memory.measure import MemoryReport
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.strategy.after_hook import AfterHook
-from lightning_hybrid.strategy.checks import agree, check_trainer
+from lightning_hybrid.strategy.checks import check_trainer
 from lightning_hybrid.strategy.gather import refuse_step
 from lightning_hybrid.strategy.layout import find_schedule
-from lightning_hybrid.strategy.parallelize import Division
-from lightning_hybrid.strategy.patches import Adjustments
+from lightning_hybrid.strategy.parallelize import ModuleParallelizer
+from lightning_hybrid.strategy.patches import Patches
 from lightning_hybrid.trainer.batch_hooks import SeededTransfer, onlookers
 from lightning_hybrid.trainer.batch_start import BatchStart
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep
-from lightning_hybrid.trainer.exceptions import Departure
-from lightning_hybrid.trainer.loading import Loading
-from lightning_hybrid.trainer.results.epoch_sync import EpochBoundary
-from lightning_hybrid.trainer.step_context import Pipeline, make_channels
+from lightning_hybrid.trainer.exceptions import ExceptionCallback
+from lightning_hybrid.trainer.loading import DataLoaderPreparer
+from lightning_hybrid.trainer.results.epoch_sync import EpochSync
+from lightning_hybrid.trainer.resume.resume import ResumeCallback
+from lightning_hybrid.trainer.step_context import StepContext, make_channels
 from lightning_hybrid.trainer.training_step import TrainingStep
 
-__all__ = ["Assembly"]
+__all__ = ["RunState"]
 
 _RUNS = count()  # names the failure board of each set of process groups
 
 
-class Assembly:
+class RunState:
     """Makes and holds the parts of this rank.
 
     Args:
@@ -59,7 +60,7 @@ class Assembly:
         mesh: The ranks.
         board: Where failures are written.
         departure: Leaves after one.
-        replication: What this rank has in common with others.
+        grad_sync: What this rank has in common with others.
         accounting: Says what is held; there during a run.
         continuation: Goes on where a checkpoint was written.
         loading: Prepares loaders.
@@ -73,7 +74,11 @@ class Assembly:
     """
 
     def __init__(
-        self, settings: Settings, sizes: tuple[int, int, int], device: torch.device, started: WeakSet[LightningModule]
+        self,
+        settings: HybridConfig,
+        sizes: tuple[int, int, int],
+        device: torch.device,
+        started: WeakSet[LightningModule],
     ) -> None:
         self._settings, self._started = settings, started
         self._device, self._sizes = device, sizes
@@ -81,20 +86,20 @@ class Assembly:
         self.mesh = Mesh(*sizes, rank_order=settings.rank_order, device_type=device.type, timeout=settings.timeout)
         world = dist.group.WORLD
         assert world is not None
-        self.board = FailureBoard(world.get_group_store(), broadcast_object(str(next(_RUNS)), 0, world))
-        self.departure = Departure(self.board, self.abandon)
+        self.board = FailureStore(world.get_group_store(), broadcast_object(str(next(_RUNS)), 0, world))
+        self.departure = ExceptionCallback(self.board, self.abandon)
         self._seed: int = broadcast_object(torch.initial_seed(), 0, world)
         self._streams = RandomStreams(self._seed, self.mesh.data_rank, device)
-        self.continuation = Continuation(self.mesh, self._streams, device)
-        self.loading = Loading(self.mesh, device, self.continuation, share=settings.broadcast_batches)
+        self.continuation = ResumeCallback(self.mesh, self._streams, device)
+        self.loading = DataLoaderPreparer(self.mesh, device, self.continuation, share=settings.broadcast_batches)
         if dist.get_backend() == "nccl":
             self.board.watch(close_groups)
         self._engine: Engine | None = None
         self._hook: AfterHook | None = None
         self._module: LightningModule | None = None
-        self.pipeline: Pipeline | None = None
-        self._boundary: EpochBoundary | None = None
-        self._adjustments: Adjustments | None = None
+        self.pipeline: StepContext | None = None
+        self._boundary: EpochSync | None = None
+        self._adjustments: Patches | None = None
         self.batch_start = BatchStart(self._streams)
         self.transfer = SeededTransfer(self._streams, alone=self.mesh.model_group.size() == 1)
         self._mixing = ExitStack()
@@ -118,7 +123,7 @@ class Assembly:
         check_trainer(module.trainer, module, num_stages=self._division.num_stages)
 
     def divide_early(self) -> None:
-        """Put stand-ins as soon as there is a body: now, or on leaving the hook that makes it, whoever calls that.
+        """Put placeholders as soon as there is a body: now, or on leaving the hook that makes it, whoever calls that.
 
         Callbacks that average weights do, and copy the module right after it.
         """
@@ -134,7 +139,7 @@ class Assembly:
             self._hook = AfterHook(self._module, "setup", self.divide)
 
     def divide(self) -> None:
-        """Put stand-ins for what other stages hold; once for each module.
+        """Put placeholders for what other stages hold; once for each module.
 
         Raises:
             ValueError: If there is no body, or it has fewer layers than there are stages; on every rank.
@@ -148,11 +153,11 @@ class Assembly:
         self.is_gathered = False
         self.archive = self._new_archive(self._module)
 
-    def _new_division(self, module: LightningModule) -> Division:
-        return Division(module, self._settings, self.mesh, self._device, self._seed)
+    def _new_division(self, module: LightningModule) -> ModuleParallelizer:
+        return ModuleParallelizer(module, self._settings, self.mesh, self._device, self._seed)
 
-    def _new_archive(self, module: LightningModule) -> Archive:
-        return Archive(module, self._division.placement, self.mesh, self._settings, self.continuation)
+    def _new_archive(self, module: LightningModule) -> Checkpointer:
+        return Checkpointer(module, self._division.stage_map, self.mesh, self._settings, self.continuation)
 
     def load_weights(self, source: Source) -> None:
         """Take weights from elsewhere, on every rank."""
@@ -164,8 +169,8 @@ class Assembly:
         if is_whole or self._module is None or not self._division.is_done:
             return
         self.archive.finish()
-        if hasattr(self, "replication") and self.replication.wholes is not None:
-            self.replication.wholes.remove()
+        if hasattr(self, "grad_sync") and self.grad_sync.wholes is not None:
+            self.grad_sync.wholes.remove()
         self._division.undo()
         self._division, self.is_gathered = self._new_division(self._module), True
         self.archive = self._new_archive(self._module)
@@ -184,17 +189,17 @@ class Assembly:
         settings = self._settings
         agree(self._division.check)
         self.archive.open()
-        placement, adds_up = self._division.placement, self._division.adds_up
+        stage_map, adds_up = self._division.stage_map, self._division.adds_up
         options: dict[str, Any] = {
             "sync_batch_norm": sync_batch_norm,
             "adds_up": adds_up,
             "wholes": self._division.make_wholes(),
             "wide": settings.float32_gradients,
         }
-        self.replication = Replication(module, placement, self.mesh, **options)
-        self.replication.equalize_start()
+        self.grad_sync = GradientSync(module, stage_map, self.mesh, **options)
+        self.grad_sync.broadcast_parameters()
         self.offload = Offload(settings.offload, self._device)
-        self.around_forwards = self._division.around_forwards(self.offload, self.replication.forms)
+        self.around_forwards = self._division.around_forwards(self.offload, self.grad_sync.forms)
         if not self.is_cut:
             self.pipeline = self.training = self.evaluation = None
             return
@@ -203,11 +208,11 @@ class Assembly:
                 self.mesh, settings.num_chunks, self._device, dynamic_shapes=settings.dynamic_shapes
             )
             self._engine = Engine(self.mesh.pipeline_rank, channels)
-        parts = module, self._division.body, placement, self.mesh, self._streams, self.board, self._device, self._engine
-        self.pipeline = Pipeline(*parts, self.around_forwards)
+        parts = module, self._division.body, stage_map, self.mesh, self._streams, self.board, self._device, self._engine
+        self.pipeline = StepContext(*parts, self.around_forwards)
         self.training = TrainingStep(
             self.pipeline,
-            self.replication,
+            self.grad_sync,
             schedule=settings.schedule,
             num_microbatches=settings.num_microbatches,
             loss_reduction=settings.loss_reduction,
@@ -221,21 +226,21 @@ class Assembly:
         division, schedule = self._division, partial(find_schedule, self._settings, self.mesh.pipeline_parallel_size)
         reckon = partial(division.reckon, trainer.strategy.optimizers)
         counts = self._settings.measure_activations
-        self.accounting = Accounting(self.replication, self.mesh, reckon, schedule, counts_activations=counts)
+        self.accounting = MemoryReport(self.grad_sync, self.mesh, reckon, schedule, counts_activations=counts)
         self._callbacks = [self.continuation, self.accounting, self.batch_start]
         trainer.callbacks[:0] = self._callbacks[:2]  # type: ignore[attr-defined]
-        if self.replication.wholes is not None:
-            self.replication.wholes.follow(trainer.strategy.optimizers)
+        if self.grad_sync.wholes is not None:
+            self.grad_sync.wholes.follow(trainer.strategy.optimizers)
         if self.pipeline is None or self._module is None:
             return
         mesh = self.mesh
         self._moves_microbatches = None
-        self._adjustments = Adjustments(self._module, mesh)
+        self._adjustments = Patches(self._module, mesh)
         self._adjustments.install(trainer)
         self.pipeline.metrics.install()
         source = (mesh.pipeline_parallel_size - 1) * mesh.tensor_parallel_size
         layers = list(self._division.body[1]) if self._division.body else ()
-        self._boundary = EpochBoundary(self._module, mesh.control_group, source=source, layers=layers)
+        self._boundary = EpochSync(self._module, mesh.control_group, source=source, layers=layers)
         self._boundary.install(trainer)
         if mesh.model_group.size() > 1:
             trainer.callbacks.insert(0, self.batch_start)  # type: ignore[attr-defined]
@@ -252,8 +257,8 @@ class Assembly:
         trainer.callbacks = [each for each in trainer.callbacks if each not in self._callbacks]  # type: ignore[attr-defined]
         if self._callbacks:
             self.accounting.close()
-        if hasattr(self, "replication"):
-            self.replication.remove()
+        if hasattr(self, "grad_sync"):
+            self.grad_sync.remove()
         if self.pipeline is None or self._boundary is None or self._module is None or self._adjustments is None:
             return
         self._adjustments.remove()
@@ -281,8 +286,8 @@ class Assembly:
         self.mesh.abandon()
         if self._module is not None:
             self._module._device_mesh = None
-        if hasattr(self, "replication"):
-            self.replication.abandon()
+        if hasattr(self, "grad_sync"):
+            self.grad_sync.abandon()
 
     # -- data and random numbers -----------------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.weights import Source
-from lightning_hybrid.config import Settings
+from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.strategy import checks as refusals
 from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of_steps
-from lightning_hybrid.strategy.run import Assembly
+from lightning_hybrid.strategy.run import RunState
 
 __all__ = ["SavingStrategy"]
 
@@ -23,11 +23,11 @@ __all__ = ["SavingStrategy"]
 class SavingStrategy(ReplicaCollectives):
     """Checkpoints of the undivided model, whatever this rank holds of it."""
 
-    settings: Settings
-    _assembly: Assembly | None
+    settings: HybridConfig
+    _assembly: RunState | None
 
     @property
-    def _parts(self) -> Assembly:
+    def _parts(self) -> RunState:
         if self._assembly is None:
             raise RuntimeError("The device mesh exists only after the processes have been set up.")
         return self._assembly

@@ -30,7 +30,7 @@ class SteppingStrategy(SavingStrategy):
         """Run a batch forward, and with a pipeline backward too."""
         parts = self._parts
         parts.batch_start.close()
-        parts.replication.equalize_buffers()
+        parts.grad_sync.broadcast_buffers()
         with parts.accounting(args[0]):
             return self._uncut_step(*args, **kwargs) if parts.training is None else self._cut_step(parts.training, args)
 
@@ -48,14 +48,14 @@ class SteppingStrategy(SavingStrategy):
 
     def _uncut_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's own; whole parameters stay until after the backward, which the Trainer calls."""
-        replication = self._parts.replication
-        wholes = replication.wholes
+        grad_sync = self._parts.grad_sync
+        wholes = grad_sync.wholes
         if wholes is None:
-            replication.forward_begins(0)
+            grad_sync.forward_begins(0)
             with self._parts.around_forwards():
                 return super().training_step(*args, **kwargs)
         wholes.open()
-        replication.forward_begins(0)
+        grad_sync.forward_begins(0)
         try:
             with self._parts.around_forwards():
                 output = super().training_step(*args, **kwargs)
@@ -96,14 +96,14 @@ class SteppingStrategy(SavingStrategy):
         return plugin.post_backward(closure_loss, module)
 
     def _backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
-        replication, is_last = self._parts.replication, not self._sync_blocked
-        replication.backward_begins(0, is_last=is_last)
+        grad_sync, is_last = self._parts.grad_sync, not self._sync_blocked
+        grad_sync.backward_begins(0, is_last=is_last)
         self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
-        replication.backward_ends(0, is_last=is_last, frees=True)
+        grad_sync.backward_ends(0, is_last=is_last, frees=True)
         if is_last:
-            replication.finish()
-        if replication.wholes is not None and self._module.automatic_optimization:
-            replication.wholes.close()
+            grad_sync.finish()
+        if grad_sync.wholes is not None and self._module.automatic_optimization:
+            grad_sync.wholes.close()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -129,7 +129,7 @@ class SteppingStrategy(SavingStrategy):
     def _evaluate(self, name: str, args: tuple[Any, ...], context: Callable[[], Any]) -> Any:
         evaluation = self._parts.evaluation
         self._parts.batch_start.close()
-        with self._parts.replication.step(evaluates=True, is_cut=self._parts.is_cut):
+        with self._parts.grad_sync.step(evaluates=True, is_cut=self._parts.is_cut):
             if evaluation is None:
                 with context():
                     return getattr(self._module, name)(*args)
@@ -137,6 +137,6 @@ class SteppingStrategy(SavingStrategy):
 
     def on_validation_start(self) -> None:
         """Evaluate with the first replica's buffers, and the parameters of now."""
-        self._parts.replication.equalize_buffers()
+        self._parts.grad_sync.broadcast_buffers()
 
     on_test_start = on_predict_start = on_validation_start

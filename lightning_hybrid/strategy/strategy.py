@@ -24,17 +24,16 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_hybrid.config import Settings
+from lightning_hybrid.config import HybridConfig, resolve_sizes
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.distributed.dtensor import keeping_marks
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.sizes import resolve_sizes
 from lightning_hybrid.strategy import checks as refusals
 from lightning_hybrid.strategy import launch as processes
 from lightning_hybrid.strategy.arguments import check_arguments
 from lightning_hybrid.strategy.collectives import outside_of_steps
 from lightning_hybrid.strategy.meta_init import lacks_values
-from lightning_hybrid.strategy.run import Assembly
+from lightning_hybrid.strategy.run import RunState
 from lightning_hybrid.strategy.stepping import SteppingStrategy
 from lightning_hybrid.strategy.summary import batch_text
 from lightning_hybrid.trainer import optimization
@@ -139,9 +138,9 @@ class HybridStrategy(SteppingStrategy):
         usual = 4 * pipeline_parallel_size if pipeline_parallel_size > 1 else 1
         given["num_microbatches"] = usual if num_microbatches == "auto" else num_microbatches
         given["offload"] = (offload,) if isinstance(offload, str) else tuple(offload or ())
-        self.settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
+        self.settings = HybridConfig(**{field.name: given[field.name] for field in fields(HybridConfig)})
         self._wished_sizes = (data_parallel_size, tensor_parallel_size, pipeline_parallel_size)
-        self._assembly: Assembly | None = None
+        self._assembly: RunState | None = None
         self._started: WeakSet[LightningModule] | None = None  # modules that have had their initial weights
         self._process_group_backend = process_group_backend
         self.num_nodes = 1
@@ -242,7 +241,7 @@ class HybridStrategy(SteppingStrategy):
             self._assembly = None
         if self._assembly is None:
             self._started = WeakSet() if self._started is None else self._started
-            self._assembly = Assembly(self.settings, self.sizes, self.root_device, self._started)
+            self._assembly = RunState(self.settings, self.sizes, self.root_device, self._started)
         module = self._module
         module._device_mesh = self.device_mesh
         self._assembly.attach(module)
@@ -293,7 +292,7 @@ class HybridStrategy(SteppingStrategy):
             self._parts.archive.optimizers.strip(optimizer)
 
     def model_to_device(self) -> None:
-        """Move what lives here; stand-ins stay where they are."""
+        """Move what lives here; placeholders stay where they are."""
         assert self.model is not None
         self.model.to(self.root_device)
 
@@ -342,7 +341,7 @@ class HybridStrategy(SteppingStrategy):
 
     def _norm_arguments(self) -> dict[str, Any]:
         parts = self._parts
-        return {"group": self._owners(), "counts": parts.replication.counts, "device": self.root_device}
+        return {"group": self._owners(), "counts": parts.grad_sync.counts_in_norm, "device": self.root_device}
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, and leave every group without a collective."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from torch import nn
 
-from lightning_hybrid.memory.account import Account
+from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.schedules import Schedule
 
 __all__ = ["StageRow", "batch_text", "layout_text", "memory_table", "stage_rows", "stage_table"]
@@ -38,7 +38,7 @@ def stage_rows(body: nn.Sequential, stages: Sequence[range], num_ranks: int) -> 
     """The stages as data.
 
     Args:
-        body: The body, with stand-ins or without.
+        body: The body, with placeholders or without.
         stages: The layers of each stage.
         num_ranks: The number of pipeline ranks.
     """
@@ -82,14 +82,14 @@ def stage_table(rows: Sequence[StageRow], body: str) -> str:
     return _table(cells, left=(2, 3))
 
 
-def memory_table(accounts: Sequence[Account], measured: Sequence[Account] = ()) -> str:
+def memory_table(accounts: Sequence[MemoryUsage], measured: Sequence[MemoryUsage] = ()) -> str:
     """What each pipeline rank holds, as text.
 
     Args:
         accounts: As reckoned, by pipeline rank.
         measured: As measured, if it was: then what was reckoned stands behind it, in brackets.
     """
-    every = [field.name for field in fields(Account)]
+    every = [field.name for field in fields(MemoryUsage)]
     names = [name for name in every if any(getattr(each, name) is not None for each in (*accounts, *measured))]
     names += ["total"] if names == every else []
     cells = [("MiB", *names)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_hybrid.distributed.dtensor import shard_of
 from lightning_hybrid.distributed.random import own_numbers
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
-from lightning_hybrid.tensor_parallel.mappings import fan_in, fan_out, gather
+from lightning_hybrid.tensor_parallel.mappings import copy_to_tp, gather_from_tp, reduce_from_tp
 
 __all__ = ["ParallelAttention"]
 
@@ -83,7 +83,7 @@ class ParallelAttention(ParallelLayer):
     def _enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         whole = self.enter(query)
         if self.whole_memory:
-            return whole, fan_out(key, self.tensor_group), fan_out(value, self.tensor_group)
+            return whole, copy_to_tp(key, self.tensor_group), copy_to_tp(value, self.tensor_group)
         k, v = (whole if _same(other, query) else self.enter(other) for other in (key, value))
         return whole, k, v
 
@@ -134,9 +134,9 @@ class ParallelAttention(ParallelLayer):
         if weights is None:
             return None
         if average:
-            weights = fan_in(weights.sum(1) / self.num_heads, self.tensor_group)
+            weights = reduce_from_tp(weights.sum(1) / self.num_heads, self.tensor_group)
         else:
-            weights = gather(weights, 1, self.tensor_group)
+            weights = gather_from_tp(weights, 1, self.tensor_group)
         return weights if is_batched else weights.squeeze(0)
 
 

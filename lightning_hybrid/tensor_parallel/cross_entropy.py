@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hybrid.tensor_parallel.mappings import TensorGroup, fan_in, maximum
+from lightning_hybrid.tensor_parallel.mappings import TensorGroup, maximum, reduce_from_tp
 
 __all__ = ["argmax", "cross_entropy", "in_loss_precision", "log_sum_exp"]
 
@@ -93,7 +93,9 @@ def cross_entropy(
     if target.is_floating_point() and target.ndim == shard.ndim:
         weighted = target.to(shard.dtype) * (1 - label_smoothing) + label_smoothing / num_classes
         weighted = weighted * along
-        each = constant * weighted.sum(dim) - fan_in((shard * _own_classes(weighted, dim, group)).sum(dim), group)
+        each = constant * weighted.sum(dim) - reduce_from_tp(
+            (shard * _own_classes(weighted, dim, group)).sum(dim), group
+        )
         total: Any = each.numel()  # of probabilities, torch takes the mean over samples, whatever the weights
     else:
         _check_classes(target, shard, ignore_index, num_classes, dim)
@@ -102,7 +104,9 @@ def cross_entropy(
         counts = weights[classes].masked_fill(ignored, 0.0)
         each = (constant - _pick(shard, classes, dim, group)).masked_fill(ignored, 0.0) * counts
         if label_smoothing:
-            spread = constant * weights.sum() - fan_in((shard * _own_classes(along, dim, group)).sum(dim), group)
+            spread = constant * weights.sum() - reduce_from_tp(
+                (shard * _own_classes(along, dim, group)).sum(dim), group
+            )
             spread = spread.masked_fill(ignored, 0.0)
             each = each * (1 - label_smoothing) + spread * (label_smoothing / num_classes)
         total = counts.sum()
@@ -151,7 +155,7 @@ def _pick(logarithms: Tensor, classes: Tensor, dim: int, group: TensorGroup) -> 
     local = classes - group.rank * size
     elsewhere = (local < 0) | (local >= size)
     found = logarithms.gather(dim, local.masked_fill(elsewhere, 0).unsqueeze(dim)).squeeze(dim)
-    return fan_in(found.masked_fill(elsewhere, 0.0), group)
+    return reduce_from_tp(found.masked_fill(elsewhere, 0.0), group)
 
 
 def _own_classes(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:

@@ -17,14 +17,14 @@ from lightning_hybrid.distributed.dtensor import shard_of
 from lightning_hybrid.distributed.random import own_numbers
 from lightning_hybrid.tensor_parallel.mappings import (
     TensorGroup,
-    fan_in,
-    fan_in_scatter,
-    fan_out,
-    gather,
-    gather_fan_out,
-    split,
+    copy_to_tp,
+    gather_from_sp,
+    gather_from_tp,
+    reduce_from_tp,
+    reduce_scatter_to_sp,
+    scatter_to_tp,
 )
-from lightning_hybrid.tensor_parallel.vocab_parallel import VocabularyShards
+from lightning_hybrid.tensor_parallel.vocab_parallel import VocabParallelLogits
 
 __all__ = [
     "ColumnLinear",
@@ -35,8 +35,8 @@ __all__ = [
     "SequenceRegion",
     "VocabularyEmbedding",
     "VocabularyHead",
-    "become",
-    "become_again",
+    "parallelize_layer",
+    "restore_layer",
 ]
 
 
@@ -55,17 +55,17 @@ class ParallelLayer:
     def enter(self, x: Tensor) -> Tensor:
         """What comes in, whole, about to be used with a shard of the weights."""
         if self.sequence_dim is None:
-            return fan_out(x, self.tensor_group)
-        return gather_fan_out(x, self.sequence_dim, self.tensor_group)
+            return copy_to_tp(x, self.tensor_group)
+        return gather_from_sp(x, self.sequence_dim, self.tensor_group)
 
     def leave(self, x: Tensor) -> Tensor:
         """What goes out: the sum over the ranks."""
         if self.sequence_dim is None:
-            return fan_in(x, self.tensor_group)
-        return fan_in_scatter(x, self.sequence_dim, self.tensor_group)
+            return reduce_from_tp(x, self.tensor_group)
+        return reduce_scatter_to_sp(x, self.sequence_dim, self.tensor_group)
 
 
-def become(layer: nn.Module, kind: type, **attributes: Any) -> None:
+def parallelize_layer(layer: nn.Module, kind: type, **attributes: Any) -> None:
     """Turn a layer into a parallel one.
 
     Args:
@@ -79,7 +79,7 @@ def become(layer: nn.Module, kind: type, **attributes: Any) -> None:
     vars(layer).update(attributes)
 
 
-def become_again(layer: nn.Module) -> None:
+def restore_layer(layer: nn.Module) -> None:
     """Turn a parallel layer into what it was."""
     while type(layer) in _MIXED.values():
         layer.__class__ = type(layer).__bases__[1]
@@ -114,7 +114,7 @@ class ColumnLinear(ParallelLayer):
         if self.enters:
             x = self.enter(x)
         y = F.linear(x, shard_of(self.weight), shard_of(self.bias))
-        return gather(y, -1, self.tensor_group) if self.gathers_output else y
+        return gather_from_tp(y, -1, self.tensor_group) if self.gathers_output else y
 
 
 class RowLinear(ParallelLayer):
@@ -131,7 +131,7 @@ class RowLinear(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features / T)`` to ``(..., out_features)``."""
         if self.splits_input:
-            x = split(x, -1, self.tensor_group)
+            x = scatter_to_tp(x, -1, self.tensor_group)
         y = self.leave(F.linear(x, shard_of(self.weight)))
         return y if self.bias is None else y + self.bias
 
@@ -157,7 +157,7 @@ class VocabularyEmbedding(ParallelLayer):
         padding = None if self.padding_idx is None else self.padding_idx - first
         own_padding = padding if padding is not None and 0 <= padding < len(weight) else None
         found = F.embedding(local.masked_fill(elsewhere, 0), weight, own_padding)
-        return fan_in(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tensor_group)
+        return reduce_from_tp(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tensor_group)
 
 
 class VocabularyHead(ParallelLayer):
@@ -167,9 +167,9 @@ class VocabularyHead(ParallelLayer):
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., in_features)`` to `VocabularyShards` of shape ``(..., out_features)``."""
+        """``(..., in_features)`` to `VocabParallelLogits` of shape ``(..., out_features)``."""
         y = F.linear(self.enter(x), shard_of(self.weight), shard_of(self.bias))
-        return VocabularyShards.of(y, self.tensor_group)
+        return VocabParallelLogits.of(y, self.tensor_group)
 
 
 class OnShards(ParallelLayer):
@@ -199,9 +199,9 @@ class SequenceRegion(ParallelLayer):
         """As the layer does, on a share of the sequence."""
         assert self.sequence_dim is not None
         if self.splits:
-            x = split(x, self.sequence_dim, self.tensor_group)
+            x = scatter_to_tp(x, self.sequence_dim, self.tensor_group)
         y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        return gather(y, self.sequence_dim, self.tensor_group) if self.gathers else y
+        return gather_from_tp(y, self.sequence_dim, self.tensor_group) if self.gathers else y
 
 
 class SequenceGathered(ParallelLayer):

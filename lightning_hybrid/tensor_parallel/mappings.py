@@ -29,9 +29,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_hybrid.distributed.dtensor import full
+from lightning_hybrid.distributed.dtensor import full_tensor
 
-__all__ = ["TensorGroup", "fan_in", "fan_in_scatter", "fan_out", "gather", "gather_fan_out", "maximum", "split"]
+__all__ = [
+    "TensorGroup",
+    "copy_to_tp",
+    "gather_from_sp",
+    "gather_from_tp",
+    "maximum",
+    "reduce_from_tp",
+    "reduce_scatter_to_sp",
+    "scatter_to_tp",
+]
 
 # The names that torch 2.13 brought; before, they were called otherwise.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -63,7 +72,7 @@ class TensorGroup:
         return self
 
 
-def fan_out(x: Tensor, group: TensorGroup) -> Tensor:
+def copy_to_tp(x: Tensor, group: TensorGroup) -> Tensor:
     """A replicated tensor, about to be used by every rank's shard; its gradient is summed.
 
     Several layers that take one tensor (the projections of an attention, say) share one sum.
@@ -79,19 +88,19 @@ def fan_out(x: Tensor, group: TensorGroup) -> Tensor:
     return known[1]
 
 
-def fan_in(x: Tensor, group: TensorGroup) -> Tensor:
+def reduce_from_tp(x: Tensor, group: TensorGroup) -> Tensor:
     """The sum over the ranks; changes `x`, which must be the fresh result of an operation."""
     result: Tensor = _FanIn.apply(x, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def gather(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
+def gather_from_tp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """The shards of all ranks, joined along a dimension."""
     result: Tensor = _Gather.apply(x, dim, group, False)  # type: ignore[no-untyped-call]
     return result
 
 
-def split(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
+def scatter_to_tp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """This rank's shard of a replicated tensor.
 
     Raises:
@@ -107,10 +116,10 @@ def split(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     return result
 
 
-def gather_fan_out(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
+def gather_from_sp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """The shards of all ranks, joined, about to be used by every rank's shard of a layer; their gradient is summed.
 
-    As in :func:`fan_out`, several layers that take one tensor share the collectives.
+    As in :func:`copy_to_tp`, several layers that take one tensor share the collectives.
     """
     if x.is_leaf or not (torch.is_grad_enabled() and x.requires_grad):
         return _Gather.apply(x, dim, group, True)  # type: ignore[no-untyped-call, no-any-return]
@@ -121,7 +130,7 @@ def gather_fan_out(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     return known[1]
 
 
-def fan_in_scatter(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
+def reduce_scatter_to_sp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """This rank's shard, along a dimension, of the sum over the ranks.
 
     It uses up `x`, which must be the fresh result of an operation.
@@ -165,7 +174,7 @@ class _FanOut(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = full(gradient).clone(memory_format=torch.contiguous_format)
+        gradient = full_tensor(gradient).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient, group=ctx.group.group)
         return gradient, None
 
@@ -183,7 +192,7 @@ class _FanIn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return full(gradient), None
+        return full_tensor(gradient), None
 
 
 class _Gather(torch.autograd.Function):
@@ -196,7 +205,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         back = _summed if ctx.fans_out else _own
-        return back(full(gradient), ctx.dim, ctx.group), None, None, None
+        return back(full_tensor(gradient), ctx.dim, ctx.group), None, None, None
 
 
 class _Split(torch.autograd.Function):
@@ -208,7 +217,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _joined(full(gradient), ctx.dim, ctx.group), None, None
+        return _joined(full_tensor(gradient), ctx.dim, ctx.group), None, None
 
 
 class _FanInScatter(torch.autograd.Function):
@@ -222,4 +231,4 @@ class _FanInScatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _joined(full(gradient), ctx.dim, ctx.group), None, None
+        return _joined(full_tensor(gradient), ctx.dim, ctx.group), None, None

@@ -13,19 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from lightning_hybrid.pipeline_parallel.stage_map import name_matches
+from lightning_hybrid.config import UserPlan
+from lightning_hybrid.distributed.module_names import name_matches
 from lightning_hybrid.tensor_parallel.auto_plan import automatic_plan
 from lightning_hybrid.tensor_parallel.fast_paths import leave_fast_paths, take_fast_paths
-from lightning_hybrid.tensor_parallel.layers import ParallelLayer, become_again
+from lightning_hybrid.tensor_parallel.layers import ParallelLayer, restore_layer
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.sequence_parallel import PlanRow, in_regions
 from lightning_hybrid.tensor_parallel.shard import Sharder
-from lightning_hybrid.tensor_parallel.styles import STYLES, Division, find_style
+from lightning_hybrid.tensor_parallel.styles import STYLES, ParamSplit, find_style
 
-__all__ = ["Plan", "PlanRow", "UserPlan", "make_plan"]
+__all__ = ["Plan", "PlanRow", "make_plan"]
 
-#: What a user may give: names with wildcards, and styles by name or as objects of torch.
-UserPlan = Mapping[str, str | ParallelStyle]
 
 _WITH_SUFFIX = ("sequence_region:0", "sequence_region:1", "attention:memory")
 _ATTRIBUTES = "divide:"  # "divide:num_heads" divides integers that a module of the user's own computes with
@@ -102,10 +101,10 @@ class Plan:
                 for attribute in _attributes(row.style):
                     setattr(layer, attribute, getattr(layer, attribute) * self.size)
             else:
-                become_again(layer)
+                restore_layer(layer)
         take_fast_paths(module)
 
-    def divisions(self) -> dict[str, Division]:
+    def divisions(self) -> dict[str, ParamSplit]:
         """How parameters are divided, by the names that the plan has for them."""
         return {_join(row.name, each.path): each for row in self.rows for each in row.divisions}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_hybrid.tensor_parallel.styles import STYLES, Division
+from lightning_hybrid.tensor_parallel.styles import STYLES, ParamSplit
 
 __all__ = ["PlanRow", "in_regions"]
 
@@ -38,7 +38,7 @@ class PlanRow:
 
     name: str
     style: str
-    divisions: tuple[Division, ...] = ()
+    divisions: tuple[ParamSplit, ...] = ()
     sequence_dim: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 
-__all__ = ["Sharder", "joined"]
+__all__ = ["Sharder", "unshard"]
 
 
 class Sharder:
@@ -69,15 +69,15 @@ class Sharder:
             seen = values.view(*values.shape[:dim], blocks, size // blocks, *values.shape[dim + 1 :])
             own = seen.chunk(self._group.size, dim + 1)[self._group.rank].clone(memory_format=torch.contiguous_format)
             # Of several blocks, torch itself finds out how the flattened tensor is divided.
-            joined: Tensor = DTensor.from_local(own, self._mesh, [Shard(dim + 1)], run_check=False)
-            shards = joined.flatten(dim, dim + 1)
+            unshard: Tensor = DTensor.from_local(own, self._mesh, [Shard(dim + 1)], run_check=False)
+            shards = unshard.flatten(dim, dim + 1)
         assert shards.shape == parameter.shape
         made = nn.Parameter(shards, requires_grad=parameter.requires_grad)
         vars(made).update(vars(parameter))  # marks such as `no_weight_decay`, by which users choose parameter groups
         return made
 
 
-def joined(shards: Sequence[Tensor], dim: int, *, blocks: int = 1) -> Tensor:
+def unshard(shards: Sequence[Tensor], dim: int, *, blocks: int = 1) -> Tensor:
     """The whole of a tensor that a :class:`Sharder` has divided.
 
     Args:

@@ -10,13 +10,13 @@ from torch import nn
 
 from lightning_hybrid.tensor_parallel import layers
 from lightning_hybrid.tensor_parallel.attention import ParallelAttention
-from lightning_hybrid.tensor_parallel.layers import become
+from lightning_hybrid.tensor_parallel.layers import parallelize_layer
 
-__all__ = ["STYLES", "Division", "Style", "find_style"]
+__all__ = ["STYLES", "ParamSplit", "Style", "find_style"]
 
 
 @dataclass(frozen=True)
-class Division:
+class ParamSplit:
     """How a parameter is divided.
 
     Attributes:
@@ -45,7 +45,7 @@ class Style:
 
     kinds: tuple[type[nn.Module], ...]
     mixin: type | None
-    divides: Callable[[nn.Module], list[Division]] = lambda layer: []
+    divides: Callable[[nn.Module], list[ParamSplit]] = lambda layer: []
     attributes: dict[str, Any] = field(default_factory=dict)
     adds_up: bool = False
     for_sequences: bool = False
@@ -90,22 +90,22 @@ class Style:
     def transform(self, layer: nn.Module, **attributes: Any) -> None:
         """Make the layer what this style says; its parameters are divided elsewhere."""
         if self.mixin is not None:
-            become(layer, self.mixin, **{**self.attributes, **attributes})
+            parallelize_layer(layer, self.mixin, **{**self.attributes, **attributes})
 
 
-def _weight_and_bias(dim: int, blocks: int = 1, *, bias: bool = True) -> Callable[[nn.Module], list[Division]]:
-    def divides(layer: nn.Module) -> list[Division]:
-        found = [Division("weight", dim, blocks)]
+def _weight_and_bias(dim: int, blocks: int = 1, *, bias: bool = True) -> Callable[[nn.Module], list[ParamSplit]]:
+    def divides(layer: nn.Module) -> list[ParamSplit]:
+        found = [ParamSplit("weight", dim, blocks)]
         if bias and getattr(layer, "bias", None) is not None:
-            found.append(Division("bias", 0, blocks))
+            found.append(ParamSplit("bias", 0, blocks))
         return found
 
     return divides
 
 
-def _attention(layer: nn.Module) -> list[Division]:
-    found: Iterator[Division] = (
-        Division(name, 0, blocks)
+def _attention(layer: nn.Module) -> list[ParamSplit]:
+    found: Iterator[ParamSplit] = (
+        ParamSplit(name, 0, blocks)
         for name, blocks in (
             ("in_proj_weight", 3),
             ("q_proj_weight", 1),
@@ -115,7 +115,7 @@ def _attention(layer: nn.Module) -> list[Division]:
         )
     )
     divided = [division for division in found if getattr(layer, division.path) is not None]
-    return [*divided, Division("out_proj.weight", 1)]
+    return [*divided, ParamSplit("out_proj.weight", 1)]
 
 
 def _column(blocks: int = 1, *, gathers_output: bool = False) -> Style:

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.distributed.dtensor import full
+from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.tensor_parallel.mappings import TensorGroup, gather
+from lightning_hybrid.tensor_parallel.mappings import TensorGroup, gather_from_tp
 
-__all__ = ["VocabularyShards", "serves", "whole"]
+__all__ = ["VocabParallelLogits", "serves", "to_plain_tensors"]
 
 _AUTOGRAD = ("apply", "grad", "backward")
 _Operation = Callable[..., Any]
 _SERVED: dict[str, _Operation] = {}
 
 
-class VocabularyShards(torch.Tensor):
+class VocabParallelLogits(torch.Tensor):
     """Logits, or their logarithmic softmax, of shape ``(..., classes, ...)``; this rank has a share of the classes.
 
     All ranks of the group must do the same with it, as they do if they run the same code.
@@ -43,17 +43,17 @@ class VocabularyShards(torch.Tensor):
     _is_changed: bool
 
     @staticmethod
-    def of(shard: Tensor, group: TensorGroup, class_dim: int = -1) -> VocabularyShards:
+    def of(shard: Tensor, group: TensorGroup, class_dim: int = -1) -> VocabParallelLogits:
         """Wrap this rank's share."""
-        made: VocabularyShards = _Wrap.apply(shard, group, class_dim % shard.ndim)  # type: ignore[no-untyped-call]
+        made: VocabParallelLogits = _Wrap.apply(shard, group, class_dim % shard.ndim)  # type: ignore[no-untyped-call]
         return made
 
     @staticmethod
-    def _made(own: Tensor, group: TensorGroup, class_dim: int) -> VocabularyShards:
+    def _made(own: Tensor, group: TensorGroup, class_dim: int) -> VocabParallelLogits:
         shape = list(own.shape)
         shape[class_dim] *= group.size
-        made = torch.Tensor._make_wrapper_subclass(VocabularyShards, shape, dtype=own.dtype, device=own.device)
-        assert isinstance(made, VocabularyShards)
+        made = torch.Tensor._make_wrapper_subclass(VocabParallelLogits, shape, dtype=own.dtype, device=own.device)
+        assert isinstance(made, VocabParallelLogits)
         made._own, made.class_dim, made.tensor_group, made._shard, made._whole = own, class_dim, group, None, None
         made._is_changed = False
         return made
@@ -70,9 +70,9 @@ class VocabularyShards(torch.Tensor):
             self._shard = _Unwrap.apply(self)  # type: ignore[no-untyped-call]
         return self._shard
 
-    def like(self, shard: Tensor, class_dim: int | None = None) -> VocabularyShards:
+    def like(self, shard: Tensor, class_dim: int | None = None) -> VocabParallelLogits:
         """Another share of the same classes."""
-        return VocabularyShards.of(shard, self.tensor_group, self.class_dim if class_dim is None else class_dim)
+        return VocabParallelLogits.of(shard, self.tensor_group, self.class_dim if class_dim is None else class_dim)
 
     def whole(self) -> Tensor:
         """The joined tensor; a collective, the first time."""
@@ -81,14 +81,14 @@ class VocabularyShards(torch.Tensor):
             return self._whole
         shard = self.shard
         if self._whole is None or shard.requires_grad > self._whole.requires_grad:
-            self._whole = gather(shard, self.class_dim, self.tensor_group)
+            self._whole = gather_from_tp(shard, self.class_dim, self.tensor_group)
         return self._whole
 
     def _change(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Change the values in place: from here on the joined tensor is what counts."""
         if not self._is_changed:
             self._whole, self._is_changed = self.whole().clone(), True
-        args, kwargs = whole((args, kwargs))
+        args, kwargs = to_plain_tensors((args, kwargs))
         result = func(self._whole, *args, **kwargs)
         return self if result is self._whole else result
 
@@ -104,7 +104,7 @@ class VocabularyShards(torch.Tensor):
         if name in _AUTOGRAD:  # it hands on what it is given
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        first = args[0] if args and isinstance(args[0], VocabularyShards) else None
+        first = args[0] if args and isinstance(args[0], VocabParallelLogits) else None
         if first is not None and _changes_in_place(name):
             return first._change(func, *args[1:], **kwargs)
         served = _SERVED.get(name)
@@ -112,18 +112,18 @@ class VocabularyShards(torch.Tensor):
             result = served(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        args, kwargs = whole((args, kwargs))
+        args, kwargs = to_plain_tensors((args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """What autograd itself does: it hands tensors on, and adds gradients of the same classes."""
-        first = next(arg for arg in args if isinstance(arg, VocabularyShards))
-        own = [arg._own if isinstance(arg, VocabularyShards) else arg for arg in args]
+        first = next(arg for arg in args if isinstance(arg, VocabParallelLogits))
+        own = [arg._own if isinstance(arg, VocabParallelLogits) else arg for arg in args]
         if func is torch.ops.aten.view.default:  # `view_as` itself
             own[1] = first._own.shape
         result = func(*own, **(kwargs or {}))
-        return VocabularyShards._made(result, first.tensor_group, first.class_dim)
+        return VocabParallelLogits._made(result, first.tensor_group, first.class_dim)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without the values: those of the other ranks are not at hand."""
@@ -141,11 +141,11 @@ class _Wrap(torch.autograd.Function):
     """From a share to logits in the graph, and, for gradients, back."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, group: TensorGroup, class_dim: int) -> VocabularyShards:
-        return VocabularyShards._made(shard.detach(), group, class_dim)
+    def forward(ctx: Any, shard: Tensor, group: TensorGroup, class_dim: int) -> VocabParallelLogits:
+        return VocabParallelLogits._made(shard.detach(), group, class_dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: VocabularyShards) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: VocabParallelLogits) -> tuple[Tensor, None, None]:
         return gradient._own, None, None
 
 
@@ -153,13 +153,13 @@ class _Unwrap(torch.autograd.Function):
     """From logits to this rank's share."""
 
     @staticmethod
-    def forward(ctx: Any, logits: VocabularyShards) -> Tensor:
+    def forward(ctx: Any, logits: VocabParallelLogits) -> Tensor:
         ctx.like = logits.tensor_group, logits.class_dim
         return logits._own.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> VocabularyShards:
-        return VocabularyShards._made(gradient, *ctx.like)
+    def backward(ctx: Any, gradient: Tensor) -> VocabParallelLogits:
+        return VocabParallelLogits._made(gradient, *ctx.like)
 
 
 def _changes_in_place(name: str) -> bool:
@@ -189,11 +189,13 @@ def serves(*names: str) -> Callable[[_Operation], _Operation]:
     return register
 
 
-def whole(value: Any) -> Any:
+def to_plain_tensors(value: Any) -> Any:
     """A tree of values, with ordinary tensors for logits in shards and for tensors that torch has divided."""
     if type(value) is Tensor:
         return value
     leaves, spec = flatten(value)
-    if not any(isinstance(leaf, (VocabularyShards, DTensor)) for leaf in leaves):
+    if not any(isinstance(leaf, (VocabParallelLogits, DTensor)) for leaf in leaves):
         return value
-    return unflatten([leaf.whole() if isinstance(leaf, VocabularyShards) else full(leaf) for leaf in leaves], spec)
+    return unflatten(
+        [leaf.whole() if isinstance(leaf, VocabParallelLogits) else full_tensor(leaf) for leaf in leaves], spec
+    )

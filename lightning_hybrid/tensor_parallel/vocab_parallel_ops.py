@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_hybrid.tensor_parallel import cross_entropy as losses
-from lightning_hybrid.tensor_parallel.mappings import fan_out
-from lightning_hybrid.tensor_parallel.vocab_parallel import VocabularyShards, serves
+from lightning_hybrid.tensor_parallel.mappings import copy_to_tp
+from lightning_hybrid.tensor_parallel.vocab_parallel import VocabParallelLogits, serves
 
 __all__: list[str] = []  # imported for what it registers
 
@@ -43,13 +43,13 @@ def _metadata(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @serves("view_as")
-def _view_as(func: Callable[..., Any], logits: VocabularyShards, other: Tensor) -> Any:
+def _view_as(func: Callable[..., Any], logits: VocabParallelLogits, other: Tensor) -> Any:
     """Of itself: so autograd hands a tensor on, from a hook of a layer, say."""
     return _metadata(func, logits, other) if other is logits else NotImplemented
 
 
 @serves(*_ELEMENTWISE)
-def _elementwise(func: Callable[..., Any], logits: VocabularyShards, *args: Any, **kwargs: Any) -> Any:
+def _elementwise(func: Callable[..., Any], logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     # A factor that learns, too: its gradient would be a sum over ranks.
     if any(isinstance(arg, Tensor) and (arg.ndim > 0 or arg.requires_grad) for arg in (*args, *kwargs.values())):
         return NotImplemented
@@ -58,7 +58,7 @@ def _elementwise(func: Callable[..., Any], logits: VocabularyShards, *args: Any,
 
 
 @serves("view", "reshape", "flatten", "unflatten")
-def _reshape(func: Callable[..., Any], logits: VocabularyShards, *shape: Any, **kwargs: Any) -> Any:
+def _reshape(func: Callable[..., Any], logits: VocabParallelLogits, *shape: Any, **kwargs: Any) -> Any:
     if shape and isinstance(shape[0], torch.dtype):
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
@@ -73,7 +73,7 @@ def _reshape(func: Callable[..., Any], logits: VocabularyShards, *shape: Any, **
 
 
 @serves("transpose", "permute", "movedim", "moveaxis", "swapaxes", "unsqueeze", "get mT")
-def _move(func: Callable[..., Any], logits: VocabularyShards, *args: Any, **kwargs: Any) -> Any:
+def _move(func: Callable[..., Any], logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     """Dimensions change places: an empty tensor whose sizes tell them apart says where the classes go."""
     marks = torch.empty([1 if dim != logits.class_dim else 2 for dim in range(logits.ndim)], device="meta")
     moved = func(marks, *args, **kwargs)
@@ -81,7 +81,7 @@ def _move(func: Callable[..., Any], logits: VocabularyShards, *args: Any, **kwar
 
 
 @serves("__getitem__")
-def _index(func: Callable[..., Any], logits: VocabularyShards, index: Any) -> Any:
+def _index(func: Callable[..., Any], logits: VocabParallelLogits, index: Any) -> Any:
     """Slices and masks of the dimensions before the classes, where those are the last one."""
     if logits.class_dim != logits.ndim - 1:
         return NotImplemented
@@ -112,7 +112,7 @@ def _is_everything(index: Any) -> bool:
 
 
 @serves("log_softmax")
-def _log_softmax(func: Callable[..., Any], logits: VocabularyShards, *args: Any, **kwargs: Any) -> Any:
+def _log_softmax(func: Callable[..., Any], logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     names = ("dim", "_stacklevel", "dtype") if func is F.log_softmax else ("dim", "dtype")
     named = dict(zip(names, args, strict=False)) | kwargs
     dim, dtype = named.get("dim"), named.get("dtype")
@@ -120,14 +120,14 @@ def _log_softmax(func: Callable[..., Any], logits: VocabularyShards, *args: Any,
         return NotImplemented
     shard = losses.in_loss_precision(logits.shard if dtype is None else logits.shard.to(dtype))
     # Every rank subtracts the same number from its own classes: the gradient of that number is a sum over ranks.
-    logarithm = fan_out(losses.log_sum_exp(shard, logits.class_dim, logits.tensor_group), logits.tensor_group)
+    logarithm = copy_to_tp(losses.log_sum_exp(shard, logits.class_dim, logits.tensor_group), logits.tensor_group)
     return logits.like(shard - logarithm)
 
 
 @serves("cross_entropy", "nll_loss")
 def _loss_of_classes(
     func: Callable[..., Any],
-    scores: VocabularyShards,
+    scores: VocabParallelLogits,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: Any = None,
@@ -138,7 +138,7 @@ def _loss_of_classes(
 ) -> Any:
     """`cross_entropy` of logits, or `nll_loss` of what `log_softmax` gave."""
     is_old = size_average is not None or reduce is not None
-    if is_old or not _is_class_dim(scores) or isinstance(target, VocabularyShards) or target.requires_grad:
+    if is_old or not _is_class_dim(scores) or isinstance(target, VocabParallelLogits) or target.requires_grad:
         return NotImplemented
     shard, logarithm = scores.shard, None
     dim, group = scores.class_dim, scores.tensor_group
@@ -148,13 +148,13 @@ def _loss_of_classes(
     return losses.cross_entropy(shard, logarithm, target, weight, ignore_index, reduction, label_smoothing, dim, group)
 
 
-def _is_class_dim(logits: VocabularyShards) -> bool:
+def _is_class_dim(logits: VocabParallelLogits) -> bool:
     """Whether the classes are where the losses of torch look for them."""
     return logits.class_dim == (0 if logits.ndim == 1 else 1)
 
 
 @serves("argmax")
-def _argmax(func: Callable[..., Any], logits: VocabularyShards, dim: Any = None, keepdim: bool = False) -> Any:
+def _argmax(func: Callable[..., Any], logits: VocabParallelLogits, dim: Any = None, keepdim: bool = False) -> Any:
     if not isinstance(dim, int) or dim % logits.ndim != logits.class_dim:
         return NotImplemented
     return losses.argmax(logits.shard.detach(), logits.class_dim, keepdim, logits.tensor_group)

@@ -19,10 +19,10 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_hybrid.checkpoint.resume.replay import LoaderWrapper
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast, broadcast_object
+from lightning_hybrid.trainer.resume.replay import LoaderWrapper
 
 __all__ = ["ComparedLoader", "ReplicaSampler", "SharedLoader", "prepare_loader"]
 

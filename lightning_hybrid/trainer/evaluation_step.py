@@ -10,9 +10,9 @@ from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.body import BodyCut
 from lightning_hybrid.pipeline_parallel.microbatch import JoinError, find_batch_size, join, signature, slicing
 from lightning_hybrid.pipeline_parallel.schedules import build_forward
-from lightning_hybrid.tensor_parallel.vocab_parallel import whole
+from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.results.logging import merge_logs
-from lightning_hybrid.trainer.step_context import Pipeline
+from lightning_hybrid.trainer.step_context import StepContext
 
 __all__ = ["EvaluationStep"]
 
@@ -37,7 +37,7 @@ class EvaluationStep:
         dynamic_shapes: Whether shapes depend on values, so that nothing is remembered.
     """
 
-    def __init__(self, pipeline: Pipeline, num_microbatches: int, *, dynamic_shapes: bool = False) -> None:
+    def __init__(self, pipeline: StepContext, num_microbatches: int, *, dynamic_shapes: bool = False) -> None:
         self._pipeline = pipeline
         self._num_microbatches = num_microbatches
         self._remembers = not dynamic_shapes
@@ -71,7 +71,7 @@ class EvaluationStep:
         with pipeline.step(num_microbatches=1) as records, context():
             if pipeline.cut is None:
                 pipeline.enter_user_code(*coordinates, keep=True)
-                value = whole(user_step(*arguments))
+                value = to_plain_tensors(user_step(*arguments))
             else:
                 value = self._through_stages(pipeline.cut, user_step, arguments, coordinates)
         return pipeline.share(lambda: (value, merge_logs(records, [1])))
@@ -96,7 +96,7 @@ class EvaluationStep:
         if not pipeline.is_last:
             return None
         pipeline.enter_user_code(*coordinates, keep=True)
-        return whole(cut.around_body(user_step, arguments, lambda _: y))
+        return to_plain_tensors(cut.around_body(user_step, arguments, lambda _: y))
 
     def _body(self, key: Hashable, x: Any, total: int | None, coordinates: tuple[int, ...]) -> Any:
         """The output of the body for the whole batch, on the last stage."""

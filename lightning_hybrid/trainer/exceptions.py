@@ -11,12 +11,12 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hybrid.distributed.failure import FailureBoard, close_groups, is_transport
+from lightning_hybrid.distributed.failure import FailureStore, close_groups, is_transport
 
-__all__ = ["Departure"]
+__all__ = ["ExceptionCallback"]
 
 
-class Departure(Callback):
+class ExceptionCallback(Callback):
     """Goes before the callbacks of the user: they hear of an exception earlier than the strategy does.
 
     Some save a checkpoint then. Every rank has to take part in that, and the others are somewhere else: they would
@@ -28,7 +28,7 @@ class Departure(Callback):
         abandon: Lets go of everything that is under way.
     """
 
-    def __init__(self, board: FailureBoard, abandon: Callable[[], None]) -> None:
+    def __init__(self, board: FailureStore, abandon: Callable[[], None]) -> None:
         self._board = board
         self._abandon = abandon
         self._rank, self._is_alone = dist.get_rank(), dist.get_world_size() == 1

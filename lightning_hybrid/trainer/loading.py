@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_hybrid.checkpoint.resume.replay import TracedLoader
-from lightning_hybrid.checkpoint.resume.resume import Continuation
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.trainer.dataloader import prepare_loader
+from lightning_hybrid.trainer.resume.replay import ReplayableLoader
+from lightning_hybrid.trainer.resume.resume import ResumeCallback
 
-__all__ = ["Loading"]
+__all__ = ["DataLoaderPreparer"]
 
 
-class Loading:
+class DataLoaderPreparer:
     """Prepares loaders in Lightning's place.
 
     Lightning's own sampler shuffles training data whether or not the user's loader does; ours keeps its order.
@@ -25,7 +25,7 @@ class Loading:
         share: Whether one rank of each model group loads for all.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, continuation: Continuation, *, share: bool) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device, continuation: ResumeCallback, *, share: bool) -> None:
         self._mesh, self._device, self._continuation = mesh, device, continuation
         self._share = share
         self._divides: bool | None = None  # what the user said
@@ -46,4 +46,4 @@ class Loading:
         prepared = prepare_loader(loader, self._mesh, divide=divide, share=self._share, stage=stage)
         if not trainer.training:
             return prepared
-        return TracedLoader(prepared, self._device, waits=self._continuation.is_loaded)
+        return ReplayableLoader(prepared, self._device, waits=self._continuation.is_loaded)

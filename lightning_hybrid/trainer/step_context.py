@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import nn
 
-from lightning_hybrid.distributed.failure import FailureBoard, WrongUseError, close_groups, is_transport
+from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, close_groups, is_transport
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast
@@ -22,14 +22,14 @@ from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.p2p import Channel
 from lightning_hybrid.pipeline_parallel.schedules import ChannelKey, Schedule
 from lightning_hybrid.pipeline_parallel.stage import Compute
-from lightning_hybrid.pipeline_parallel.stage_map import Placement
-from lightning_hybrid.tensor_parallel.vocab_parallel import whole
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.results.logger_proxy import LoggerCall, LoggerCalls, make_calls, pack_calls
 from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from lightning_hybrid.trainer.results.module_attributes import assign_scalars, pack_scalars, scalars
 
-__all__ = ["Pipeline", "make_channels"]
+__all__ = ["StepContext", "make_channels"]
 
 _torch_profiles: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
@@ -58,20 +58,20 @@ def make_channels(
     for upstream, downstream in hops:
         keys: tuple[ChannelKey, ChannelKey] = (upstream, downstream, "activation"), (downstream, upstream, "gradient")
         for key in keys:
-            group = mesh.pair(upstream, downstream)
+            group = mesh.new_p2p_group(upstream, downstream)
             if group is not None:
                 peer = int(mesh.pipeline_rank == min(upstream, downstream))  # the lower rank comes first in the group
                 channels[key] = Channel(group, peer, device, dynamic_shapes)
     return channels
 
 
-class Pipeline:
+class StepContext:
     """What a step through the pipeline is made of.
 
     Args:
-        module: The user's module, with stand-ins for what lives elsewhere.
+        module: The user's module, with placeholders for what lives elsewhere.
         body: The dotted name of the body and the body; ``None`` if there is one stage.
-        placement: Which stage holds what.
+        stage_map: Which stage holds what.
         mesh: The ranks.
         streams: The random streams.
         board: Where failures are written.
@@ -91,10 +91,10 @@ class Pipeline:
         self,
         module: LightningModule,
         body: tuple[str, nn.Sequential] | None,
-        placement: Placement,
+        stage_map: StageMap,
         mesh: Mesh,
         streams: RandomStreams,
-        board: FailureBoard,
+        board: FailureStore,
         device: torch.device,
         engine: Engine,
         around_forwards: Callable[[], AbstractContextManager[None]],
@@ -105,7 +105,7 @@ class Pipeline:
         self.mesh = mesh
         self.streams = streams
         self.num_ranks = mesh.pipeline_parallel_size
-        self.num_stages = len(placement.stages)
+        self.num_stages = len(stage_map.stages)
         self.num_chunks = self.num_stages // self.num_ranks
         self.is_first = mesh.pipeline_rank == 0
         self.is_last = mesh.pipeline_rank == (self.num_stages - 1) % self.num_ranks
@@ -123,7 +123,7 @@ class Pipeline:
         self._serial = next(_SERIAL)
         self._parameters = list(module.parameters())
         self._layers = {
-            stage: [body[1][index] for index in placement.stages[stage]]
+            stage: [body[1][index] for index in stage_map.stages[stage]]
             for stage in range(mesh.pipeline_rank, self.num_stages, self.num_ranks)
             if body
         }
@@ -140,7 +140,7 @@ class Pipeline:
             with self.streams.layers(stage, *coordinates):
                 for layer in self._layers[stage]:
                     x = layer(x)
-            return x if stage == self.num_stages - 1 else whole(x)
+            return x if stage == self.num_stages - 1 else to_plain_tensors(x)
 
         return run
 
@@ -163,7 +163,7 @@ class Pipeline:
         return profiler
 
     def version(self, *, gradients: bool) -> Hashable:
-        """What decides which tensors need gradients, beside the batch: equal on all ranks, stand-ins included.
+        """What decides which tensors need gradients, beside the batch: equal on all ranks, placeholders included.
 
         Args:
             gradients: Whether the schedule has a backward.

@@ -12,16 +12,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_hybrid.data_parallel.grad_sync import Replication
+from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, signature, sizes, split_batch
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, build_forward
-from lightning_hybrid.tensor_parallel.vocab_parallel import whole
+from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.batch_hooks import to_device
 from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
-from lightning_hybrid.trainer.step_context import Pipeline
+from lightning_hybrid.trainer.step_context import StepContext
 
 __all__ = ["TrainingStep", "split_into"]
 
@@ -33,7 +33,7 @@ class TrainingStep:
 
     Args:
         pipeline: The parts.
-        replication: Sums and averages the gradients.
+        grad_sync: Sums and averages the gradients.
         schedule: The name of the schedule.
         num_microbatches: The wished number of micro-batches.
         loss_reduction: ``"mean"`` or ``"sum"``: how the user's loss reduces over the samples of a batch.
@@ -41,15 +41,15 @@ class TrainingStep:
 
     def __init__(
         self,
-        pipeline: Pipeline,
-        replication: Replication,
+        pipeline: StepContext,
+        grad_sync: GradientSync,
         *,
         schedule: str,
         num_microbatches: int,
         loss_reduction: str,
     ) -> None:
         self._pipeline = pipeline
-        self._replication = replication
+        self._grad_sync = grad_sync
         self._schedule = schedule
         self._num_microbatches = num_microbatches
         self._loss_reduction = loss_reduction
@@ -77,13 +77,13 @@ class TrainingStep:
         Returns:
             What `training_step` returned, merged over the micro-batches: the same on every rank, without a graph.
         """
-        pipeline, replication = self._pipeline, self._replication
+        pipeline, grad_sync = self._pipeline, self._grad_sync
         microbatches, counts = self._split(arguments[0])
         weights, factors = self._weights(microbatches, counts)
         outputs: list[Any] = []
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
-            replication.forward_begins(stage)
+            grad_sync.forward_begins(stage)
             with context():
                 value = self._compute(stage, microbatch, inputs, (microbatches[microbatch], *arguments[1:]), step)
                 if stage < pipeline.num_stages - 1:
@@ -96,18 +96,18 @@ class TrainingStep:
         with (
             pipeline.step(num_microbatches=len(counts), counts=counts) as records,
             torch.set_grad_enabled(backward),
-            replication.step(),
+            grad_sync.step(),
         ):
             pipeline.run(
                 self._schedule_of(len(counts), backward=backward),
                 compute,
                 keys,
-                backward_begins=lambda stage, last: replication.backward_begins(stage, is_last=last and reduce),
-                backward_ends=lambda stage, last: replication.backward_ends(stage, is_last=last and reduce, frees=last),
+                backward_begins=lambda stage, last: grad_sync.backward_begins(stage, is_last=last and reduce),
+                backward_ends=lambda stage, last: grad_sync.backward_ends(stage, is_last=last and reduce, frees=last),
             )
             if reduce:
                 with pipeline.profile("reduce"):
-                    replication.finish()
+                    grad_sync.finish()
         return pipeline.share(
             lambda: (
                 merge_outputs(outputs, counts, _total(outputs, weights)),
@@ -130,21 +130,21 @@ class TrainingStep:
             pipeline.enter_user_code(_TRAINING, step, microbatch, keep=is_last)
         training_step = pipeline.module.training_step
         if pipeline.cut is None:
-            return whole(training_step(*arguments))
+            return to_plain_tensors(training_step(*arguments))
         layers = pipeline.layers(stage, _TRAINING, step, microbatch)
         if stage == 0:
             return pipeline.cut.until_body(training_step, arguments, layers)
         if is_last:
-            return whole(pipeline.cut.around_body(training_step, arguments, lambda _: layers(inputs)))
+            return to_plain_tensors(pipeline.cut.around_body(training_step, arguments, lambda _: layers(inputs)))
         return layers(inputs)
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
         microbatches, counts = split_into(batch, self._num_microbatches, self._pipeline.module)
-        wholes = self._replication.wholes
+        wholes = self._grad_sync.wholes
         if wholes is None or not wholes.needs_equal_microbatches or self._num_microbatches == 1:
             return microbatches, counts
         # Replicas take part in the same collectives, so the one with the smallest batch decides.
-        least = self._pipeline.mesh.least_of_replicas(len(counts))
+        least = self._pipeline.mesh.data_parallel_min(len(counts))
         return (microbatches, counts) if least == len(counts) else split_into(batch, least, self._pipeline.module)
 
     def _weights(self, microbatches: list[Any], counts: list[int]) -> tuple[list[float | Tensor], list[float | Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed.dtensor import full
+from lightning_hybrid.distributed.dtensor import full_tensor
 from tests import tensor_modules as zoo
 from tests.pool import Pools
 from tests.training_jobs import assert_same, make_trainer, together, weights
@@ -101,7 +101,7 @@ def fitted(layout: Any, replicas: int, epochs: int, *, seed: int, save: str = ""
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: full(value) for name, value in weights(module).items()}
+    return {name: full_tensor(value) for name, value in weights(module).items()}
 
 
 def written(layout: Any, replicas: int, directory: str, name: str) -> None:

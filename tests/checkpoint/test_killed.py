@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.storage import atomic as replace
-from lightning_hybrid.checkpoint.storage.dcp import Directory
+from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from tests.pool import Pools, RankError
 from tests.training_jobs import PP2, Regression, loader, make_trainer
 
@@ -63,9 +63,9 @@ def save_until_killed(path: str, sharded: bool, victims: tuple[int, ...], moment
 
 def weights_in(path: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint, all of them read."""
-    if not Directory.is_at(path):
+    if not DistributedCheckpoint.is_at(path):
         return {name: value.clone() for name, value in FileIO().load_checkpoint(path)["state_dict"].items()}
-    directory = Directory(path)
+    directory = DistributedCheckpoint(path)
     directory.check_files()
     found: dict[Any, Tensor] = {
         place: torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lightning_hybrid.checkpoint.storage import atomic as replace
 from lightning_hybrid.checkpoint.storage.atomic import discard, new_file
-from lightning_hybrid.checkpoint.storage.background import Background
-from lightning_hybrid.checkpoint.storage.chunks import pieces
-from lightning_hybrid.checkpoint.storage.dcp import Directory, write_directory
+from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
+from lightning_hybrid.checkpoint.storage.chunks import local_chunks
+from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint, write_directory
 from tests.pool import Pools
 
 # -- replacing ---------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def make(path: Path, kind: str, text: str) -> None:
 
 
 def content(path: Path) -> str:
-    path = replace.whole(path)
+    path = replace.resolve(path)
     return (path / ".metadata" if path.is_dir() else path).read_text()
 
 
@@ -82,7 +82,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path: Path, old: 
         path = tmp_path / f"{step}"
         make(path, old, "old")
         make(replace.unfinished(path), new, "new")
-        was_killed = killed_at(step, lambda path=path: replace.publish(path), exchange=exchange)
+        was_killed = killed_at(step, lambda path=path: replace.commit(path), exchange=exchange)
         if (old, new, exchange) == ("directory", "file", False) and not path.exists():
             continue  # a file that takes the place of a directory: only with two renames, and only then
         found.append(content(path))
@@ -94,9 +94,9 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path: Path, old: 
     assert found[0] == "old"
     assert found[-1] == "new"
     path = tmp_path / "0"  # leftovers are no obstacle
-    replace.abandon(path)
+    replace.rollback(path)
     make(replace.unfinished(path), new, "newer")
-    replace.publish(path)
+    replace.commit(path)
     assert content(path) == "newer"
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".0.")] == []
 
@@ -142,7 +142,7 @@ def reassembled(shape: tuple[int, ...], placements: list[Any], sizes: tuple[int,
 
 
 def gathered(tensor: DTensor) -> Tensor:
-    mine = [(tuple(offset), piece.clone()) for offset, piece in pieces(tensor)]
+    mine = [(tuple(offset), piece.clone()) for offset, piece in local_chunks(tensor)]
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, mine)
     result = torch.full(tensor.shape, -1.0, dtype=tensor.dtype)
@@ -174,7 +174,7 @@ def packed() -> tuple[Tensor, Tensor, int]:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(12 * 5, dtype=torch.float64).view(3, 4, 5)
     tensor = distribute_tensor(whole, mesh, [Shard(1)]).flatten(0, 1)
-    return gathered(tensor), whole.flatten(0, 1), len(list(pieces(tensor)))
+    return gathered(tensor), whole.flatten(0, 1), len(list(local_chunks(tensor)))
 
 
 def test_a_packed_projection_falls_into_its_blocks(ranks: Pools) -> None:
@@ -184,7 +184,7 @@ def test_a_packed_projection_falls_into_its_blocks(ranks: Pools) -> None:
 
 
 def test_a_plain_tensor_is_one_piece() -> None:
-    ((offset, piece),) = pieces(torch.ones(2, 3, requires_grad=True))
+    ((offset, piece),) = local_chunks(torch.ones(2, 3, requires_grad=True))
     assert (tuple(offset), piece.shape, piece.requires_grad) == ((0, 0), (2, 3), False)
 
 
@@ -211,7 +211,7 @@ def write(path: str, factor: float = 1.0) -> None:
 
 def read(path: str) -> dict[Any, Any]:
     """Everything, divided in another way."""
-    directory = Directory(Path(path))
+    directory = DistributedCheckpoint(Path(path))
     directory.check_files()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     targets: dict[Any, Any] = {}
@@ -276,7 +276,7 @@ def test_what_is_not_whole_is_an_error(ranks: Pools, tmp_path: Path, fault: str,
     ranks(2).run(write, str(path))
     damaged(path, fault)
     with pytest.raises(kind, match=words):
-        Directory(path).check_files()
+        DistributedCheckpoint(path).check_files()
 
 
 def write_without_space(path: str, victim: int) -> str:
@@ -313,7 +313,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_the_old_directory_stays(
 
 
 def test_jobs_run_beside_in_order_and_the_first_failure_is_kept() -> None:
-    background, gate, done = Background(), threading.Event(), []
+    background, gate, done = BackgroundWriter(), threading.Event(), []
 
     def first() -> None:
         gate.wait(10)

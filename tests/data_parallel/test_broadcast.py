@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.data_parallel import broadcast as replicas
-from lightning_hybrid.data_parallel.broadcast import equalize
+from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
 from tests.pool import Pools
 
 
@@ -43,7 +43,7 @@ def equalized(source: int, chunk_bytes: int) -> list[list[int]]:
     tensors = make(dist.get_rank())
     strides = [tensor.stride() for tensor in tensors]
     with mock.patch.object(replicas, "CHUNK_BYTES", chunk_bytes):
-        equalize([torch.empty(7, device="meta"), *tensors], group, source)
+        broadcast_tensors([torch.empty(7, device="meta"), *tensors], group, source)
     assert [tensor.stride() for tensor in tensors] == strides
     return as_bytes(tensors)
 
@@ -59,7 +59,7 @@ def in_subgroup() -> float:
     value = torch.tensor(float(dist.get_rank()))
     for group in groups:
         if dist.get_rank() in dist.get_process_group_ranks(group):
-            equalize([value], group, source=group.size() - 1)
+            broadcast_tensors([value], group, source=group.size() - 1)
     return value.item()
 
 
@@ -71,7 +71,7 @@ def count_collectives() -> int:
     group = dist.group.WORLD
     assert group is not None
     with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
-        equalize([torch.zeros(10) for _ in range(100)] + [torch.zeros(3, dtype=torch.int64)], group)
+        broadcast_tensors([torch.zeros(10) for _ in range(100)] + [torch.zeros(3, dtype=torch.int64)], group)
     return broadcast.call_count
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid.data_parallel.fp32_grads import WideGradients
-from lightning_hybrid.distributed.dtensor import full
+from lightning_hybrid.data_parallel.fp32_grads import Float32Gradients
+from lightning_hybrid.distributed.dtensor import full_tensor
 from tests.pool import Pools
 from tests.training_jobs import make_trainer
 
@@ -51,7 +51,7 @@ class Gradients(Callback):
         named = pl_module.named_parameters()
         gradients = {name: p.grad for name, p in named if p.grad is not None and not p.is_meta}
         assert all(gradient.dtype == torch.bfloat16 for gradient in gradients.values())
-        self.first = self.first or {name: full(gradient).clone() for name, gradient in gradients.items()}
+        self.first = self.first or {name: full_tensor(gradient).clone() for name, gradient in gradients.items()}
 
 
 def train(layout: dict[str, Any], batch_size: int = BATCH, accumulated: int = 1) -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ def test_batches_are_added_up_in_float32(ranks: Pools) -> None:
 
 def test_what_is_there_already_is_kept() -> None:
     half, single = nn.Parameter(torch.ones(2).bfloat16()), nn.Parameter(torch.ones(2))
-    wide = WideGradients([half, half, single])
+    wide = Float32Gradients([half, half, single])
     half.grad = torch.full((2,), 256.0).bfloat16()
     wide.begin()
     wide.begin()

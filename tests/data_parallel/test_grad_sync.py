@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.data_parallel.grad_sync import Replication
+from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.pipeline_parallel.placeholders import put_stand_ins
-from lightning_hybrid.pipeline_parallel.stage_map import Placement
+from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from tests.pool import Pools
 
 
@@ -27,22 +27,22 @@ class Model(nn.Module):
         self.unused = nn.Linear(2, 2)
         self.register_buffer("steps", torch.tensor(0))
 
-    def placement(self, num_ranks: int, stages: tuple[range, ...]) -> Placement:
-        return Placement("body", tuple(self.body._modules), stages, num_ranks)
+    def stage_map(self, num_ranks: int, stages: tuple[range, ...]) -> StageMap:
+        return StageMap("body", tuple(self.body._modules), stages, num_ranks)
 
 
 # Two ranks, two chunks: rank 0 has the layers 0, 1 and 3, rank 1 the layers 2, 4 and 5.
 STAGES = (range(2), range(2, 3), range(3, 4), range(4, 6))
 
 
-def divided(data: int, pipeline: int) -> tuple[Model, Mesh, Replication]:
+def divided(data: int, pipeline: int) -> tuple[Model, Mesh, GradientSync]:
     torch.manual_seed(0)
     model = Model()
     mesh = Mesh(data, 1, pipeline)
     stages = STAGES if pipeline == 2 else (range(6),)
-    placement = model.placement(pipeline, stages)
-    put_stand_ins(model, placement, mesh.pipeline_rank)
-    return model, mesh, Replication(model, placement, mesh)
+    stage_map = model.stage_map(pipeline, stages)
+    replace_with_placeholders(model, stage_map, mesh.pipeline_rank)
+    return model, mesh, GradientSync(model, stage_map, mesh)
 
 
 def real(model: Model) -> dict[str, nn.Parameter]:
@@ -54,24 +54,24 @@ def gradient_of(name: str, rank: int, shape: torch.Size) -> Tensor:
 
 
 def reduce_gradients(data: int, pipeline: int, rounds: int) -> list[dict[str, Any]]:
-    model, _, replication = divided(data, pipeline)
-    stages_of = model.placement(pipeline, STAGES if pipeline == 2 else (range(6),)).stages_of
+    model, _, grad_sync = divided(data, pipeline)
+    stages_of = model.stage_map(pipeline, STAGES if pipeline == 2 else (range(6),)).stages_of
     chunks = range(dist.get_rank() * 2 // (2 * data) if pipeline == 2 else 0, 4 if pipeline == 2 else 1, pipeline)
     found = []
     for _ in range(rounds):
         model.zero_grad()
         waiting = {name for name in real(model) if not name.startswith("unused")}
         for stage in reversed(chunks):
-            replication.backward_begins(stage, is_last=True)
+            grad_sync.backward_begins(stage, is_last=True)
             # Each parameter gets its gradient in the first backward of those of its chunks.
             for name in [name for name in waiting if stage == min(chunks) or stage in stages_of(name)]:
                 waiting.remove(name)
                 parameter = real(model)[name]
                 (parameter * gradient_of(name, dist.get_rank(), parameter.shape)).sum().backward()
-            replication.backward_ends(stage, is_last=True, frees=True)
-        replication.finish()
+            grad_sync.backward_ends(stage, is_last=True, frees=True)
+        grad_sync.finish()
         found.append({name: copy.deepcopy(parameter.grad) for name, parameter in real(model).items()})
-    replication.remove()
+    grad_sync.remove()
     return found
 
 
@@ -105,8 +105,8 @@ def test_gradients_of_replicas_without_a_pipeline(ranks: Pools) -> None:
 
 
 def counted() -> list[str]:
-    model, _, replication = divided(1, 2)
-    return [name for name, parameter in model.named_parameters() if replication.counts(parameter)]
+    model, _, grad_sync = divided(1, 2)
+    return [name for name, parameter in model.named_parameters() if grad_sync.counts_in_norm(parameter)]
 
 
 def test_every_parameter_is_counted_by_one_holder(ranks: Pools) -> None:
@@ -116,18 +116,18 @@ def test_every_parameter_is_counted_by_one_holder(ranks: Pools) -> None:
 
 
 def equalized(data: int, pipeline: int) -> dict[str, list[float]]:
-    model, _, replication = divided(data, pipeline)
+    model, _, grad_sync = divided(data, pipeline)
     with torch.no_grad():
         for tensor in (*real(model).values(), *model.buffers()):
             if not tensor.is_meta:
                 tensor.fill_(dist.get_rank() + 1)
-    replication.equalize_start()
+    grad_sync.broadcast_parameters()
     state = {name: tensor.flatten()[0].item() for name, tensor in model.state_dict().items() if not tensor.is_meta}
     with torch.no_grad():
         for buffer in model.buffers():
             if not buffer.is_meta:
                 buffer.fill_(10 * (dist.get_rank() + 1))
-    replication.equalize_buffers()
+    grad_sync.broadcast_buffers()
     again = {f"{name} later": x.flatten()[0].item() for name, x in model.named_buffers() if not x.is_meta}
     return {**state, **again}  # type: ignore[dict-item]
 
@@ -158,15 +158,15 @@ def shared_table(pipeline: int) -> int:
     body = model["body"]
     mesh = Mesh(1, 1, pipeline)
     stages = tuple(range(i, i + 1) for i in range(pipeline))
-    placement = Placement("body", tuple(body._modules), stages, pipeline)
-    put_stand_ins(model, placement, mesh.pipeline_rank)
-    # Moving a module to a device unties its buffers, but not those that are stand-ins.
+    stage_map = StageMap("body", tuple(body._modules), stages, pipeline)
+    replace_with_placeholders(model, stage_map, mesh.pipeline_rank)
+    # Moving a module to a device unties its buffers, but not those that are placeholders.
     for block in body:
         if not block.table.is_meta:
             block.table = block.table.clone()
-    replication = Replication(model, placement, mesh)
-    replication.equalize_start()
-    return len(replication._buffers)
+    grad_sync = GradientSync(model, stage_map, mesh)
+    grad_sync.broadcast_parameters()
+    return len(grad_sync._buffers)
 
 
 def test_tables_that_stages_share_make_the_same_groups_on_every_rank(ranks: Pools) -> None:
@@ -182,12 +182,12 @@ def test_frozen_parameters_get_no_gradient(ranks: Pools, freeze: str) -> None:
 
 
 def reduce_frozen(freeze: str) -> dict[str, Any]:
-    model, _, replication = divided(2, 1)
+    model, _, grad_sync = divided(2, 1)
     model.get_submodule(freeze).requires_grad_(False)
-    replication.backward_begins(0, is_last=True)
+    grad_sync.backward_begins(0, is_last=True)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not name.startswith("unused"):
             parameter.sum().backward()
-    replication.backward_ends(0, is_last=True, frees=True)
-    replication.finish()
+    grad_sync.backward_ends(0, is_last=True, frees=True)
+    grad_sync.finish()
     return {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.data_parallel.zero.grad_scatter import ScatteredBucket
-from lightning_hybrid.data_parallel.zero.rows import Rows
-from lightning_hybrid.distributed.dtensor import full, local_of
+from lightning_hybrid.data_parallel.zero.grad_scatter import ReduceScatterBucket
+from lightning_hybrid.data_parallel.zero.rows import RowShards
+from lightning_hybrid.distributed.dtensor import full_tensor, to_local
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, loader, make_trainer, together
 
@@ -33,7 +33,7 @@ STAGES = [1, 2, 3]
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_rows_are_those_of_chunk(shape: tuple[int, ...], num_ranks: int) -> None:
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    rows = Rows.of(whole.shape, num_ranks)
+    rows = RowShards.of(whole.shape, num_ranks)
     assert rows is not None
     chunks = whole.chunk(num_ranks, rows.dim)
     flat = torch.cat([whole.flatten(), whole.new_full((rows.num_ranks * rows.share - rows.numel,), -1)])
@@ -44,7 +44,7 @@ def test_rows_are_those_of_chunk(shape: tuple[int, ...], num_ranks: int) -> None
 
 
 def test_what_has_one_row_is_not_divided() -> None:
-    assert all(Rows.of(torch.Size(shape), 2) is None for shape in [(), (1,), (1, 1), (0, 3)])
+    assert all(RowShards.of(torch.Size(shape), 2) is None for shape in [(), (1,), (1, 1), (0, 3)])
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class Held(Callback):
         self._note("in the step", pl_module)
 
     def _note(self, moment: str, module: Any) -> None:
-        wholes = module.trainer.strategy._parts.replication.wholes
+        wholes = module.trainer.strategy._parts.grad_sync.wholes
         twins = [] if wholes is None else list(wholes.twins.values())
         parameters = [*module.parameters(), *(twin.memory for twin in twins), *(twin.shard for twin in twins)]
         self.bytes[f"parameters {moment}"] = _bytes(parameters)
@@ -78,7 +78,7 @@ class Held(Callback):
 
 
 def _bytes(tensors: Any) -> int:
-    storages = {local_of(each).untyped_storage().data_ptr(): local_of(each) for each in tensors}
+    storages = {to_local(each).untyped_storage().data_ptr(): to_local(each) for each in tensors}
     return sum(each.untyped_storage().nbytes() for each in storages.values() if each.untyped_storage().nbytes())
 
 
@@ -93,7 +93,7 @@ def expected_bytes(stage: int, replicas: int) -> dict[str, float]:
     """The formulas of docs/memory.md, of float64 and AdamW, of a rank that has full shares."""
     shapes = [parameter.shape for parameter in Regression(num_layers=4).parameters()]
     whole = 8 * sum(shape.numel() for shape in shapes)
-    rows = [(Rows.of(shape, replicas), shape) for shape in shapes]
+    rows = [(RowShards.of(shape, replicas), shape) for shape in shapes]
     share = 8 * sum(shape.numel() if each is None else each.share for each, shape in rows)
     padded = 8 * sum(shape.numel() if each is None else replicas * each.share for each, shape in rows)
     small = 8 * sum(shape.numel() for each, shape in rows if each is None)  # is whole everywhere
@@ -123,19 +123,19 @@ class GradientPeak(Callback):
     peak = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        twins = list(trainer.strategy._parts.replication.wholes.twins.values())
-        launch = ScatteredBucket.launch
+        twins = list(trainer.strategy._parts.grad_sync.wholes.twins.values())
+        launch = ReduceScatterBucket.launch
 
-        def watched(bucket: ScatteredBucket, *args: Any) -> None:
+        def watched(bucket: ReduceScatterBucket, *args: Any) -> None:
             gradients = [each.grad for twin in twins for each in (twin.whole, twin.shard) if each.grad is not None]
             self.peak = max(self.peak, _bytes(gradients))
             launch(bucket, *args)
 
         self._undo = launch
-        ScatteredBucket.launch = watched  # type: ignore[method-assign]
+        ReduceScatterBucket.launch = watched  # type: ignore[method-assign]
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        ScatteredBucket.launch = self._undo  # type: ignore[method-assign]
+        ReduceScatterBucket.launch = self._undo  # type: ignore[method-assign]
 
 
 def gradient_peak(layout: Mapping[str, Any]) -> int:
@@ -183,7 +183,7 @@ def half(layout: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
-    return {name: full(p).detach().clone() for name, p in module.named_parameters() if not p.is_meta}
+    return {name: full_tensor(p).detach().clone() for name, p in module.named_parameters() if not p.is_meta}
 
 
 @pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2, "num_microbatches": 2}])

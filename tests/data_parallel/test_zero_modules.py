@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed.dtensor import full
+from lightning_hybrid.distributed.dtensor import full_tensor
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, loader, make_trainer
 
@@ -170,7 +170,7 @@ LAYOUTS = [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage
 def train(cls: type[Base], layout: Mapping[str, Any]) -> dict[str, Tensor]:
     module = cls()
     make_trainer(layout, max_epochs=2, limit_train_batches=3).fit(module, loader())
-    return {name: full(parameter).detach().clone() for name, parameter in module.named_parameters()}
+    return {name: full_tensor(parameter).detach().clone() for name, parameter in module.named_parameters()}
 
 
 @pytest.mark.distributed

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed.failure import FailureBoard
+from lightning_hybrid.distributed.failure import FailureStore
 from tests.pool import Pools
 from tests.training_jobs import Losses, Regression, assert_same, loader, make_trainer
 
@@ -349,7 +349,7 @@ def test_nobody_waits_for_a_checkpoint_of_a_failure(ranks: Pools, tmp_path: Path
 
 def test_the_first_failure_on_a_board_is_the_cause_for_all() -> None:
     store = dist.HashStore()
-    first, second, reader = (FailureBoard(store, "run") for _ in range(3))
+    first, second, reader = (FailureStore(store, "run") for _ in range(3))
     assert reader.cause(patience=0.0) is None
     first.report(ValueError("one"), "Rank 2, stage 2")
     second.report(RuntimeError("two"), "Rank 0")
@@ -358,17 +358,17 @@ def test_the_first_failure_on_a_board_is_the_cause_for_all() -> None:
     assert str(cause) == "Rank 2, stage 2 failed: ValueError: one"
     assert first.failed
     assert not reader.failed
-    assert FailureBoard(store, "another run").cause(patience=0.0) is None
+    assert FailureStore(store, "another run").cause(patience=0.0) is None
 
 
 def test_a_board_calls_back_when_another_rank_fails() -> None:
     store = dist.HashStore()
     called: list[float] = []
-    board = FailureBoard(store, "run", interval=0.01)
+    board = FailureStore(store, "run", interval=0.01)
     board.watch(lambda: called.append(time.monotonic()))
     time.sleep(0.05)
     assert not called
-    FailureBoard(store, "run").report(TypeError("broken"), "Rank 1", verbatim=True)
+    FailureStore(store, "run").report(TypeError("broken"), "Rank 1", verbatim=True)
     deadline = time.monotonic() + 5
     while not called and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_hybrid.config import resolve_sizes
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.sizes import resolve_sizes
 from tests.pool import Pools
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ def test_names_of_the_axes_are_lightnings() -> None:
 
 def test_holders_of_shared_tensors() -> None:
     def look(mesh: Mesh) -> Any:
-        made = mesh.holders((3, 0))
-        assert mesh.holders({0, 3}) is made  # made once
+        made = mesh.shared_parameter_group((3, 0))
+        assert mesh.shared_parameter_group({0, 3}) is made  # made once
         return None if made is None else dist.get_process_group_ranks(made)
 
     # pp 4 x dp 2, pipeline outermost: stages 0 and 3 are the ranks 0, 1 and 6, 7; by pipeline rank, then data rank.
@@ -143,7 +143,7 @@ def test_holders_of_shared_tensors() -> None:
 
 def test_a_pair_is_of_one_replica_and_every_call_makes_another() -> None:
     def look(mesh: Mesh) -> Any:
-        first, second = mesh.pair(1, 0), mesh.pair(0, 1)
+        first, second = mesh.new_p2p_group(1, 0), mesh.new_p2p_group(0, 1)
         if first is None or second is None:
             return first, second
         assert first is not second
@@ -163,7 +163,7 @@ def rank_in_group_and_sum() -> tuple[list[int], float]:
     mesh = Mesh(2, 1, 2, rank_order="dp-pp-tp")
     pipeline = mesh.device_mesh["pipeline_parallel"].get_group()
     total = torch.tensor(float(10 ** dist.get_rank()))
-    dist.all_reduce(total, group=mesh.holders((0, 1)))
+    dist.all_reduce(total, group=mesh.shared_parameter_group((0, 1)))
     places = [dist.get_rank(group) for group in (mesh.data_group, pipeline, mesh.control_group)]
     return places, total.item()
 
@@ -176,7 +176,13 @@ def test_ranks_inside_groups(ranks: Pools) -> None:
 
 def timeouts() -> list[timedelta]:
     mesh = Mesh(1, 1, 2, timeout=timedelta(seconds=77))
-    groups = (mesh.data_group, mesh.model_group, mesh.control_group, mesh.pair(0, 1), mesh.holders((0, 1)))
+    groups = (
+        mesh.data_group,
+        mesh.model_group,
+        mesh.control_group,
+        mesh.new_p2p_group(0, 1),
+        mesh.shared_parameter_group((0, 1)),
+    )
     cpu = torch.device("cpu")
     return [group._get_backend(cpu).options._timeout for group in groups]  # type: ignore[attr-defined]
 

@@ -20,9 +20,9 @@ from examples.gpt import GPT
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.cli.dry_run import forecast
 from lightning_hybrid.cli.main import main
-from lightning_hybrid.memory.account import Account, Held, Keeping, bytes_of, held, most_kept, state_bytes
+from lightning_hybrid.config import resolve_sizes
+from lightning_hybrid.memory.account import Held, MemoryUsage, SavedTensorMeter, bytes_of, held, most_kept, state_bytes
 from lightning_hybrid.pipeline_parallel.schedules import build
-from lightning_hybrid.sizes import resolve_sizes
 from tests.pool import Pools
 from tests.test_examples import CONFIGS
 
@@ -109,7 +109,9 @@ def _bytes(text: str) -> float:
     return float("nan") if text in ("", "?") else float(text.replace(",", "")) * 2**20
 
 
-def foretell(cls: type[LightningModule], arguments: dict[str, Any], size: int, precision: Precision) -> list[Account]:
+def foretell(
+    cls: type[LightningModule], arguments: dict[str, Any], size: int, precision: Precision
+) -> list[MemoryUsage]:
     strategy = HybridStrategy(**arguments)
     wished = [arguments.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline")]
     sizes = resolve_sizes(size, "auto", *wished)
@@ -238,7 +240,7 @@ def test_a_rank_keeps_as_many_micro_batches_as_the_papers_say(ranks_: int, micro
 
 
 def test_what_autograd_keeps_is_counted_while_it_does() -> None:
-    keeping, weight = Keeping(), torch.randn(4, 4, requires_grad=True)
+    keeping, weight = SavedTensorMeter(), torch.randn(4, 4, requires_grad=True)
     keeping.leave_out([weight])
     x = torch.randn(8, 4)
     with keeping():
@@ -261,7 +263,7 @@ def test_what_autograd_keeps_is_counted_while_it_does() -> None:
 
 def test_second_derivatives_pass() -> None:
     weight = torch.randn(3, requires_grad=True)
-    with Keeping()():
+    with SavedTensorMeter()():
         (first,) = torch.autograd.grad((weight**3).sum(), weight, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), weight)
     assert torch.equal(second, 6 * weight)

@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.distributed.dtensor import full
+from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.memory.activation_checkpoint import selective
-from lightning_hybrid.memory.activation_checkpoint.checkpoint import Recomputation
+from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute, chosen_layers
-from lightning_hybrid.pipeline_parallel.p2p import Channel, Receipt
+from lightning_hybrid.pipeline_parallel.p2p import Channel, Recv
 from lightning_hybrid.pipeline_parallel.schedules import build
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 from tests.pool import Pools
@@ -78,7 +78,7 @@ class Gradients(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-        self.steps.append({name: full(gradient).clone() for name, gradient in gradients.items()})
+        self.steps.append({name: full_tensor(gradient).clone() for name, gradient in gradients.items()})
 
 
 def data(batches: int = 2) -> DataLoader[Any]:
@@ -199,7 +199,9 @@ def gradients_of(
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-    recompute = Recomputation([] if wish is False else layers, torch.device("cpu"), selective=wish == "selective")
+    recompute = ActivationCheckpointing(
+        [] if wish is False else layers, torch.device("cpu"), selective=wish == "selective"
+    )
     result: list[Any] = []
     for _ in range(2):
         y = x()
@@ -331,7 +333,7 @@ def test_layers_look_as_always() -> None:
     layer.linear1.register_forward_pre_hook(own)
     layer.register_forward_hook(lambda *args: before(args[0], args[1]))
     names, kind = list(layer.state_dict()), type(layer)
-    recompute = Recomputation([layer, other], torch.device("cpu"))
+    recompute = ActivationCheckpointing([layer, other], torch.device("cpu"))
     with recompute():
         y = layer(rows())
         assert list(layer.state_dict()) == names
@@ -343,7 +345,7 @@ def test_layers_look_as_always() -> None:
     assert vars(other)["forward"] is foreign
     inner = block()
     pickled, attributes = pickle.dumps(inner), list(vars(inner))
-    with Recomputation([inner], torch.device("cpu"))():
+    with ActivationCheckpointing([inner], torch.device("cpu"))():
         inner(rows()).sum().backward()
     inner.zero_grad()
     assert pickle.dumps(inner) == pickled
@@ -353,7 +355,7 @@ def test_layers_look_as_always() -> None:
 def test_without_gradients_nothing_is_kept_or_run_again() -> None:
     layer, count = block(), Count()
     layer.linear1.register_forward_pre_hook(count)
-    recompute = Recomputation([layer], torch.device("cpu"), selective=True)
+    recompute = ActivationCheckpointing([layer], torch.device("cpu"), selective=True)
     account = Account()
     with account, recompute(), torch.no_grad():
         layer(rows())
@@ -595,7 +597,9 @@ def test_bytes_that_a_layer_keeps_follow_the_formula(wish: Any, dtype: torch.dty
 
     def kept(num_layers: int) -> int:
         layers = nn.Sequential(*(Paper(h, a, attention, dtype=dtype) for _ in range(num_layers)))
-        recompute = Recomputation([] if wish is False else layers, torch.device("cpu"), selective=wish == "selective")
+        recompute = ActivationCheckpointing(
+            [] if wish is False else layers, torch.device("cpu"), selective=wish == "selective"
+        )
         account = Account(layers.parameters())
         with account, recompute():
             y = layers(torch.randn(s, b, h, dtype=dtype).requires_grad_() * 1)
@@ -652,26 +656,26 @@ class Messages(Callback):
             layer.register_forward_hook(lambda *args: setattr(self.account, "is_open", False))
 
     def __enter__(self) -> None:
-        self._post, self._wait = Channel.post, Receipt.wait
-        waiting: dict[Receipt, int] = {}
+        self._post, self._wait = Channel.post, Recv.wait
+        waiting: dict[Recv, int] = {}
 
-        def post(channel: Channel, key: Any) -> Receipt:
+        def post(channel: Channel, key: Any) -> Recv:
             receipt = self._post(channel, key)
             if any(part.requires_grad for part, *_ in receipt.pending):  # which those of a gradient are not
                 waiting[receipt] = self.message = sum(tensor.nbytes for _, tensor, _ in receipt.pending)
             self.peak = max(self.peak, self.account.bytes + sum(waiting.values()))
             return receipt
 
-        def wait(receipt: Receipt) -> Any:
+        def wait(receipt: Recv) -> Any:
             waiting.pop(receipt, None)
             return self._wait(receipt)
 
-        Channel.post, Receipt.wait = post, wait  # type: ignore[method-assign]
+        Channel.post, Recv.wait = post, wait  # type: ignore[method-assign]
         self.account.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.account.__exit__(*error)
-        Channel.post, Receipt.wait = self._post, self._wait  # type: ignore[method-assign]
+        Channel.post, Recv.wait = self._post, self._wait  # type: ignore[method-assign]
 
 
 def measure(layouts: list[dict[str, Any]]) -> list[tuple[int, int, int]]:

@@ -96,7 +96,7 @@ def test_a_forward_of_its_own_is_refused() -> None:
         find_body(Model(body=Own(nn.Linear(2, 2))), None)
 
 
-def test_stand_ins_count_as_parameters() -> None:
+def test_placeholders_count_as_parameters() -> None:
     module = Model(head=nn.Linear(2, 2), body=nn.Sequential(OrderedDict(a=nn.Linear(8, 8, device="meta"))))
     assert find_body(module, None)[0] == "body"
 

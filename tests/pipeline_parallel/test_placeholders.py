@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline_parallel.placeholders import (
-    StandInBuffer,
-    StandInParameter,
-    is_stand_in,
-    put_stand_ins,
+    PlaceholderBuffer,
+    PlaceholderParameter,
+    is_placeholder,
     refuse_call,
+    replace_with_placeholders,
 )
-from lightning_hybrid.pipeline_parallel.stage_map import Placement
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 
 class Model(nn.Module):
@@ -27,18 +27,18 @@ class Model(nn.Module):
         here = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         there = nn.Sequential(nn.LSTM(3, 3, num_layers=2, bidirectional=True), nn.BatchNorm1d(3), nn.Linear(3, 3))
         there[2].weight = nn.Parameter(torch.rand(3, 3), requires_grad=False)
-        there[2].bias = there[1].bias  # a tie among stand-ins
+        there[2].bias = there[1].bias  # a tie among placeholders
         there[1].register_buffer("tied_variance", there[1].running_var)
         there[1].register_buffer("passing", torch.arange(3), persistent=False)
         self.body = nn.Sequential(here, there, nn.ParameterList([torch.rand(2), torch.rand(1)]))  # type: ignore[arg-type]
 
-    def placement(self) -> Placement:
-        return Placement("body", tuple(self.body._modules), (range(1), range(1, 3)), 2)
+    def stage_map(self) -> StageMap:
+        return StageMap("body", tuple(self.body._modules), (range(1), range(1, 3)), 2)
 
 
 def make(rank: int = 0) -> Model:
     model = Model()
-    put_stand_ins(model, model.placement(), rank)
+    replace_with_placeholders(model, model.stage_map(), rank)
     return model
 
 
@@ -71,19 +71,19 @@ def test_names_shapes_dtypes_and_order_are_those_of_the_whole_module(rank: int) 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_what_lives_elsewhere_is_a_stand_in(rank: int) -> None:
+def test_only_what_lives_elsewhere_is_a_placeholder(rank: int) -> None:
     prefixes = ("body.0.",) if rank == 1 else ("body.1.", "body.2.")
     for name, tensor in tensors(make(rank)).items():
-        assert is_stand_in(tensor) == tensor.is_meta == name.startswith(prefixes)
+        assert is_placeholder(tensor) == tensor.is_meta == name.startswith(prefixes)
 
 
 def test_what_stays_is_the_same_object() -> None:
     model = Model()
     before = tensors(model)
-    put_stand_ins(model, model.placement(), 0)
-    assert all(tensor is before[name] for name, tensor in tensors(model).items() if not is_stand_in(tensor))
+    replace_with_placeholders(model, model.stage_map(), 0)
+    assert all(tensor is before[name] for name, tensor in tensors(model).items() if not is_placeholder(tensor))
     again = tensors(model)
-    put_stand_ins(model, model.placement(), 0)  # a second time changes nothing
+    replace_with_placeholders(model, model.stage_map(), 0)  # a second time changes nothing
     assert all(tensor is again[name] for name, tensor in tensors(model).items())
 
 
@@ -91,17 +91,17 @@ def test_a_tensor_that_one_of_its_names_keeps_here_stays_under_all_its_names() -
     model = Model()
     model.body[1][2].weight = model.body[0][0].weight
     model.body[1][1].running_mean = model.body[0][1].running_mean
-    put_stand_ins(model, model.placement(), 0)
+    replace_with_placeholders(model, model.stage_map(), 0)
     assert model.body[1][2].weight is model.body[0][0].weight
     assert model.body[1][1].running_mean is model.body[0][1].running_mean
-    assert not is_stand_in(model.body[1][2].weight)
+    assert not is_placeholder(model.body[1][2].weight)
 
 
 def test_attributes_of_parameters_are_kept() -> None:
     # `configure_optimizers` of many models reads them, and must make the same groups on every rank.
     model = Model()
     model.body[1][2].weight.no_weight_decay = True  # type: ignore[attr-defined]
-    put_stand_ins(model, model.placement(), 0)
+    replace_with_placeholders(model, model.stage_map(), 0)
     assert model.body[1][2].weight.no_weight_decay is True  # type: ignore[attr-defined]
     assert copy.deepcopy(model).body[1][2].weight.shape == (3, 3)
 
@@ -131,9 +131,9 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], torch.dtype]] = {
 def test_modules_are_moved_and_converted_as_if_they_were_whole(name: str) -> None:
     convert, dtype = CONVERSIONS[name]
     model = make()
-    stand_ins = {name for name, tensor in tensors(model).items() if is_stand_in(tensor)}
+    placeholders = {name for name, tensor in tensors(model).items() if is_placeholder(tensor)}
     convert(model)
-    assert {name for name, tensor in tensors(model).items() if is_stand_in(tensor)} == stand_ins
+    assert {name for name, tensor in tensors(model).items() if is_placeholder(tensor)} == placeholders
     for tensor in tensors(model).values():
         assert tensor.dtype == (dtype if tensor.is_floating_point() else torch.int64)
     assert model.body[1][2].weight.requires_grad is False
@@ -144,37 +144,43 @@ def test_modules_are_moved_and_converted_as_if_they_were_whole(name: str) -> Non
     assert all(a is b for a, b in zip(flat, named, strict=True))
 
 
-def test_stand_ins_do_not_go_to_a_gpu() -> None:
-    stand_in = make().body[1][2].weight
-    assert stand_in.cuda() is stand_in
-    assert stand_in.to("cuda:3") is stand_in
-    assert stand_in.to(device="cuda", dtype=torch.float64).is_meta
-    assert stand_in.to(device="cuda", dtype=torch.float64).dtype == torch.float64
+def test_placeholders_do_not_go_to_a_gpu() -> None:
+    placeholder = make().body[1][2].weight
+    assert placeholder.cuda() is placeholder
+    assert placeholder.to("cuda:3") is placeholder
+    assert placeholder.to(device="cuda", dtype=torch.float64).is_meta
+    assert placeholder.to(device="cuda", dtype=torch.float64).dtype == torch.float64
 
 
-def test_copies_of_modules_have_stand_ins_with_the_same_ties() -> None:
+def test_copies_of_modules_have_placeholders_with_the_same_ties() -> None:
     model = make()
     copied = copy.deepcopy(model)
     assert ties(copied) == ties(model)
-    assert {name: is_stand_in(x) for name, x in tensors(copied).items()} == {
-        name: is_stand_in(x) for name, x in tensors(model).items()
+    assert {name: is_placeholder(x) for name, x in tensors(copied).items()} == {
+        name: is_placeholder(x) for name, x in tensors(model).items()
     }
     originals = {id(x) for x in tensors(model).values()}
     assert not any(id(x) in originals for x in tensors(copied).values())
     assert copied.body[1][2].weight.requires_grad is False
-    assert isinstance(copied.body[1][2].weight, StandInParameter)
-    assert isinstance(copied.body[1][1].running_mean, StandInBuffer)
+    assert isinstance(copied.body[1][2].weight, PlaceholderParameter)
+    assert isinstance(copied.body[1][1].running_mean, PlaceholderBuffer)
     flat, named = _flat_weights(copied)
     assert all(a is b for a, b in zip(flat, named, strict=True))
 
 
-def test_operations_on_stand_ins_give_plain_tensors_without_memory() -> None:
-    stand_in = make().body[1][0].weight_ih_l0
-    for result in (stand_in + 1, stand_in.norm(), stand_in.detach(), stand_in.t(), torch.stack([stand_in, stand_in])):
+def test_operations_on_placeholders_give_plain_tensors_without_memory() -> None:
+    placeholder = make().body[1][0].weight_ih_l0
+    for result in (
+        placeholder + 1,
+        placeholder.norm(),
+        placeholder.detach(),
+        placeholder.t(),
+        torch.stack([placeholder, placeholder]),
+    ):
         assert type(result) is Tensor
         assert result.is_meta
-    assert stand_in.numel() == 4 * 3 * 3
-    assert "size=(12, 3)" in repr(stand_in)
+    assert placeholder.numel() == 4 * 3 * 3
+    assert "size=(12, 3)" in repr(placeholder)
 
 
 def test_requires_grad_can_be_changed() -> None:
@@ -189,9 +195,9 @@ def test_requires_grad_can_be_changed() -> None:
 def test_the_state_of_a_divided_module_can_be_loaded_into_itself() -> None:
     model = make()
     state = model.state_dict()
-    assert all(value.is_meta == is_stand_in(tensors(model)[name]) for name, value in state.items())
+    assert all(value.is_meta == is_placeholder(tensors(model)[name]) for name, value in state.items())
     model.load_state_dict(state)
-    assert is_stand_in(model.body[1][2].weight)
+    assert is_placeholder(model.body[1][2].weight)
 
 
 @pytest.mark.filterwarnings("error")
@@ -201,7 +207,7 @@ def test_the_state_of_the_whole_module_can_be_loaded_into_it_and_its_copies() ->
     for loading, names in ((model, state), (copy.deepcopy(model), state)):
         assert not any(loading.load_state_dict(names))
         assert torch.equal(loading.embed.weight, whole.embed.weight)
-        assert is_stand_in(loading.body[1][2].weight)
+        assert is_placeholder(loading.body[1][2].weight)
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict({**state, "body.1.2.weight": torch.zeros(4)})
 
@@ -219,11 +225,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_take_stand_ins_and_step_over_them(name: str) -> None:
+def test_optimizers_take_placeholders_and_step_over_them(name: str) -> None:
     torch.manual_seed(0)
     whole = Model()
     divided = copy.deepcopy(whole)
-    put_stand_ins(divided, divided.placement(), 0)
+    replace_with_placeholders(divided, divided.stage_map(), 0)
     for model in (whole, divided):
         optimizer = OPTIMIZERS[name](model.parameters())
         assert len(optimizer.param_groups[0]["params"]) == len(list(whole.parameters()))
@@ -240,7 +246,7 @@ def test_parametrized_layers_are_divided() -> None:
     nn.utils.parametrizations.weight_norm(model.body[1][2])
     nn.utils.parametrizations.weight_norm(model.body[0][0])
     names = list(model.state_dict())
-    put_stand_ins(model, model.placement(), 0)
+    replace_with_placeholders(model, model.stage_map(), 0)
     assert list(model.state_dict()) == names
     assert not any(tensor.is_meta for tensor in model.body[0].state_dict().values())
     assert all(tensor.is_meta for tensor in model.body[1].state_dict().values())

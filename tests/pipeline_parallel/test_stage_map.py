@@ -5,14 +5,14 @@ from collections import OrderedDict
 import pytest
 from torch import nn
 
-from lightning_hybrid.pipeline_parallel.stage_map import Placement, locate
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
 
 # Five layers on four stages and two ranks: rank 0 has the layers 0, 1 and 3, rank 1 the layers 2 and 4.
 STAGES = (range(2), range(2, 3), range(3, 4), range(4, 5))
 
 
-def place(body: nn.Sequential, name: str = "body", num_ranks: int = 2) -> Placement:
-    return Placement(name, tuple(body._modules), STAGES, num_ranks)
+def place(body: nn.Sequential, name: str = "body", num_ranks: int = 2) -> StageMap:
+    return StageMap(name, tuple(body._modules), STAGES, num_ranks)
 
 
 def linears(count: int = 5) -> list[nn.Module]:
@@ -35,34 +35,34 @@ def linears(count: int = 5) -> list[nn.Module]:
     ],
 )
 def test_where_a_name_lives(name: str, stages: set[int], ranks: set[int]) -> None:
-    placement = place(nn.Sequential(*linears()))
-    assert placement.stages_of(name) == stages
-    assert placement.ranks_of(name) == ranks
+    stage_map = place(nn.Sequential(*linears()))
+    assert stage_map.stages_of(name) == stages
+    assert stage_map.ranks_of(name) == ranks
 
 
 @pytest.mark.parametrize("name", ["", "model.net.body"])
 def test_the_body_may_be_anywhere(name: str) -> None:
-    placement = place(nn.Sequential(*linears()), name)
-    assert placement.stages_of(f"{name}.3.weight".removeprefix(".")) == {2}
+    stage_map = place(nn.Sequential(*linears()), name)
+    assert stage_map.stages_of(f"{name}.3.weight".removeprefix(".")) == {2}
 
 
 def test_layers_may_have_names() -> None:
     body = nn.Sequential(OrderedDict(zip(["embed", "block_1", "2", "0", "head"], linears(), strict=True)))
-    placement = place(body)
-    assert [sorted(placement.stages_of(f"body.{name}.weight")) for name in body._modules] == [[0], [0], [1], [2], [3]]
+    stage_map = place(body)
+    assert [sorted(stage_map.stages_of(f"body.{name}.weight")) for name in body._modules] == [[0], [0], [1], [2], [3]]
 
 
 def test_a_slice_of_a_sequential_keeps_old_numbers() -> None:
     body = nn.Sequential(*linears(9))[3:8]
     assert list(body._modules) == ["3", "4", "5", "6", "7"]
-    placement = place(body)
-    assert [sorted(placement.stages_of(f"body.{name}.weight")) for name in body._modules] == [[0], [0], [1], [2], [3]]
+    stage_map = place(body)
+    assert [sorted(stage_map.stages_of(f"body.{name}.weight")) for name in body._modules] == [[0], [0], [1], [2], [3]]
 
 
 def test_undivided() -> None:
-    placement = Placement(None, (), (range(0),), 1)
-    assert placement.stages_of("anything.0.weight") == {0}
-    assert placement.ranks_of("anything.0.weight") == {0}
+    stage_map = StageMap(None, (), (range(0),), 1)
+    assert stage_map.stages_of("anything.0.weight") == {0}
+    assert stage_map.ranks_of("anything.0.weight") == {0}
 
 
 class Tied(nn.Module):

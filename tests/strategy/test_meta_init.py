@@ -15,9 +15,9 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_hybrid.distributed.dtensor import full
-from lightning_hybrid.pipeline_parallel.placeholders import put_stand_ins
-from lightning_hybrid.pipeline_parallel.stage_map import Placement
+from lightning_hybrid.distributed.dtensor import full_tensor
+from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from tests import tensor_modules as zoo
 from tests.pool import Pools
@@ -104,7 +104,7 @@ class AtStart(Callback):
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        self.tensors = {name: full(x.detach()).clone() for name, x in named if not x.is_meta}
+        self.tensors = {name: full_tensor(x.detach()).clone() for name, x in named if not x.is_meta}
         self.ties = [name for name, x in named if any(x is other for before, other in named if before < name)]
         self.flags = {name: (x.requires_grad, getattr(x, "no_weight_decay", None)) for name, x in named}
         self.draw = torch.rand(3)
@@ -326,7 +326,7 @@ def test_a_stage_has_the_values_of_the_whole_although_a_tie_leads_to_another_sta
         return module
 
     whole, stage = initialized(meta(make)).state_dict(), meta(make)
-    put_stand_ins(stage, Placement("body", ("0", "1", "2", "3"), (range(2), range(2, 4)), 2), 1)
+    replace_with_placeholders(stage, StageMap("body", ("0", "1", "2", "3"), (range(2), range(2, 4)), 2), 1)
     initialized(stage, frames=["", "body"])
     found = {name: value for name, value in stage.state_dict().items() if not value.is_meta}
     assert all(torch.equal(value, whole[name]) for name, value in found.items())

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_hybrid.pipeline_parallel.placeholders import put_stand_ins
+from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.schedules import build
-from lightning_hybrid.pipeline_parallel.stage_map import Placement
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy.summary import batch_text, layout_text, stage_rows, stage_table
 
 STAGES = [range(3), range(3, 4), range(4, 6), range(6, 7)]
@@ -33,11 +33,11 @@ def test_stages_as_data() -> None:
     assert [row.share for row in rows] == [0.4, 0.2, 0.2, 0.2]
 
 
-def test_stand_ins_count() -> None:
+def test_placeholders_count() -> None:
     whole = stage_rows(Encoder(10), STAGES, 2)
     body = Encoder(10)
     module = nn.ModuleDict({"body": body})
-    put_stand_ins(module, Placement("body", tuple(body._modules), tuple(STAGES), 2), 0)
+    replace_with_placeholders(module, StageMap("body", tuple(body._modules), tuple(STAGES), 2), 0)
     assert stage_rows(body, STAGES, 2) == whole
 
 

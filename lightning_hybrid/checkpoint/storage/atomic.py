@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["MARK", "abandon", "discard", "new_file", "publish", "settle", "unfinished", "whole"]
+__all__ = ["MARK", "commit", "discard", "new_file", "recover", "resolve", "rollback", "unfinished"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, <fcntl.h> and <linux/fs.h>
 
@@ -48,7 +48,7 @@ def new_file(path: Path) -> Iterator[Path]:
         Where to write.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    settle(path)
+    recover(path)
     new = unfinished(path)
     _remove(new)  # which may be a directory
     try:
@@ -56,12 +56,12 @@ def new_file(path: Path) -> Iterator[Path]:
         with new.open("rb") as file:
             os.fsync(file.fileno())
     except BaseException:
-        abandon(path)
+        rollback(path)
         raise
-    publish(path)
+    commit(path)
 
 
-def publish(path: Path) -> None:
+def commit(path: Path) -> None:
     """Put what :func:`unfinished` names, a file or a directory, in its place; what was there is removed.
 
     Args:
@@ -81,7 +81,7 @@ def publish(path: Path) -> None:
     _remove(old)
 
 
-def abandon(path: Path) -> None:
+def rollback(path: Path) -> None:
     """Remove what is unfinished, as far as that is possible."""
     new = unfinished(path)
     if new.is_dir():
@@ -97,7 +97,7 @@ def discard(path: Path) -> None:
     Args:
         path: The place; nothing need be there.
     """
-    abandon(path)
+    rollback(path)
     old = _discarded(path)
     _remove(old)
     if os.path.lexists(path):
@@ -105,15 +105,15 @@ def discard(path: Path) -> None:
     _remove(old)
 
 
-def whole(path: Path) -> Path:
-    """Where the directory of this name is: between the two renames of :func:`publish` it has its hidden name."""
+def resolve(path: Path) -> Path:
+    """Where the directory of this name is: between the two renames of :func:`commit` it has its hidden name."""
     new = unfinished(path)
     return new if not path.exists() and (new / MARK).is_file() else path
 
 
-def settle(path: Path) -> None:
+def recover(path: Path) -> None:
     """Put a directory in its place that was killed between the two renames: it may be the only one that is left."""
-    if whole(path) != path:
+    if resolve(path) != path:
         unfinished(path).rename(path)
 
 

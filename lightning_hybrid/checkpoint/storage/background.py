@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-__all__ = ["Background"]
+__all__ = ["BackgroundWriter"]
 
 
-class Background:
+class BackgroundWriter:
     """A thread that does jobs in the order in which they were given; a failure is kept until somebody waits."""
 
     def __init__(self) -> None:

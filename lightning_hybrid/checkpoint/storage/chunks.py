@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["pieces"]
+__all__ = ["local_chunks"]
 
 
-def pieces(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
+def local_chunks(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
     """The rectangles of a tensor that live here.
 
     A plain tensor is one. The shard of a packed projection, whose blocks are each divided, falls into as many as there

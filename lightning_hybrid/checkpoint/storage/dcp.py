@@ -47,16 +47,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from lightning_hybrid.checkpoint.storage.atomic import MARK, abandon, publish, settle, unfinished, whole
-from lightning_hybrid.checkpoint.storage.chunks import pieces
-from lightning_hybrid.checkpoint.tree_paths import Place
+from lightning_hybrid.checkpoint.storage.atomic import MARK, commit, recover, resolve, rollback, unfinished
+from lightning_hybrid.checkpoint.storage.chunks import local_chunks
+from lightning_hybrid.checkpoint.tree_paths import TreePath
 
-__all__ = ["EXTRA", "Directory", "write_directory"]
+__all__ = ["EXTRA", "DistributedCheckpoint", "write_directory"]
 
 EXTRA = "meta.pt"
 
 
-def write_directory(path: Path, entries: Mapping[Place, Any], extra: Any, group: dist.ProcessGroup) -> None:
+def write_directory(path: Path, entries: Mapping[TreePath, Any], extra: Any, group: dist.ProcessGroup) -> None:
     """Write a directory that appears under its name when it is complete; called by every rank of the group.
 
     Args:
@@ -76,7 +76,7 @@ def write_directory(path: Path, entries: Mapping[Place, Any], extra: Any, group:
         save({"": flat}, storage_writer=_Writer(path, extra), planner=_Planner(names), process_group=group)
     except CheckpointException as error:
         if dist.get_rank(group) == 0:
-            abandon(path)
+            rollback(path)
         failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
         raise OSError(
             f"The checkpoint {path} could not be written; what was there before is as it was. {'; '.join(failures[:4])}"
@@ -98,8 +98,8 @@ class _Writer(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_first = is_coordinator
         if is_coordinator:
-            settle(self._place)
-            abandon(self._place)
+            recover(self._place)
+            rollback(self._place)
             unfinished(self._place).mkdir(parents=True, exist_ok=True)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -114,17 +114,17 @@ class _Writer(FileSystemWriter):
         with (unfinished(self._place) / EXTRA).open("rb") as file:
             os.fsync(file.fileno())
         super().finish(metadata, results)
-        publish(self._place)
+        commit(self._place)
 
 
-def _name(place: Place) -> str:
+def _name(place: TreePath) -> str:
     return ".".join(map(str, place))
 
 
 class _Planner(DefaultSavePlanner):
     """Writes the pieces of every tensor; torch's own planner writes one rectangle per shard."""
 
-    def __init__(self, names: dict[str, Place]) -> None:
+    def __init__(self, names: dict[str, TreePath]) -> None:
         super().__init__(flatten_state_dict=True)  # that is, the plan tells where in the tree each name is
         self.mappings = names
 
@@ -145,7 +145,7 @@ class _Planner(DefaultSavePlanner):
         if not isinstance(value, Tensor):
             return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
         items = []
-        for offset, piece in pieces(value):
+        for offset, piece in local_chunks(value):
             index = MetadataIndex(name, offset)
             self._pieces[index] = piece
             chunk = ChunkStorageMetadata(offset, piece.size())
@@ -158,7 +158,7 @@ class _Planner(DefaultSavePlanner):
         return self._pieces[index] if index in self._pieces else self.state_dict[index.fqn]
 
 
-class Directory:
+class DistributedCheckpoint:
     """A checkpoint that was written by :func:`write_directory`, or by one of Lightning's own strategies.
 
     Args:
@@ -180,11 +180,11 @@ class Directory:
             path: The place.
             or_unfinished: Whether one that is not complete, or is no checkpoint at all, counts too.
         """
-        found = whole(path)
+        found = resolve(path)
         return found.is_dir() and (or_unfinished or (found / MARK).is_file())
 
     def __init__(self, path: Path) -> None:
-        self.path = whole(path)
+        self.path = resolve(path)
         if not self.path.exists():
             raise FileNotFoundError(f"Checkpoint not found: {path}")
         if not (self.path / MARK).is_file():
@@ -221,12 +221,12 @@ class Directory:
                     f" {size} or more."
                 )
 
-    def below(self, *prefix: Any) -> dict[Place, Any]:
+    def below(self, *prefix: Any) -> dict[TreePath, Any]:
         """What is below a place of the tree, by the rest of the path."""
         length = len(prefix)
         return {place[length:]: entry for place, entry in self.entries.items() if place[:length] == prefix}
 
-    def read(self, targets: Mapping[Place, Tensor | None]) -> dict[Place, Any]:
+    def read(self, targets: Mapping[TreePath, Tensor | None]) -> dict[TreePath, Any]:
         """Read values; each rank on its own.
 
         Args:
@@ -264,7 +264,7 @@ class _Reading(LoadPlanner):
             index, nothing = MetadataIndex(name), torch.Size((0,))
             return [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)]
         chunks = []
-        for offset, piece in pieces(target):
+        for offset, piece in local_chunks(target):
             self._pieces[MetadataIndex(name, offset)] = piece
             chunks.append(ChunkStorageMetadata(offset, piece.size()))
         entry: Any = self._metadata.state_dict_metadata[name]

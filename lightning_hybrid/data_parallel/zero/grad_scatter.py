@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_hybrid.data_parallel.bucket import Bucket, flatten_gradient, gradient_dtype, too_late
-from lightning_hybrid.data_parallel.zero.param import Twin
-from lightning_hybrid.distributed.dtensor import give_gradient, local_gradient, local_of, settle_gradient
+from lightning_hybrid.data_parallel.zero.param import ShardedParameter
+from lightning_hybrid.distributed.dtensor import give_gradient, local_gradient, redistribute_grad, to_local
 
-__all__ = ["ScatteredBucket"]
+__all__ = ["ReduceScatterBucket"]
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name up to torch 2.12
 
 
-class ScatteredBucket(Bucket):
+class ReduceScatterBucket(Bucket):
     """Some parameters, whose gradients travel as one flat tensor, to each rank its rows.
 
     ::
@@ -32,12 +32,12 @@ class ScatteredBucket(Bucket):
         twins: The parameters, in the order in which the gradients of their wholes should arrive.
     """
 
-    def __init__(self, twins: Sequence[Twin]) -> None:
+    def __init__(self, twins: Sequence[ShardedParameter]) -> None:
         super().__init__([twin.whole for twin in twins])
         self._twins = list(twins)
         self._own: Tensor | None = None
-        shapes = [local_of(whole).shape for whole in self.parameters]
-        strides = [local_of(whole).stride() for whole in self.parameters]
+        shapes = [to_local(whole).shape for whole in self.parameters]
+        strides = [to_local(whole).stride() for whole in self.parameters]
         self._members: list[tuple[nn.Parameter, torch.Size, tuple[int, ...]]] = list(
             zip(self.parameters, shapes, strides, strict=True)
         )
@@ -51,7 +51,7 @@ class ScatteredBucket(Bucket):
     def launch(self, group: ProcessGroup, scale: float) -> None:
         """Start the sum."""
         for parameter in self.parameters:
-            settle_gradient(parameter)
+            redistribute_grad(parameter)
         self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.grad is None}
         memory, size = self._twins[0].memory, group.size()
         length = sum(twin.rows.share for twin in self._twins)
@@ -79,14 +79,14 @@ class ScatteredBucket(Bucket):
             if twin.whole.grad is not None:
                 raise too_late(twin.whole)
             if index not in self.missing or used[index]:
-                shape = local_of(twin.shard).shape
+                shape = to_local(twin.shard).shape
                 _add(twin.shard, self._own[offset : offset + shape.numel()].view(shape))
             offset += twin.rows.share
         self._own = None
         self.clear()
 
 
-def _fill(shares: Tensor, gradient: Tensor, twin: Twin) -> None:
+def _fill(shares: Tensor, gradient: Tensor, twin: ShardedParameter) -> None:
     """Lay a flat gradient out as shares, ``(ranks, share)``; what is missing of the last ones is zero."""
     rows = twin.rows
     full = rows.numel // rows.share

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 
-__all__ = ["when_left"]
+__all__ = ["post_backward_hook"]
 
 
-def when_left(tree: Any, leave: Callable[[], None]) -> Any:
+def post_backward_hook(tree: Any, leave: Callable[[], None]) -> Any:
     """The inputs of a layer; `leave` is called when the gradients of all of them have been computed."""
     leaves, spec = flatten(tree)
     wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_hybrid.data_parallel.zero.rows import Rows
-from lightning_hybrid.distributed.dtensor import joined, local_of, put_local
+from lightning_hybrid.data_parallel.zero.rows import RowShards
+from lightning_hybrid.distributed.dtensor import all_gather_zero, put_local, to_local
 
-__all__ = ["Slot", "Twin", "is_divided", "join", "keep_rows", "put", "shape_here", "slots_of"]
+__all__ = ["ShardedParameter", "Slot", "is_divided", "join", "keep_rows", "put", "shape_here", "slots_of"]
 
 Slot = tuple[nn.Module, str]
 """Where a parameter is found: the module, and its name there."""
@@ -66,7 +66,7 @@ def is_divided(parameter: object) -> bool:
 def shape_here(parameter: Tensor) -> torch.Size:
     """The shape that a parameter has on this rank where replicas do not divide it."""
     told: _Whole | None = vars(parameter).get(_MARK)
-    return local_of(parameter).shape if told is None else told.local
+    return to_local(parameter).shape if told is None else told.local
 
 
 @torch.no_grad()
@@ -82,8 +82,8 @@ def keep_rows(parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: i
     Returns:
         A parameter with the same shape, of which this rank has some rows; the same one if it has too few.
     """
-    local = local_of(parameter)
-    rows = Rows.of(local.shape, num_ranks)
+    local = to_local(parameter)
+    rows = RowShards.of(local.shape, num_ranks)
     if rows is None:
         return parameter
     shape = rows.shape_of(rank)
@@ -111,7 +111,7 @@ def keep_rows(parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: i
 def join(shard: nn.Parameter) -> nn.Parameter:
     """The parameter that was divided by :func:`keep_rows`; a collective of the replicas."""
     told: _Whole = vars(shard)[_MARK]
-    local = joined(shard)
+    local = all_gather_zero(shard)
     parameter = nn.Parameter(_restored(local, shard, told), shard.requires_grad)
     marks = {key: mark for key, mark in vars(shard).items() if key not in ("_is_param", _MARK)}
     vars(parameter).update(marks)
@@ -126,7 +126,7 @@ def _restored(local: Tensor, shard: nn.Parameter, told: _Whole) -> Tensor:
     )
 
 
-class Twin:
+class ShardedParameter:
     """A shard of a parameter, and the whole.
 
     The whole lies in a flat tensor of all shares, so that shares which arrive are copied at once::
@@ -145,11 +145,11 @@ class Twin:
     def __init__(self, shard: nn.Parameter, slots: Sequence[Slot], rank: int, *, aliased: bool) -> None:
         told: _Whole = vars(shard)[_MARK]
         mesh = shard.device_mesh  # type: ignore[attr-defined]
-        rows = Rows.of(told.local, mesh.size(mesh.ndim - 1))
+        rows = RowShards.of(told.local, mesh.size(mesh.ndim - 1))
         assert rows is not None
         self.shard, self.slots, self.rows, self._rank = shard, slots, rows, rank
         self._trains = shard.requires_grad
-        own = local_of(shard)
+        own = to_local(shard)
         self.memory = own.new_zeros(rows.num_ranks * rows.share)
         # Of a version counter of its own: what arrives while a graph needs the whole is what the graph has seen.
         self.whole = nn.Parameter(_restored(rows.whole(self.memory.data), shard, told), shard.requires_grad)
@@ -161,9 +161,9 @@ class Twin:
         else:
             self.free()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         """A twin of the copied shard, which is not a view; the whole, which may have no memory, is not copied."""
-        twin = object.__new__(Twin)
+        twin = object.__new__(ShardedParameter)
         memo[id(self)] = twin  # hooks of the modules in which it is found know it
         twin.__init__(copy.deepcopy(self.shard, memo), copy.deepcopy(self.slots, memo), self._rank, aliased=False)  # type: ignore[misc]
         memo[id(self.whole)] = twin.whole
@@ -171,7 +171,7 @@ class Twin:
 
     def share(self) -> Tensor:
         """What this rank gives to the others: a full share, flat."""
-        own = local_of(self.shard)
+        own = to_local(self.shard)
         if self._is_aliased(own):
             return self.memory.narrow(0, self._rank * self.rows.share, self.rows.share)
         return torch.nn.functional.pad(own.reshape(-1), (0, self.rows.share - own.numel()))
@@ -202,7 +202,7 @@ class Twin:
         """Take the shares of all ranks, ``(ranks, share)``."""
         self.allocate()
         there = self.memory.view(self.rows.num_ranks, self.rows.share)
-        if self._is_aliased(local_of(self.shard)):  # own rows are there, and may be newer than what travelled
+        if self._is_aliased(to_local(self.shard)):  # own rows are there, and may be newer than what travelled
             there[: self._rank].copy_(shares[: self._rank])
             there[self._rank + 1 :].copy_(shares[self._rank + 1 :])
         else:
@@ -221,6 +221,6 @@ class Twin:
 
     def detach(self) -> None:
         """Give the shard memory of its own."""
-        own = local_of(self.shard)
+        own = to_local(self.shard)
         if self._is_aliased(own):
             put_local(self.shard, own.clone())

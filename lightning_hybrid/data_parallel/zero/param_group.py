@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from lightning_hybrid.data_parallel.zero.param import Twin
+from lightning_hybrid.data_parallel.zero.param import ShardedParameter
 
-__all__ = ["Unit"]
+__all__ = ["ParameterGroup"]
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name up to torch 2.12
 
 
-class Unit:
+class ParameterGroup:
     """The parameters of a layer, which are whole or are not.
 
     ::
@@ -38,14 +38,14 @@ class Unit:
         in_backward: Whether a backward goes through the layer.
     """
 
-    def __init__(self, twins: Sequence[Twin], group: ProcessGroup, *, keeps: bool) -> None:
+    def __init__(self, twins: Sequence[ShardedParameter], group: ProcessGroup, *, keeps: bool) -> None:
         self.twins = list(twins)
         self.is_whole = self.in_backward = False
         self.keeps = keeps
         self._group = weakref.ref(group)
         kinds = dict.fromkeys((twin.memory.dtype, twin.memory.device) for twin in twins)
         self._kinds = [[t for t in twins if (t.memory.dtype, t.memory.device) == kind] for kind in kinds]
-        self._arriving: list[tuple[list[Twin], Tensor, Work]] = []
+        self._arriving: list[tuple[list[ShardedParameter], Tensor, Work]] = []
 
     @property
     def travelling(self) -> list[Tensor]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightning_hybrid.data_parallel.zero.param_group import Unit
+from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
 
-__all__ = ["Walk"]
+__all__ = ["Prefetcher"]
 
 
-class Walk:
+class Prefetcher:
     """Layers become whole one after the other, and the next one travels while one computes.
 
     Collectives of a group have one order on all ranks. So a layer that this replica skips becomes whole all the same,
@@ -30,7 +30,7 @@ class Walk:
     """
 
     def __init__(
-        self, units: Sequence[Unit], *, keeps: bool, arrive: Callable[[int], None] = lambda place: None
+        self, units: Sequence[ParameterGroup], *, keeps: bool, arrive: Callable[[int], None] = lambda place: None
     ) -> None:
         self._units = units
         self._keeps = keeps

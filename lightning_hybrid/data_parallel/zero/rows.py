@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Rows"]
+__all__ = ["RowShards"]
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowShards:
     """Each rank has equally many rows of a tensor, but the last ones may have fewer, or none.
 
     ::
@@ -31,7 +31,7 @@ class Rows:
     num_ranks: int
 
     @classmethod
-    def of(cls, shape: torch.Size, num_ranks: int) -> Rows | None:
+    def of(cls, shape: torch.Size, num_ranks: int) -> RowShards | None:
         """The rows of a tensor of this shape; ``None`` if there are not two of them."""
         dim = next((dim for dim, size in enumerate(shape) if size != 1), None)
         return None if dim is None or shape[dim] == 0 else cls(shape, dim, num_ranks)

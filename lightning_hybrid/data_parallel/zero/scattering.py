@@ -10,13 +10,13 @@ from torch.distributed import ProcessGroup
 
 from lightning_hybrid.data_parallel.bucket import Bucket
 from lightning_hybrid.data_parallel.grad_buckets import BUCKET_BYTES, GradientBuckets, assign
-from lightning_hybrid.data_parallel.zero.grad_scatter import ScatteredBucket
-from lightning_hybrid.data_parallel.zero.param_group import Unit
+from lightning_hybrid.data_parallel.zero.grad_scatter import ReduceScatterBucket
+from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
 
-__all__ = ["Scattering"]
+__all__ = ["ZeroGradients"]
 
 
-class Scattering:
+class ZeroGradients:
     """Puts gradients into buckets, and says when they travel.
 
     Args:
@@ -26,7 +26,9 @@ class Scattering:
         frees_early: Whether parameters travel in backwards too: then gradients do at fixed places of that walk.
     """
 
-    def __init__(self, units: Mapping[int, Sequence[Unit]], outside: Unit, *, stage: int, frees_early: bool) -> None:
+    def __init__(
+        self, units: Mapping[int, Sequence[ParameterGroup]], outside: ParameterGroup, *, stage: int, frees_early: bool
+    ) -> None:
         self._units, self._outside = units, outside
         self._stage, self._frees_early = stage, frees_early
         every = [unit for several in units.values() for unit in several]
@@ -35,7 +37,7 @@ class Scattering:
         self._backwards = [*reversed(every), outside]
         self._walked: dict[int, GradientBuckets] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Scattering:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroGradients:
         """A copy of the module goes its own way: its gradients do not travel, and wholes may have no memory to copy."""
         return self
 
@@ -80,4 +82,4 @@ class Scattering:
             wanted = {id(whole) for whole in wholes}
             of_units = [[twin.whole for twin in unit.twins if id(twin.whole) in wanted] for unit in self._backwards]
             sets = [bucket for members in of_units for bucket in assign(members, BUCKET_BYTES)]
-        return [ScatteredBucket([self._of_whole[id(whole)] for whole in members]) for members in sets]
+        return [ReduceScatterBucket([self._of_whole[id(whole)] for whole in members]) for members in sets]

@@ -8,22 +8,22 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from lightning_hybrid.data_parallel.broadcast import equalize
+from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
 from lightning_hybrid.data_parallel.zero.param import Slot, is_divided, join, keep_rows, put, slots_of
-from lightning_hybrid.distributed.dtensor import is_over_replicas, local_of
+from lightning_hybrid.distributed.dtensor import is_zero_sharded, to_local
 from lightning_hybrid.distributed.mesh import Mesh
 
-__all__ = ["divide_over_replicas", "join_replicas", "listed_layers", "own_parameters"]
+__all__ = ["listed_layers", "own_parameters", "shard_module", "unshard_module"]
 
 
-def divide_over_replicas(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
+def shard_module(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Let each replica keep its rows of every parameter; the first one's values count.
 
     Parameter by parameter, so that a device never has more than one whole. Parameters that were divided in an earlier
     run, or by the user, stay as they are.
 
     Args:
-        module: The module, with stand-ins for what lives elsewhere.
+        module: The module, with placeholders for what lives elsewhere.
         mesh: The ranks.
         device: Where the rows go.
     """
@@ -31,16 +31,16 @@ def divide_over_replicas(module: nn.Module, mesh: Mesh, device: torch.device) ->
         return
     slots = slots_of(module)
     for parameter in [each for each in module.parameters() if not each.is_meta]:
-        if is_over_replicas(parameter):
+        if is_zero_sharded(parameter):
             continue
         if parameter.device != device:
             parameter.data = parameter.data.to(device)
-        equalize([local_of(parameter)], mesh.data_group)
+        broadcast_tensors([to_local(parameter)], mesh.data_group)
         put(keep_rows(parameter, mesh.dividing_mesh, mesh.data_rank, mesh.data_parallel_size), slots[id(parameter)])
 
 
-def join_replicas(module: nn.Module) -> None:
-    """Undo :func:`divide_over_replicas`, on every rank."""
+def unshard_module(module: nn.Module) -> None:
+    """Undo :func:`shard_module`, on every rank."""
     slots = slots_of(module)
     for parameter in [each for each in module.parameters() if is_divided(each)]:
         put(join(parameter), slots[id(parameter)])

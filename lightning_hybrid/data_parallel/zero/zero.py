@@ -11,18 +11,18 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.data_parallel.zero.leaving import when_left
-from lightning_hybrid.data_parallel.zero.param import Twin, is_divided, slots_of
-from lightning_hybrid.data_parallel.zero.param_group import Unit
-from lightning_hybrid.data_parallel.zero.prefetch import Walk
-from lightning_hybrid.data_parallel.zero.scattering import Scattering
+from lightning_hybrid.data_parallel.zero.leaving import post_backward_hook
+from lightning_hybrid.data_parallel.zero.param import ShardedParameter, is_divided, slots_of
+from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
+from lightning_hybrid.data_parallel.zero.prefetch import Prefetcher
+from lightning_hybrid.data_parallel.zero.scattering import ZeroGradients
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
 from lightning_hybrid.distributed.pytree import flatten
 
-__all__ = ["Wholes"]
+__all__ = ["ZeroParameters"]
 
 
-class Wholes:
+class ZeroParameters:
     """The parameters of this rank, divided over replicas, and made whole for each step.
 
     Between steps everybody finds shards: optimizers, callbacks, checkpoints. During a step layers find wholes::
@@ -35,7 +35,7 @@ class Wholes:
         3       likewise                             there from a layer's first forward to its last backward; or, with
                                                      `frees_early`, for each forward and each backward anew
 
-    The sequence of collectives is the same on every replica, whichever layers it uses: see :class:`Walk`.
+    The sequence of collectives is the same on every replica, whichever layers it uses: see :class:`Prefetcher`.
 
     From *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models* (Rajbhandari et al., 2020,
     https://arxiv.org/abs/1910.02054).
@@ -72,27 +72,27 @@ class Wholes:
         slots = slots_of(module)
         keeps = stage < 3
         self.twins = {
-            id(each): Twin(each, slots[id(each)], group.rank(), aliased=keeps)
+            id(each): ShardedParameter(each, slots[id(each)], group.rank(), aliased=keeps)
             for each in module.parameters()
             if is_divided(each)
         }
-        self._units: list[Unit] = []
-        self._units_of_stage: dict[int, list[Unit]] = {}
+        self._units: list[ParameterGroup] = []
+        self._units_of_stage: dict[int, list[ParameterGroup]] = {}
         for index, members in sorted(layers.items()):
             for layer, keys in zip(members, own_parameters(members, layers, slots), strict=True):
                 own = [self.twins[key] for key in keys if key in self.twins]
                 if own:
-                    unit = Unit(own, group, keeps=keeps)
+                    unit = ParameterGroup(own, group, keeps=keeps)
                     units = self._units_of_stage.setdefault(index, [])
                     self._watch(layer, unit, index, len(units), len(self._units))
                     units.append(unit)
                     self._units.append(unit)
         inside = {id(twin) for unit in self._units for twin in unit.twins}
-        self._outside = Unit([t for t in self.twins.values() if id(t) not in inside], group, keeps=keeps)
-        self.gradients = Scattering(self._units_of_stage, self._outside, stage=stage, frees_early=self._frees_early)
-        self._walk = Walk(self._units, keeps=True)
+        self._outside = ParameterGroup([t for t in self.twins.values() if id(t) not in inside], group, keeps=keeps)
+        self.gradients = ZeroGradients(self._units_of_stage, self._outside, stage=stage, frees_early=self._frees_early)
+        self._walk = Prefetcher(self._units, keeps=True)
         self._walks = {
-            index: Walk(units, keeps=False, arrive=partial(self.gradients.arrive, index))
+            index: Prefetcher(units, keeps=False, arrive=partial(self.gradients.arrive, index))
             for index, units in self._units_of_stage.items()
         }
         self._settle_before_calls()
@@ -173,7 +173,7 @@ class Wholes:
             unit.put_shards()
 
     @property
-    def _all(self) -> tuple[Unit, ...]:
+    def _all(self) -> tuple[ParameterGroup, ...]:
         return (self._outside, *self._units)
 
     def forward_begins(self, stage: int) -> None:
@@ -198,7 +198,7 @@ class Wholes:
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
-    def _watch(self, layer: nn.Module, unit: Unit, stage: int, place: int, position: int) -> None:
+    def _watch(self, layer: nn.Module, unit: ParameterGroup, stage: int, place: int, position: int) -> None:
         before = partial(self._before, unit, stage, place, position)
         after = partial(self._after, unit, stage, place)
         self._handles += [
@@ -214,7 +214,7 @@ class Wholes:
             for place, unit in enumerate(units):
                 reach |= dict.fromkeys(map(id, unit.twins), partial(self._reach, unit, stage, place, position))
                 position += 1
-        owned: dict[nn.Module, list[Twin]] = {}
+        owned: dict[nn.Module, list[ShardedParameter]] = {}
         for twin in self.twins.values():
             for part, _ in twin.slots:
                 owned.setdefault(part, []).append(twin)
@@ -222,19 +222,19 @@ class Wholes:
             settle = partial(self._settle, twins, reach.get(id(twins[0])))
             self._handles.append(part.register_forward_pre_hook(settle))
 
-    def _settle(self, twins: Sequence[Twin], reach: Callable[[], None] | None, *_: Any) -> None:
+    def _settle(self, twins: Sequence[ShardedParameter], reach: Callable[[], None] | None, *_: Any) -> None:
         for twin in twins:
             twin.freeze_or_thaw()
         if reach is not None and self._is_open:
             reach()
 
-    def _reach(self, unit: Unit, stage: int, place: int, position: int) -> None:
+    def _reach(self, unit: ParameterGroup, stage: int, place: int, position: int) -> None:
         """Make a layer whole."""
         if not unit.is_whole:
             self._walks[stage].to(place) if self._frees_now else self._walk.to(position)
 
     def _before(
-        self, unit: Unit, stage: int, place: int, position: int, layer: nn.Module, args: Any, kwargs: Any
+        self, unit: ParameterGroup, stage: int, place: int, position: int, layer: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         if not self._is_open:
             self._open_for(layer)
@@ -245,9 +245,9 @@ class Wholes:
         self._reach(unit, stage, place, position)
         if self.watch is not None:
             self.watch(None)
-        return when_left((args, kwargs), unit.close) if self._frees_now else None
+        return post_backward_hook((args, kwargs), unit.close) if self._frees_now else None
 
-    def _after(self, unit: Unit, stage: int, place: int, layer: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, unit: ParameterGroup, stage: int, place: int, layer: nn.Module, args: Any, output: Any) -> None:
         if self._frees_now and not unit.in_backward:
 
             def backward_begins(_: Tensor) -> None:

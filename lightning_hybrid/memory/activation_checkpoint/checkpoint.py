@@ -17,10 +17,10 @@ from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.random import set_torch_states, torch_states
 from lightning_hybrid.memory.activation_checkpoint.selective import Kept
 
-__all__ = ["Recomputation"]
+__all__ = ["ActivationCheckpointing"]
 
 
-class Recomputation:
+class ActivationCheckpointing:
     """While this is entered, layers keep what they are called with and nothing else, and run again in backward.
 
     ::

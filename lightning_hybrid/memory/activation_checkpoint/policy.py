@@ -9,12 +9,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from lightning_hybrid.pipeline_parallel.stage_map import name_matches
+from lightning_hybrid.config import Recompute
+from lightning_hybrid.distributed.module_names import name_matches
 
-__all__ = ["Recompute", "check_recompute", "chosen_layers", "is_by_name"]
-
-#: What a user may say: see `HybridStrategy`.
-Recompute = bool | int | float | str | list[int] | list[str]
+__all__ = ["check_recompute", "chosen_layers", "is_by_name"]
 
 
 def check_recompute(wish: Any, num_ranks: int, num_chunks: int) -> None:

@@ -6,7 +6,11 @@ from functools import lru_cache
 
 from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Kind, Schedule
 from lightning_hybrid.pipeline_parallel.schedules.generators import SCHEDULES, compute_order, forward_order
-from lightning_hybrid.pipeline_parallel.schedules.passes import add_communication, post_receives_early, retirements
+from lightning_hybrid.pipeline_parallel.schedules.passes import (
+    add_communication,
+    post_receives_early,
+    prove_sends_received,
+)
 from lightning_hybrid.pipeline_parallel.schedules.validation import validate
 
 __all__ = [
@@ -60,4 +64,4 @@ def build_forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) ->
 def _complete(schedule: Schedule) -> Schedule:
     schedule = post_receives_early(add_communication(schedule))
     validate(schedule)
-    return retirements(schedule)
+    return prove_sends_received(schedule)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Schedule
 
-__all__ = ["add_communication", "post_receives_early", "retirements"]
+__all__ = ["add_communication", "post_receives_early", "prove_sends_received"]
 
 
 def add_communication(schedule: Schedule) -> Schedule:
@@ -95,7 +95,7 @@ def _post_early(schedule: Schedule, actions: tuple[Action, ...]) -> list[Action]
     return [*moved, *gaps[-1]]
 
 
-def retirements(schedule: Schedule) -> Schedule:
+def prove_sends_received(schedule: Schedule) -> Schedule:
     """Prove, without asking, which sends have been received; fills :attr:`Schedule.retired`.
 
     A rank that holds a message knows all that its sender did before sending it, and all that the sender knew of others.

@@ -14,19 +14,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.distributed.dtensor import full
+from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.trainer.results.logging import log_arguments
 from lightning_hybrid.trainer.results.module_attributes import assign, attribute, digest, mark_attributes, pack, unpack
 
-__all__ = ["EpochBoundary"]
+__all__ = ["EpochSync"]
 
-_WITHOUT_VALUE = Ellipsis  # in the place of a value that was computed from stand-ins
+_WITHOUT_VALUE = Ellipsis  # in the place of a value that was computed from placeholders
 _MESSAGE, _HEAD = 256, 4  # bytes: what a logged number needs, with its name, and how its length is written
 
 
-class EpochBoundary(Callback):
+class EpochSync(Callback):
     """Goes before all other callbacks of the Trainer.
 
     Before the first hook of an epoch's end, plain attributes and buffers of the module that changed during the epoch
@@ -72,7 +72,7 @@ class EpochBoundary(Callback):
             if vars(module).get("log") is not log:  # in a step, by something that has kept this function
                 return module.log(name, value, *args, **kwargs)
             arguments = log_arguments(args, kwargs)
-            value = full(value)
+            value = full_tensor(value)
             if isinstance(value, (Tensor, Number)) and not arguments.get("rank_zero_only"):
                 value = self._from_last_stage(name, value)
             elif isinstance(value, Metric) and arguments.get("on_step") is not False:

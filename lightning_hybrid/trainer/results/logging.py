@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_hybrid.distributed.dtensor import full
+from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.trainer.results.outputs import weighted_mean
@@ -110,7 +110,7 @@ class LogRecorder:
                 value = None
             elif isinstance(value, Tensor):
                 _, of_batch = self._values.get(id(value), (None, None))
-                value = full(value.detach()).clone()  # it may be changed in place later in the step
+                value = full_tensor(value.detach()).clone()  # it may be changed in place later in the step
             if self._current is not None:
                 _check_value(name, value)
                 self._current.append(Log(name, value, metric, arguments, of_batch))
@@ -131,7 +131,7 @@ class LogRecorder:
 
 
 def _check_value(name: str, value: Any) -> None:
-    """Refuse what was computed from stand-ins, and so is no number.
+    """Refuse what was computed from placeholders, and so is no number.
 
     Raises:
         WrongUseError: If the value is on the meta device.

@@ -194,8 +194,8 @@ def digest(packed: bytes | None) -> bytes | None:
 def assign(module: nn.Module, name: str, value: Any) -> None:
     """Set an attribute or a buffer by its dotted name.
 
-    Buffers, lists, dictionaries and deques stay the objects that they are, as others may hold them too; stand-ins stay
-    stand-ins.
+    Buffers, lists, dictionaries and deques stay the objects that they are, as others may hold them too; placeholders
+    stay what they are.
     """
     path, _, name = name.rpartition(".")
     module = module.get_submodule(path)

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torchmetrics import SumMetric
 
-from lightning_hybrid.trainer.results.epoch_sync import EpochBoundary
+from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from tests.pool import Pools
 
 
@@ -30,10 +30,10 @@ class Module(LightningModule):
         self.logged.append((name, value, args, kwargs))
 
 
-def make(module: Module) -> EpochBoundary:
+def make(module: Module) -> EpochSync:
     group = dist.group.WORLD
     assert group is not None
-    return EpochBoundary(module, group, source=dist.get_world_size() - 1)
+    return EpochSync(module, group, source=dist.get_world_size() - 1)
 
 
 def is_last() -> bool:
@@ -141,7 +141,7 @@ def keep_in_parts() -> Any:
     module = Module()
     module.part, module.metric, module.body = History(), SumMetric(), nn.Sequential(History())
     module.metric.register_buffer("seen", torch.zeros(2))
-    boundary = EpochBoundary(module, dist.group.WORLD, source=1, layers=list(module.body))  # type: ignore[arg-type]
+    boundary = EpochSync(module, dist.group.WORLD, source=1, layers=list(module.body))  # type: ignore[arg-type]
     boundary.on_train_epoch_start(mock.Mock(), module)
     own = module.part.seen
     for part in (module.part, module.metric, module.body[0]):
@@ -227,13 +227,13 @@ def test_what_changed_in_the_same_way_everywhere_stays_the_same_object(ranks: Po
 
 def keep_meta() -> list[Any]:
     def step(module: Module) -> None:
-        module.stand_ins = [torch.empty(2, device="meta")]
+        module.placeholders = [torch.empty(2, device="meta")]
         module.n = dist.get_rank()
 
     return [epoch("train", step).n]
 
 
-def test_stand_ins_among_attributes_are_no_error(ranks: Pools) -> None:
+def test_placeholders_among_attributes_are_no_error(ranks: Pools) -> None:
     assert ranks(2).run(keep_meta) == [[1], [1]]
 
 

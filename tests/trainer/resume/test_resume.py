@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric, MinMaxMetric, RunningMean
 
-from lightning_hybrid.checkpoint.resume.replay import TracedLoader
 from lightning_hybrid.distributed.random import generator_states, set_generator_states
+from lightning_hybrid.trainer.resume.replay import ReplayableLoader
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, dataset, make_trainer, weights
 
@@ -630,7 +630,7 @@ def test_an_iterator_is_brought_back(kind: str, others_draw: bool) -> None:
         return found
 
     scramble(3)
-    first = TracedLoader(loader(), CPU)
+    first = ReplayableLoader(loader(), CPU)
     iterator = iter(first)
     batches(iterator, 3)
     record, states = first.record(3, 1, cycles=False), generator_states(CPU)
@@ -639,7 +639,7 @@ def test_an_iterator_is_brought_back(kind: str, others_draw: bool) -> None:
         assert len(record[0]["generators"]) == 1
 
     scramble(4)
-    second = TracedLoader(loader(), CPU)
+    second = ReplayableLoader(loader(), CPU)
     second.go_on(record, 2, 1)
     again = iter(second)
     batches(again, 2)

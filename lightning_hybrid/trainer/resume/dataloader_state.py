@@ -12,8 +12,8 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hybrid.checkpoint.resume.own_generators import own_states, set_own_states
-from lightning_hybrid.checkpoint.resume.replay import TracedIterator, TracedLoader
+from lightning_hybrid.trainer.resume.own_generators import own_states, set_own_states
+from lightning_hybrid.trainer.resume.replay import ReplayableLoader, TracedIterator
 
 __all__ = ["bring_back", "loaders_of", "record_positions"]
 
@@ -35,7 +35,7 @@ def record_positions(trainer: Trainer, batches: int | None) -> dict[str, Any] | 
     """
     combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
     loaders = loaders_of(trainer.fit_loop)
-    if fetcher is None or not all(isinstance(loader, TracedLoader) for loader in loaders):
+    if fetcher is None or not all(isinstance(loader, ReplayableLoader) for loader in loaders):
         return None
     record: dict[str, Any] = {"own": [own_states(loader) for loader in loaders]}
     assert combined is not None
@@ -71,7 +71,7 @@ def bring_back(trainer: Trainer, record: dict[str, Any] | None, epochs: int) -> 
     assert fetcher is not None, "training begins with loaders"
     loaders = combined.flattened
     known = record is not None and len(record["own"]) == len(loaders)
-    if not known or not all(isinstance(loader, TracedLoader) for loader in loaders):
+    if not known or not all(isinstance(loader, ReplayableLoader) for loader in loaders):
         rank_zero_warn(_OTHER_LOADERS)
         iter(fetcher)
         return

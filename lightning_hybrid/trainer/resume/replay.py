@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.checkpoint.resume.own_generators import Generators
+from lightning_hybrid.trainer.resume.own_generators import Generators
 
-__all__ = ["LoaderWrapper", "TracedIterator", "TracedLoader"]
+__all__ = ["LoaderWrapper", "ReplayableLoader", "TracedIterator"]
 
 
 class LoaderWrapper:
@@ -44,7 +44,7 @@ class LoaderWrapper:
         return getattr(self._loader, name)
 
 
-class TracedLoader(LoaderWrapper):
+class ReplayableLoader(LoaderWrapper):
     """A training loader whose iterators know how they came where they are.
 
     Args:

@@ -10,11 +10,11 @@ from typing import Any, cast
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.progress import _ProcessedTracker
 
-__all__ = ["Moment", "has_begun", "is_epoch_over", "progress"]
+__all__ = ["LoopState", "has_begun", "is_epoch_over", "progress"]
 
 
 @dataclass
-class Moment:
+class LoopState:
     """Where the loops are.
 
     Lightning's own states do not tell a run that ended in the middle of an epoch from the end of the epoch, and what
@@ -40,7 +40,7 @@ class Moment:
     batches: int
 
     @classmethod
-    def now(cls, trainer: Trainer) -> Moment:
+    def now(cls, trainer: Trainer) -> LoopState:
         """The present one, during `fit`."""
         loop = trainer.fit_loop.epoch_loop
         epoch = cast(_ProcessedTracker, trainer.fit_loop.epoch_progress.current)

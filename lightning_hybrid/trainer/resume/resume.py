@@ -14,17 +14,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hybrid.checkpoint.resume.dataloader_state import bring_back, loaders_of, record_positions
-from lightning_hybrid.checkpoint.resume.logged_state import (
-    load_logged,
-    load_metrics,
-    logged,
-    metric_states,
-    plain_values,
-)
-from lightning_hybrid.checkpoint.resume.loop_state import Moment, has_begun, is_epoch_over, progress
-from lightning_hybrid.checkpoint.resume.own_generators import own_states, set_own_states
-from lightning_hybrid.checkpoint.resume.replay import TracedLoader
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import (
     RandomStreams,
@@ -33,13 +22,24 @@ from lightning_hybrid.distributed.random import (
     seed_generators,
     set_generator_states,
 )
+from lightning_hybrid.trainer.resume.dataloader_state import bring_back, loaders_of, record_positions
+from lightning_hybrid.trainer.resume.logged_state import (
+    load_logged,
+    load_metrics,
+    logged,
+    metric_states,
+    plain_values,
+)
+from lightning_hybrid.trainer.resume.loop_state import LoopState, has_begun, is_epoch_over, progress
+from lightning_hybrid.trainer.resume.own_generators import own_states, set_own_states
+from lightning_hybrid.trainer.resume.replay import ReplayableLoader
 
-__all__ = ["Continuation"]
+__all__ = ["ResumeCallback"]
 
 Place = tuple[int, int, int]  # (data, tensor, pipeline) rank
 
 
-class Continuation(Callback):
+class ResumeCallback(Callback):
     """Remembers where training is, for a checkpoint, and brings it back there.
 
     Each rank has a record of its own, by its place: the states of its generators, how its loaders came where they are,
@@ -102,7 +102,7 @@ class Continuation(Callback):
         return self._mesh.data_rank, self._mesh.tensor_rank, self._mesh.pipeline_rank
 
     def _snapshot(self, trainer: Trainer) -> dict[str, Any]:
-        moment = Moment.now(trainer)
+        moment = LoopState.now(trainer)
         fit_loop = trainer.fit_loop
         val_loop = fit_loop.epoch_loop.val_loop
         reset = [val_loop._results] if moment.in_epoch else [val_loop._results, fit_loop.epoch_loop._results]
@@ -160,7 +160,7 @@ class Continuation(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """How loaders came where they are is told from here on."""
         for loader in loaders_of(trainer.fit_loop):
-            if isinstance(loader, TracedLoader):
+            if isinstance(loader, ReplayableLoader):
                 loader.begin_epoch()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -192,7 +192,7 @@ class Continuation(Callback):
         if not record.get("ranks") or "loops" not in checkpoint:
             return
         self._loaded = record
-        fit_loop = Moment(**record["moment"]).in_order(checkpoint["loops"]["fit_loop"])
+        fit_loop = LoopState(**record["moment"]).in_order(checkpoint["loops"]["fit_loop"])
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
 
     @property
@@ -209,7 +209,7 @@ class Continuation(Callback):
         record, self._loaded = self._loaded, None
         if record is None:
             return
-        moment = Moment(**record["moment"])
+        moment = LoopState(**record["moment"])
         if not moment.is_restored(trainer):  # a tuner began before Lightning had restored the loops, and never does
             iter(cast(Any, fit_loop._data_fetcher))
             return
@@ -261,7 +261,7 @@ class Continuation(Callback):
         """The run is over."""
         self._loaded, self._is_on = None, False
         trainer.fit_loop.epoch_loop.val_loop.__dict__.pop("run", None)
-        Moment.forget(trainer)
+        LoopState.forget(trainer)
 
 
 def _prepare_accumulation(trainer: Trainer) -> None:

@@ -1,0 +1,45 @@
+"""A process group, held weakly."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["GroupRef"]
+
+
+class GroupRef:
+    """A weak reference to a process group: torch owns groups, and destroying one must close its connections.
+
+    A copy is the reference itself, so that whoever has one may be copied: callbacks copy whole modules.
+
+    Args:
+        group: The group; ``None`` is a group that this rank is not in, which is an error of the caller.
+    """
+
+    __slots__ = ("__weakref__", "_reference")
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        assert group is not None, "this rank is in none of these groups"
+        self._reference = weakref.ref(group)
+
+    def __call__(self) -> dist.ProcessGroup:
+        """The group, which must not have been destroyed."""
+        group = self._reference()
+        assert group is not None, "the process groups have been destroyed"
+        return group
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the group still exists."""
+        return self._reference() is not None
+
+    def __copy__(self) -> GroupRef:
+        """Itself."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupRef:
+        """Itself."""
+        return self
