@@ -31,6 +31,7 @@ check: lint types test  ## Run everything that a change must pass
 lint: $(READY)  ## Check style and formatting
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -c "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_logo=True))"
 
 types: $(READY)  ## Check types
 	$(PYTHON) -m mypy
@@ -41,7 +42,7 @@ gpu: $(READY)  ## Run the GPU tests and the benchmark of the whole strategy
 	$(PYTHON) -m benchmarks.strategy --output benchmarks/results
 
 clean:  ## Remove everything that these targets made
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache lightning_logs checkpoints
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache lightning_logs checkpoints
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from lightning_hybrid.strategy.strategy import HybridStrategy
+from lightning_hybrid.trainer.module_hooks import ModuleHooks
 from lightning_hybrid.version import __version__
 
-__all__ = ["HybridStrategy", "__version__"]
+__all__ = ["HybridStrategy", "ModuleHooks", "__version__"]
+
+
+def __dir__() -> list[str]:
+    """What is public, and nothing else."""
+    return __all__

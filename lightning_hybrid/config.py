@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 __all__ = ["HybridConfig", "Recompute", "UserPlan", "resolve_sizes"]
@@ -18,48 +17,43 @@ Recompute = bool | int | float | str | list[int] | list[str]
 #: How layers are shared: a style by name of module, where ``*`` stands for anything between two dots.
 UserPlan = Mapping[str, str | ParallelStyle]
 
+# What `checks.check_arguments` reads of a field: the types of its value.
+_BOOL = {"kinds": (bool,)}
+_STR = {"kinds": (str,)}
+_OPTIONAL_STR = {"kinds": (str, type(None))}
+
 
 @dataclass(frozen=True)
 class HybridConfig:
     """The arguments of `HybridStrategy`, resolved, apart from the sizes of the axes."""
 
-    schedule: str
+    schedule: str = field(metadata=_STR)
     num_microbatches: int
     num_chunks: int
-    partition: str | list[int]
-    body: str | None
-    tensor_parallel_plan: UserPlan | str | None
-    sequence_parallel: bool
+    partition: str | list[int] = field(metadata={"kinds": (str, list, tuple)})
+    body: str | None = field(metadata=_OPTIONAL_STR)
+    tensor_parallel_plan: UserPlan | str | None = field(metadata={"kinds": (str, dict, type(None))})
+    sequence_parallel: bool = field(metadata=_BOOL)
     zero_stage: int
     zero_frees: str
     recompute: Recompute
     offload: tuple[str, ...]
-    float32_gradients: bool
-    measure_activations: bool
-    broadcast_batches: bool
+    float32_gradients: bool = field(metadata=_BOOL)
+    broadcast_batches: bool = field(metadata=_BOOL)
     loss_reduction: str
-    dynamic_shapes: bool
-    save_distributed_checkpoint: bool
-    async_save: bool
-    gather_module_on_teardown: bool
-    initial_weights: str | Path | None
-    rank_order: str
-    timeout: timedelta | None
+    dynamic_shapes: bool = field(metadata=_BOOL)
+    save_distributed_checkpoint: bool = field(metadata=_BOOL)
+    async_save: bool = field(metadata=_BOOL)
+    gather_module_on_teardown: bool = field(metadata=_BOOL)
+    initial_weights: str | Path | None = field(metadata={"kinds": (str, Path, type(None))})
+    rank_order: str = field(metadata=_STR)
+    process_group_backend: str | None = field(metadata=_OPTIONAL_STR)
+    timeout: timedelta | None = field(metadata={"kinds": (timedelta, type(None))})
 
     @property
     def frees_early(self) -> bool:
         """Whether stage 3 of ZeRO lets go of a layer after each use."""
         return self.zero_frees == "microbatch" or (self.zero_frees == "auto" and self.num_microbatches == 1)
-
-    def cut(self, sizes: tuple[int, int, int], module: nn.Module) -> bool:
-        """Whether steps run in stages, in micro-batches or on shared layers, or losses are weighted over replicas."""
-        data, tensor, pipeline = sizes
-        return (
-            tensor > 1
-            or pipeline > 1
-            or self.num_microbatches > 1
-            or (data > 1 and hasattr(module, "microbatch_weight"))
-        )
 
 
 def resolve_sizes(

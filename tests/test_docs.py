@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -43,3 +45,19 @@ def test_each_feature_of_lightning_has_its_row_and_each_row_its_tests() -> None:
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text()):
         assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_house_is_drawn_as_it_is() -> None:
+    drawn = subprocess.run([sys.executable, DOCS / "draw_house.py", "--check"], capture_output=True, text=True)
+    assert drawn.returncode == 0, drawn.stderr
+
+
+def test_files_that_documents_name_exist() -> None:
+    """Files of the package, in the tables of ways and in the README's reading order."""
+    package = TESTS.parent / "lightning_hybrid"
+    for path in (README, DOCS / "architecture.md"):
+        names = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", path.read_text())
+        assert names
+        for name in names:
+            root = TESTS.parent if (TESTS.parent / name.split("/")[0]).exists() else package
+            assert (root / name).exists(), f"{path.name}: {name}"

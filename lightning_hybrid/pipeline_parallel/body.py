@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 
-__all__ = ["BodyCallError", "BodyCut", "Layers", "body_call_text", "find_body", "layer_call_text"]
+__all__ = ["BodyCall", "BodyCallError", "BodyCut", "Layers", "body_call_text", "find_body", "layer_call_text"]
 
 #: Runs the layers of one stage: input of its first layer -> output of its last one.
 Layers = Callable[[Any], Any]
@@ -140,19 +140,24 @@ class BodyCut:
     """
 
     def __init__(self, name: str, body: nn.Sequential) -> None:
-        self._name = name
+        self.name = name
         self._body = body
-        self._on_call: Callable[[Any], Any] | None = None
-        self._calls = 0
+        self.call: BodyCall | None = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """While this is entered, calls of the body come here instead of running its layers."""
 
         def redirected(x: Any) -> Any:
-            assert self._on_call is not None, "the body was called outside of a step"
-            self._calls += 1
-            return self._on_call(x)
+            call = self.call
+            assert call is not None, "the body was called outside of a step"
+            call.count += 1
+            if call.layers is not None:
+                raise _Unwind(call.layers(x))
+            if call.count > 1:
+                call.refuse()
+            assert call.answer is not None
+            return call.answer()
 
         self._body.forward = redirected  # type: ignore[method-assign]
         try:
@@ -160,58 +165,58 @@ class BodyCut:
         finally:
             del self._body.forward
 
-    def until_body(self, step: Callable[..., Any], arguments: Sequence[Any], layers: Layers) -> Any:
-        """Run a step up to the body, and the layers of the first stage on what the body is called with.
 
-        Args:
-            step: The user's step.
-            arguments: Its arguments.
-            layers: The layers of the first stage.
+class BodyCall:
+    """Around one call of the user's step, whose call of the body ends it (first stage) or is answered (last stage).
 
-        Returns:
-            The output of the layers.
+    ::
 
-        Raises:
-            BodyCallError: If the step ends without having called the body.
-        """
+        with BodyCall(cut, step, layers=layers) as call:      with BodyCall(cut, step, answer=answer):
+            step(...)                                             value = step(...)
+        value = call.value
 
-        def leave(x: Any) -> Any:
-            raise _Unwind(layers(x))
+    Args:
+        cut: The cut, which must be entered.
+        step: The user's step, for error texts.
+        layers: The layers of the first stage: they run on what the step calls the body with, and the step is unwound.
+        answer: Or what the body returns on the last stage, which need not look at what it is called with.
 
-        self._on_call, self._calls = leave, 0
-        try:
-            step(*arguments)
-        except _Unwind as unwind:
-            return unwind.value
-        finally:
-            self._on_call = None
-        raise BodyCallError(body_call_text(self._name, step.__name__, 0))
+    Attributes:
+        value: The output of the layers, once the step has been unwound.
+        count: How often the step has called the body.
 
-    def around_body(self, step: Callable[..., Any], arguments: Sequence[Any], layers: Layers) -> Any:
-        """Run a whole step, with the body's call answered by the layers of the last stage.
+    Raises:
+        BodyCallError: On leaving, if the step did not call the body exactly once.
+    """
 
-        Args:
-            step: The user's step.
-            arguments: Its arguments.
-            layers: The layers of the last stage; they get what the step calls the body with, and know better.
+    __slots__ = ("_cut", "_step", "answer", "count", "layers", "value")
 
-        Returns:
-            What the step returns.
+    def __init__(
+        self,
+        cut: BodyCut,
+        step: Callable[..., Any],
+        *,
+        layers: Layers | None = None,
+        answer: Callable[[], Any] | None = None,
+    ) -> None:
+        self._cut, self._step = cut, step
+        self.layers, self.answer = layers, answer
+        self.count = 0
+        self.value: Any = None
 
-        Raises:
-            BodyCallError: If the step does not call the body exactly once.
-        """
+    def __enter__(self) -> BodyCall:
+        self._cut.call = self
+        return self
 
-        def answer(x: Any) -> Any:
-            if self._calls > 1:
-                raise BodyCallError(body_call_text(self._name, step.__name__, self._calls))
-            return layers(x)
+    def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> bool:
+        self._cut.call = None
+        if isinstance(raised, _Unwind):
+            self.value = raised.value
+            return True
+        if raised is None and self.count != 1:
+            self.refuse()
+        return False
 
-        self._on_call, self._calls = answer, 0
-        try:
-            value = step(*arguments)
-        finally:
-            self._on_call = None
-        if self._calls != 1:
-            raise BodyCallError(body_call_text(self._name, step.__name__, self._calls))
-        return value
+    def refuse(self) -> None:
+        """Say how often the step has called the body."""
+        raise BodyCallError(body_call_text(self._cut.name, self._step.__name__, self.count))

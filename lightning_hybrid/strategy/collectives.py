@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
@@ -18,6 +17,7 @@ from torch import Tensor
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.tree_broadcast import reduce_over
+from lightning_hybrid.strategy.launch import has_groups
 
 __all__ = ["ReplicaCollectives", "outside_of_steps"]
 
@@ -93,13 +93,13 @@ class ReplicaCollectives(ParallelStrategy):
     @outside_of_steps
     def barrier(self, name: str | None = None) -> None:
         """Wait for every process."""
-        if not _distributed_is_initialized():
+        if not has_groups():
             return
         dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         """Give every process the object of one."""
-        if not _distributed_is_initialized():
+        if not has_groups():
             return obj
         if self.in_step and self._log_dir is not None and src == 0 and self._log_dir[0] == obj:
             answer: TBroadcast = self._log_dir[1]

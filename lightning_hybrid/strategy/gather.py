@@ -21,7 +21,7 @@ from lightning_hybrid.tensor_parallel.plan import Plan
 from lightning_hybrid.tensor_parallel.shard import unshard
 from lightning_hybrid.tensor_parallel.styles import ParamSplit
 
-__all__ = ["check_gathering", "gather_module", "refuse_step"]
+__all__ = ["RefusedStep", "check_gathering", "gather_module"]
 
 
 _OF_TORCH = "_is_param"  # how torch marks parameters of other classes than its own
@@ -48,12 +48,21 @@ def check_gathering(module: LightningModule, plan: Plan | None) -> None:
         )
 
 
-def refuse_step(*_: Any, **__: Any) -> None:
-    """What a run does in the place of steps after its module was made whole."""
-    raise RuntimeError(
-        "The module was made whole by `strategy.gather_module()` during the run, which cannot go on with it. Call it"
-        " after the run, and start another one: the module is divided again."
-    )
+class RefusedStep:
+    """What a run has in the place of steps after its module was made whole."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "The module was made whole by `strategy.gather_module()` during the run, which cannot go on with it. Call"
+            " it after the run, and start another one: the module is divided again."
+        )
+
+    backward = __call__
 
 
 @torch.no_grad()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 
-__all__ = ["announce", "make_launcher", "start_groups"]
+__all__ = ["announce", "has_groups", "make_launcher", "start_groups"]
 
 
 def make_launcher(
@@ -27,6 +28,11 @@ def make_launcher(
     if environment.creates_processes_externally or num_processes * num_nodes == 1:
         return None
     return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def has_groups() -> bool:
+    """Whether the process groups exist: not before a run, and not after they were destroyed."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def announce(rank: int) -> None:

@@ -17,6 +17,7 @@ from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 from lightning_hybrid.strategy.summary import layout_text, stage_rows, stage_table
 from lightning_hybrid.tensor_parallel.plan import Plan, make_plan
+from lightning_hybrid.trainer.module_hooks import find_hook
 
 __all__ = [
     "describe",
@@ -26,8 +27,22 @@ __all__ = [
     "find_recomputed",
     "find_schedule",
     "find_stages",
+    "is_cut",
     "layout",
 ]
+
+
+def is_cut(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module) -> bool:
+    """Whether steps run in stages, in microbatches or on shared layers, or losses are weighted over replicas.
+
+    Args:
+        config: The arguments of the strategy.
+        sizes: (data, tensor, pipeline) parallel size.
+        module: The user's module.
+    """
+    data, tensor, pipeline = sizes
+    weighs = data > 1 and find_hook(module, "microbatch_weight") is not None
+    return tensor > 1 or pipeline > 1 or config.num_microbatches > 1 or weighs
 
 
 def describe(module: LightningModule, settings: HybridConfig, sizes: tuple[int, int, int]) -> str:
@@ -72,7 +87,7 @@ def find_layers(module: LightningModule, settings: HybridConfig) -> tuple[str, n
         ValueError: If there is none.
         TypeError: If it cannot be divided.
     """
-    return find_body(module, settings.body or getattr(module, "pipeline_body", None))
+    return find_body(module, settings.body or find_hook(module, "pipeline_body"))
 
 
 def find_own_layers(
@@ -109,7 +124,7 @@ def find_plan(module: LightningModule, settings: HybridConfig, size: int) -> Pla
         ValueError: If layers cannot be shared as the user says.
     """
     wish = settings.tensor_parallel_plan
-    hook = getattr(module, "tensor_parallel_plan", None)
+    hook = find_hook(module, "tensor_parallel_plan")
     if wish == "auto" and hook is not None:
         wish = hook() if callable(hook) else hook
     return make_plan(module, wish, size, sequence_parallel=settings.sequence_parallel)

@@ -1,4 +1,4 @@
-"""The module is divided: found out which stage holds what, and placeholders put for the rest."""
+"""A module is parallelized: cut into stages, its layers shared, its parameters sharded over replicas; and undone."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ModuleParallelizer:
         self.body: tuple[str, nn.Sequential] | None = None
         self.stage_map = StageMap(None, (), (range(0),), 1)
         self.plan: Plan | None = None
-        self.is_done = self._was_shared = False
+        self.is_done = self._was_parallelized = False
         self.source: Source | None = None
 
     def __call__(self) -> None:
@@ -96,14 +96,14 @@ class ModuleParallelizer:
         if self.num_stages > 1 and not self.is_done:
             agree(self._plan)
             rank_zero_info(self.text())
-            self._put_placeholders()
+            self._replace_with_placeholders()
         if not self.is_done:
-            self._plan_sharing()
+            self._plan_tensor_parallel()
             weights = None if self.source is None else agree(lambda: Weights(cast(Source, self.source)))
             if lacks:
-                agree(lambda: self._bring_to_life(weights))
+                agree(lambda: self._materialize(weights))
             else:
-                self._share_layers()
+                self._apply_plan()
             if weights is not None:
                 agree(lambda: weights.load(self._module, self.stage_map, self._mesh))
                 self.source = None
@@ -118,10 +118,10 @@ class ModuleParallelizer:
         """Names of parameters whose gradients are parts of a sum over the tensor-parallel ranks."""
         return self.plan.adds_up if self.plan else ()
 
-    def make_wholes(self) -> ZeroParameters | None:
-        """What makes parameters whole that are divided over replicas; ``None`` if none are."""
+    def make_zero(self) -> ZeroParameters | NoZero:
+        """What unshards parameters that replicas have divided between them."""
         if not self._settings.zero_stage or self._mesh.data_parallel_size == 1:
-            return None
+            return NoZero()
         early, stage = self._settings.frees_early, self._settings.zero_stage
         return ZeroParameters(self._module, self.own_layers(), self._mesh.data_group, stage=stage, frees_early=early)
 
@@ -164,7 +164,7 @@ class ModuleParallelizer:
 
         return around
 
-    def reckon(self, optimizers: Collection[Optimizer]) -> MemoryUsage:
+    def estimate(self, optimizers: Collection[Optimizer]) -> MemoryUsage:
         """What this rank will hold; of optimizers those of torch can be tried, as they ask nothing of other ranks."""
         rank, replicas = self._mesh.pipeline_rank, self._mesh.data_parallel_size
         return estimate(
@@ -178,12 +178,12 @@ class ModuleParallelizer:
             num_batches=self._module.trainer.accumulate_grad_batches,
         )
 
-    def _bring_to_life(self, weights: Weights | None) -> None:
+    def _materialize(self, weights: Weights | None) -> None:
         """Give values to what has none, and divide it layer by layer: no other layer is whole at the same time."""
         shapes = weights.shapes() if weights else {}
         given = [name for name, value in self._module.state_dict().items() if shapes.get(name) == _shape(value)]
         initialize = Initialization(self._module, self._device, self._seed, frames=self._frames(), given=given)
-        self._share_layers(prepare=initialize)
+        self._apply_plan(prepare=initialize)
         initialize.finish()
 
     def _frames(self) -> list[str]:
@@ -194,30 +194,30 @@ class ModuleParallelizer:
             return [""]
         return ["", *(name.rsplit(".", count)[0] for count in range(name.count(".") + 1))]
 
-    def _plan_sharing(self) -> None:
+    def _plan_tensor_parallel(self) -> None:
         size = self._mesh.tensor_parallel_size
-        wish = size, self._settings.tensor_parallel_plan, self._settings.sequence_parallel
+        requested = size, self._settings.tensor_parallel_plan, self._settings.sequence_parallel
         known: Plan | None
         before, known = vars(self._module).get(_PLAN, (None, None))
-        self._was_shared = known is not None
+        self._was_parallelized = known is not None
         if known is None and size == 1:
             return
-        if known is not None and before != wish:
+        if known is not None and before != requested:
             raise ValueError(
                 f"{type(self._module).__name__} was divided for (tensor_parallel_size, tensor_parallel_plan,"
-                f" sequence_parallel) = {before} before, and now for {wish}. After the earlier run, call"
+                f" sequence_parallel) = {before} before, and now for {requested}. After the earlier run, call"
                 " `trainer.strategy.gather_module()`, which makes it whole."
             )
         self.plan = agree(self._plan_layers) if known is None else known
         if known is None:
-            vars(self._module)[_PLAN] = wish, self.plan
+            vars(self._module)[_PLAN] = requested, self.plan
             rank_zero_info(self.plan.text() if self.num_stages > 1 else f"{self.text()}\n{self.plan.text()}")
 
-    def _share_layers(self, prepare: Callable[[str], None] = lambda name: None) -> None:
+    def _apply_plan(self, prepare: Callable[[str], None] = lambda name: None) -> None:
         if self.plan is None:
             return
         group = TensorGroup(self._mesh.tensor_group)
-        if self._was_shared:
+        if self._was_parallelized:
             self.plan.join(self._module, group)
         else:
             self.plan.apply(self._module, self._mesh.device_mesh[AXES["tp"]], group, self._device, prepare)
@@ -252,7 +252,7 @@ class ModuleParallelizer:
                 " it is divided after that."
             )
 
-    def _put_placeholders(self) -> None:
+    def _replace_with_placeholders(self) -> None:
         assert self.body is not None
         (name, body), rank = self.body, self._mesh.pipeline_rank
         replace_with_placeholders(self._module, self.stage_map, rank)

@@ -1,4 +1,20 @@
-"""Parts of Lightning that take this process for the whole model are told better, while a pipeline runs."""
+"""All that a run puts in, or changes, in the Trainer and in Lightning, torchmetrics and TensorBoard; and takes back.
+
+What is replaced, and where:
+
+===============================================  =====================================  ===============================
+`trainer.callbacks`                              ours before the user's                 :func:`add_callbacks`
+hooks of the module, once                        divided after `configure_model`        :class:`AfterHook`
+`ThroughputMonitor`, inference mode, example     one process is not the whole model     :class:`Patches`
+input, TensorBoard's `SummaryWriter.add_*`
+the loop's automatic optimization                gradients zeroed before the step       `trainer.optimization`
+`use_distributed_sampler`                        we divide the samples                  `trainer.dataloader`
+`_on_before_batch_transfer`                      seeded                                 `trainer.batch_hooks`
+`self.log`, `self.print`, `trainer.loggers`      recorded during a step                 `trainer.results`
+`Metric.sync`, `compute`, `update`               over the replicas, on the last stage   `trainer.results.metrics`
+`body.forward`                                   the step is cut there                  `pipeline_parallel.body`
+===============================================  =====================================  ===============================
+"""
 
 from __future__ import annotations
 
@@ -8,15 +24,71 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.throughput import Throughput
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning_utilities.core.rank_zero import WarningCache
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.memory.measure import MemoryReport
+from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks
+from lightning_hybrid.trainer.exceptions import ExceptionCallback
+from lightning_hybrid.trainer.results.epoch_sync import EpochSync
+from lightning_hybrid.trainer.resume.resume import ResumeCallback
 
-__all__ = ["Patches"]
+__all__ = ["CALLBACK_ORDER", "AfterHook", "Patches", "add_callbacks", "remove_callbacks"]
+
+#: Our callbacks go before the user's, in this order: hooks of a batch are seeded before anything draws; what the last
+#: stage has kept is shared before anybody reads it at an epoch's end; the place in the data is taken before one of them
+#: saves a checkpoint; and an exception ends the run before one of them waits for other ranks.
+CALLBACK_ORDER: tuple[type[Callback], ...] = (
+    SeededBatchHooks,
+    EpochSync,
+    ResumeCallback,
+    MemoryReport,
+    ExceptionCallback,
+)
+
+
+def add_callbacks(trainer: Trainer, *callbacks: Callback) -> None:
+    """Put callbacks of ours before the user's, in the order of :data:`CALLBACK_ORDER`."""
+    ours = [each for each in trainer.callbacks if type(each) in CALLBACK_ORDER]  # type: ignore[attr-defined]
+    users = [each for each in trainer.callbacks if type(each) not in CALLBACK_ORDER]  # type: ignore[attr-defined]
+    ours = sorted([*ours, *callbacks], key=lambda callback: CALLBACK_ORDER.index(type(callback)))
+    trainer.callbacks = [*ours, *users]  # type: ignore[attr-defined]
+
+
+def remove_callbacks(trainer: Trainer) -> None:
+    """Take all of ours out again. The Trainer may be calling them just now, so its list is replaced, not changed."""
+    users = [each for each in trainer.callbacks if type(each) not in CALLBACK_ORDER]  # type: ignore[attr-defined]
+    trainer.callbacks = users  # type: ignore[attr-defined]
+
+
+class AfterHook:
+    """Takes the place of a method of one module until it has been called once.
+
+    Args:
+        module: The module.
+        name: Of the method.
+        then: What is done after it.
+    """
+
+    def __init__(self, module: nn.Module, name: str, then: Callable[[], None]) -> None:
+        self._module, self._name = module, name
+        hook = getattr(module, name)
+
+        @functools.wraps(hook)
+        def called(*args: Any, **kwargs: Any) -> None:
+            self.remove()
+            hook(*args, **kwargs)
+            then()
+
+        vars(module)[name] = called
+
+    def remove(self) -> None:
+        """Give the method its place back."""
+        vars(self._module).pop(self._name, None)
 
 
 class Patches:

@@ -1,16 +1,23 @@
-"""All that one rank is made of, from the settings: mesh, division of the module, pipeline, data, checkpoints."""
+"""What lives as long as the process groups, as long as a module is attached, and as long as one run of the Trainer.
+
+::
+
+    World             process groups are made ............................................... and destroyed
+    AttachedModule          module attached, divided, its checkpoints ..... another module
+    Run                          setup ... steps ... teardown    setup ... steps ... teardown
+"""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
-from typing import Any, cast
+from typing import Protocol
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -26,117 +33,150 @@ from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.memory.measure import MemoryReport
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.pipeline_parallel.engine import Engine
-from lightning_hybrid.strategy.after_hook import AfterHook
-from lightning_hybrid.strategy.checks import check_trainer
-from lightning_hybrid.strategy.gather import refuse_step
-from lightning_hybrid.strategy.layout import find_schedule
+from lightning_hybrid.pipeline_parallel.p2p import make_channels
+from lightning_hybrid.strategy.gather import RefusedStep
+from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
-from lightning_hybrid.strategy.patches import Patches
-from lightning_hybrid.trainer.batch_hooks import SeededTransfer, onlookers
-from lightning_hybrid.trainer.batch_start import BatchStart
-from lightning_hybrid.trainer.evaluation_step import EvaluationStep
+from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
+from lightning_hybrid.strategy.summary import memory_table
+from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, hooks_on_device_batch
+from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
+from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
-from lightning_hybrid.trainer.loading import DataLoaderPreparer
+from lightning_hybrid.trainer.lightning_internals import set_device_mesh
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
-from lightning_hybrid.trainer.step_context import StepContext, make_channels
-from lightning_hybrid.trainer.training_step import TrainingStep
+from lightning_hybrid.trainer.step_context import StepContext
+from lightning_hybrid.trainer.training_step import TrainingStep, UncutTrainingStep
 
-__all__ = ["RunState"]
+__all__ = ["AttachedModule", "Run", "World"]
 
-_RUNS = count()  # names the failure board of each set of process groups
+_RUNS = count()  # names the failures of each set of process groups
 
 
-class RunState:
-    """Makes and holds the parts of this rank.
+class _InFlight(Protocol):
+    """What holds process groups, or work on them."""
+
+    def abandon(self) -> None:
+        """Let go of them, after a failure."""
+
+
+class World:
+    """What lives as long as the process groups. Every rank makes it at the same time: groups are made.
 
     Args:
-        settings: The settings.
+        config: The arguments of the strategy.
         sizes: (data, tensor, pipeline) parallel size.
         device: The device of this process.
-        started: Modules that have had their initial weights, in this run or an earlier one.
 
     Attributes:
         mesh: The ranks.
-        board: Where failures are written.
-        departure: Leaves after one.
-        grad_sync: What this rank has in common with others.
-        accounting: Says what is held; there during a run.
-        continuation: Goes on where a checkpoint was written.
-        loading: Prepares loaders.
-        archive: Saves and loads; there once the module has been divided.
-        transfer: Around batch-transfer hooks.
-        is_cut: Whether steps are.
-        is_gathered: Whether the module was divided and is whole again.
-        pipeline: What a step is made of; ``None`` if Lightning's own way is right, because nothing is cut.
-        training: Runs training batches, likewise.
-        evaluation: Runs evaluation batches, likewise.
+        failures: Where failures are written.
+        streams: The random streams of this rank.
+        engine: Runs schedules.
+        exceptions: Leaves the groups after a failure.
+        resume: Goes on where a checkpoint was written.
+        loaders: Prepares loaders.
+        batch_hooks: Seeds hooks around a batch.
+        in_flight: What has to let go after a failure, beside the engine and the mesh.
     """
 
-    def __init__(
-        self,
-        settings: HybridConfig,
-        sizes: tuple[int, int, int],
-        device: torch.device,
-        started: WeakSet[LightningModule],
-    ) -> None:
-        self._settings, self._started = settings, started
-        self._device, self._sizes = device, sizes
-        self.is_cut = self.is_gathered = False
-        self.mesh = Mesh(*sizes, rank_order=settings.rank_order, device_type=device.type, timeout=settings.timeout)
+    def __init__(self, config: HybridConfig, sizes: tuple[int, int, int], device: torch.device) -> None:
+        self.config, self.sizes, self.device = config, sizes, device
+        self.mesh = Mesh(*sizes, rank_order=config.rank_order, device_type=device.type, timeout=config.timeout)
         world = dist.group.WORLD
         assert world is not None
-        self.board = FailureStore(world.get_group_store(), broadcast_object(str(next(_RUNS)), 0, world))
-        self.departure = ExceptionCallback(self.board, self.abandon)
-        self._seed: int = broadcast_object(torch.initial_seed(), 0, world)
-        self._streams = RandomStreams(self._seed, self.mesh.data_rank, device)
-        self.continuation = ResumeCallback(self.mesh, self._streams, device)
-        self.loading = DataLoaderPreparer(self.mesh, device, self.continuation, share=settings.broadcast_batches)
-        if dist.get_backend() == "nccl":
-            self.board.watch(close_groups)
-        self._engine: Engine | None = None
-        self._hook: AfterHook | None = None
-        self._module: LightningModule | None = None
-        self.pipeline: StepContext | None = None
-        self._boundary: EpochSync | None = None
-        self._adjustments: Patches | None = None
-        self.batch_start = BatchStart(self._streams)
-        self.transfer = SeededTransfer(self._streams, alone=self.mesh.model_group.size() == 1)
-        self._mixing = ExitStack()
-        self._moves_microbatches: bool | None = None
-        self._callbacks: list[Callback] = []
-        self.training: TrainingStep | None = None
-        self.evaluation: EvaluationStep | None = None
+        self.failures = FailureStore(world.get_group_store(), broadcast_object(str(next(_RUNS)), 0, world))
+        self.seed: int = broadcast_object(torch.initial_seed(), 0, world)
+        self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
+        channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
+        self.engine = Engine(self.mesh.pipeline_rank, channels)
+        self.in_flight: WeakSet[_InFlight] = WeakSet()
+        self._mixed_operations = ExitStack()
+        self.exceptions = ExceptionCallback(self.failures, self.abandon)
+        self.resume = ResumeCallback(self.mesh, self.streams, device)
+        self.loaders = DataLoaderPreparer(self.mesh, device, self.resume, share=config.broadcast_batches)
+        self.batch_hooks = SeededBatchHooks(self.streams, alone=self.mesh.model_group.size() == 1)
 
-    def attach(self, module: LightningModule) -> None:
-        """From here on this is the user's module."""
-        if module is not self._module:
-            self._module, self._division = module, self._new_division(module)
-            self.is_cut = self._settings.cut(self._sizes, module)
-            if module.trainer.ckpt_path is None and module not in self._started:  # what is resumed or trained wins
-                self._division.source = self._settings.initial_weights
-        self.loading.attach(module.trainer)
-        if self.mesh.tensor_parallel_size > 1 or self._settings.zero_stage:
+    def open(self, trainer: Trainer) -> None:
+        """A run begins; :meth:`close` undoes this."""
+        self.loaders.attach(trainer)
+        if self.mesh.tensor_parallel_size > 1 or self.config.zero_stage:
             # Optimizers and callbacks compute with lists of parameters, of which some are divided and some are not.
-            self._mixing.enter_context(implicit_replication())
-        self.departure.install(module.trainer)
-        check_trainer(module.trainer, module, num_stages=self._division.num_stages)
+            self._mixed_operations.enter_context(implicit_replication())
+        add_callbacks(trainer, self.exceptions)
+        if dist.get_backend() == "nccl":
+            self.failures.watch(close_groups)
+
+    def close(self, trainer: Trainer) -> None:
+        """A run ends."""
+        self.failures.stop()
+        self._mixed_operations.close()
+        self.loaders.detach(trainer)
+        self.resume.close(trainer)
+        remove_callbacks(trainer)
+        self.exceptions.close(trainer)
+
+    def abandon(self) -> None:
+        """Let go of everything that is under way, after a failure."""
+        for each in (self.engine, self.mesh, *self.in_flight):
+            each.abandon()
+
+
+class AttachedModule:
+    """The user's module: how it is divided, and its checkpoints.
+
+    Args:
+        world: The ranks.
+        module: The module.
+        started: Modules that have had their initial weights, in this run or an earlier one.
+
+    Attributes:
+        module: The module.
+        parallelizer: Divides it.
+        is_cut: Whether steps are cut into stages or microbatches.
+        is_gathered: Whether it was divided and is whole again.
+    """
+
+    def __init__(self, world: World, module: LightningModule, started: WeakSet[LightningModule]) -> None:
+        self.module, self._started = module, started
+        self.is_cut = is_cut(world.config, world.sizes, module)
+        self.is_gathered = False
+        self.parallelizer = self._new_parallelizer(world)
+        if module.trainer.ckpt_path is None and module not in started:  # what is resumed or trained wins
+            self.parallelizer.source = world.config.initial_weights
+        self._world = world
+        self._hook: AfterHook | None = None
+        self._checkpointer: Checkpointer | None = None
+        world.in_flight.add(self)
+
+    def _new_parallelizer(self, world: World) -> ModuleParallelizer:
+        return ModuleParallelizer(self.module, world.config, world.mesh, world.device, world.seed)
+
+    def _new_checkpointer(self) -> Checkpointer:
+        world = self._world
+        return Checkpointer(self.module, self.parallelizer.stage_map, world.mesh, world.config, world.resume)
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """Saves and loads; there once the module has been divided."""
+        assert self._checkpointer is not None, "the module has not been divided yet"
+        return self._checkpointer
 
     def divide_early(self) -> None:
         """Put placeholders as soon as there is a body: now, or on leaving the hook that makes it, whoever calls that.
 
         Callbacks that average weights do, and copy the module right after it.
         """
-        assert self._module is not None
-        if is_overridden("configure_model", self._module) and not self._division.is_done:
-            self._hook = AfterHook(self._module, "configure_model", self.divide)
+        if is_overridden("configure_model", self.module) and not self.parallelizer.is_done:
+            self._hook = AfterHook(self.module, "configure_model", self.divide)
             return
         try:
             self.divide()
         except ValueError:  # on every rank
-            if not is_overridden("setup", self._module):
+            if not is_overridden("setup", self.module):
                 raise
-            self._hook = AfterHook(self._module, "setup", self.divide)
+            self._hook = AfterHook(self.module, "setup", self.divide)
 
     def divide(self) -> None:
         """Put placeholders for what other stages hold; once for each module.
@@ -145,160 +185,167 @@ class RunState:
             ValueError: If there is no body, or it has fewer layers than there are stages; on every rank.
             TypeError: If the body cannot be divided; on every rank.
         """
-        if self._division.is_done:
+        if self.parallelizer.is_done:
             return
-        assert self._module is not None
-        self._division()
-        self._started.add(self._module)
+        self.parallelizer()
+        self._started.add(self.module)
         self.is_gathered = False
-        self.archive = self._new_archive(self._module)
-
-    def _new_division(self, module: LightningModule) -> ModuleParallelizer:
-        return ModuleParallelizer(module, self._settings, self.mesh, self._device, self._seed)
-
-    def _new_archive(self, module: LightningModule) -> Checkpointer:
-        return Checkpointer(module, self._division.stage_map, self.mesh, self._settings, self.continuation)
+        self._checkpointer = self._new_checkpointer()
 
     def load_weights(self, source: Source) -> None:
         """Take weights from elsewhere, on every rank."""
-        self._division.load(source)
+        self.parallelizer.load(source)
 
-    def gather(self) -> None:
-        """Undo the division, on every rank."""
-        is_whole = self.mesh.model_group.size() == 1 and not self._settings.zero_stage
-        if is_whole or self._module is None or not self._division.is_done:
-            return
-        self.archive.finish()
-        if hasattr(self, "grad_sync") and self.grad_sync.wholes is not None:
-            self.grad_sync.wholes.remove()
-        self._division.undo()
-        self._division, self.is_gathered = self._new_division(self._module), True
-        self.archive = self._new_archive(self._module)
-        self.training = self.evaluation = cast(Any, refuse_step)
+    def gather(self, run: Run | None) -> None:
+        """Undo the division, on every rank.
 
-    # -- putting the parts together ------------------------------------------------------------------------------------
-
-    def assemble(self, *, sync_batch_norm: bool) -> None:
-        """Make the parts that need the module on its device; all ranks start with equal values.
-
-        Raises:
-            ValueError: If the body is not the one that was divided; on every rank.
+        Args:
+            run: The run with the module, if there has been one; it cannot go on.
         """
-        module = self._module
-        assert module is not None
-        settings = self._settings
-        agree(self._division.check)
-        self.archive.open()
-        stage_map, adds_up = self._division.stage_map, self._division.adds_up
-        options: dict[str, Any] = {
-            "sync_batch_norm": sync_batch_norm,
-            "adds_up": adds_up,
-            "wholes": self._division.make_wholes(),
-            "wide": settings.float32_gradients,
-        }
-        self.grad_sync = GradientSync(module, stage_map, self.mesh, **options)
-        self.grad_sync.broadcast_parameters()
-        self.offload = Offload(settings.offload, self._device)
-        self.around_forwards = self._division.around_forwards(self.offload, self.grad_sync.forms)
-        if not self.is_cut:
-            self.pipeline = self.training = self.evaluation = None
+        world = self._world
+        is_whole = world.mesh.model_group.size() == 1 and not world.config.zero_stage
+        if is_whole or not self.parallelizer.is_done:
             return
-        if self._engine is None:
-            channels = make_channels(
-                self.mesh, settings.num_chunks, self._device, dynamic_shapes=settings.dynamic_shapes
-            )
-            self._engine = Engine(self.mesh.pipeline_rank, channels)
-        parts = module, self._division.body, stage_map, self.mesh, self._streams, self.board, self._device, self._engine
-        self.pipeline = StepContext(*parts, self.around_forwards)
-        self.training = TrainingStep(
-            self.pipeline,
-            self.grad_sync,
-            schedule=settings.schedule,
-            num_microbatches=settings.num_microbatches,
-            loss_reduction=settings.loss_reduction,
-        )
-        self.evaluation = EvaluationStep(
-            self.pipeline, settings.num_microbatches, dynamic_shapes=settings.dynamic_shapes
-        )
+        self.checkpointer.finish()
+        if run is not None:
+            run.stop_steps()
+        self.parallelizer.undo()
+        self.parallelizer, self.is_gathered = self._new_parallelizer(world), True
+        self._checkpointer = self._new_checkpointer()
 
-    def install(self, trainer: Trainer) -> None:
-        """Take the places in the Trainer and the module that are needed during a run."""
-        division, schedule = self._division, partial(find_schedule, self._settings, self.mesh.pipeline_parallel_size)
-        reckon = partial(division.reckon, trainer.strategy.optimizers)
-        counts = self._settings.measure_activations
-        self.accounting = MemoryReport(self.grad_sync, self.mesh, reckon, schedule, counts_activations=counts)
-        self._callbacks = [self.continuation, self.accounting, self.batch_start]
-        trainer.callbacks[:0] = self._callbacks[:2]  # type: ignore[attr-defined]
-        if self.grad_sync.wholes is not None:
-            self.grad_sync.wholes.follow(trainer.strategy.optimizers)
-        if self.pipeline is None or self._module is None:
-            return
-        mesh = self.mesh
-        self._moves_microbatches = None
-        self._adjustments = Patches(self._module, mesh)
-        self._adjustments.install(trainer)
-        self.pipeline.metrics.install()
-        source = (mesh.pipeline_parallel_size - 1) * mesh.tensor_parallel_size
-        layers = list(self._division.body[1]) if self._division.body else ()
-        self._boundary = EpochSync(self._module, mesh.control_group, source=source, layers=layers)
-        self._boundary.install(trainer)
-        if mesh.model_group.size() > 1:
-            trainer.callbacks.insert(0, self.batch_start)  # type: ignore[attr-defined]
-        self.transfer.install(self._module)
-
-    def remove(self, trainer: Trainer) -> None:
-        """Undo :meth:`attach` and :meth:`install`, and take hooks off parameters."""
-        self._mixing.close()
-        self.loading.detach(trainer)
+    def detach(self) -> None:
+        """A run is over: no hook is waited for any more."""
         if self._hook is not None:
-            self._hook.forget()
-        self.continuation.close(trainer)
-        self.departure.remove(trainer)
-        trainer.callbacks = [each for each in trainer.callbacks if each not in self._callbacks]  # type: ignore[attr-defined]
-        if self._callbacks:
-            self.accounting.close()
-        if hasattr(self, "grad_sync"):
-            self.grad_sync.remove()
-        if self.pipeline is None or self._boundary is None or self._module is None or self._adjustments is None:
-            return
-        self._adjustments.remove()
-        self.pipeline.metrics.remove()
-        self._boundary.remove(trainer)
-        self.batch_start.close()
-        self._boundary = None
-        self.transfer.remove(self._module)
-        if not self.board.failed:
-            self.pipeline.engine.retire()
+            self._hook.remove()
 
     def close(self) -> None:
-        """Wait for what is still being written.
+        """Wait for checkpoints that are still being written.
 
         Raises:
-            OSError: If it could not be written.
+            OSError: If one could not be written.
         """
-        if hasattr(self, "archive") and not self.board.failed:
-            self.archive.close()
+        if self._checkpointer is not None and not self._world.failures.failed:
+            self._checkpointer.close()
 
     def abandon(self) -> None:
-        """Let go of everything that is under way, after a failure."""
-        if self._engine is not None:
-            self._engine.abandon()
-        self.mesh.abandon()
-        if self._module is not None:
-            self._module._device_mesh = None
-        if hasattr(self, "grad_sync"):
-            self.grad_sync.abandon()
+        """Let go of torch's mesh, which holds the group of all ranks."""
+        set_device_mesh(self.module, None)
 
-    # -- data and random numbers -----------------------------------------------------------------------------------
+
+class Run:
+    """One run of the Trainer with a divided module, on its device; all ranks begin it with equal values.
+
+    Args:
+        world: The ranks.
+        attached: The module.
+        sync_batch_norm: Whether batch norm takes its statistics over the replicas.
+
+    Attributes:
+        grad_sync: What this rank has in common with others.
+        offload: Moves optimizer states and activations to the host.
+        training_step: Runs training batches.
+        evaluation_step: Runs evaluation batches.
+
+    Raises:
+        ValueError: If the body is not the one that was divided; on every rank.
+    """
+
+    def __init__(self, world: World, attached: AttachedModule, *, sync_batch_norm: bool) -> None:
+        config, module, parallelizer = world.config, attached.module, attached.parallelizer
+        self._world, self._attached = world, attached
+        agree(parallelizer.check)
+        attached.checkpointer.open()
+        self.grad_sync = GradientSync(
+            module,
+            parallelizer.stage_map,
+            world.mesh,
+            sync_batch_norm=sync_batch_norm,
+            adds_up=parallelizer.adds_up,
+            zero=parallelizer.make_zero(),
+            float32_gradients=config.float32_gradients,
+        )
+        self.grad_sync.broadcast_parameters()
+        world.in_flight.add(self.grad_sync)
+        self.offload = Offload(config.offload, world.device)
+        self.training_step: TrainingStep | UncutTrainingStep | RefusedStep
+        self.evaluation_step: EvaluationStep | UncutEvaluationStep | RefusedStep
+        self._context: StepContext | None = None
+        self._installed = ExitStack()
+        around_forwards = parallelizer.around_forwards(self.offload, self.grad_sync.parameters)
+        if not attached.is_cut:
+            self.training_step = UncutTrainingStep(module, self.grad_sync, around_forwards)
+            self.evaluation_step = UncutEvaluationStep(module, self.grad_sync)
+            return
+        self._context = StepContext(
+            module,
+            parallelizer.body,
+            parallelizer.stage_map,
+            world.mesh,
+            streams=world.streams,
+            failures=world.failures,
+            abandon=world.abandon,
+            device=world.device,
+            engine=world.engine,
+            around_forwards=around_forwards,
+        )
+        self.training_step = TrainingStep(
+            self._context,
+            self.grad_sync,
+            schedule=config.schedule,
+            num_microbatches=config.num_microbatches,
+            loss_reduction=config.loss_reduction,
+        )
+        self.evaluation_step = EvaluationStep(
+            self._context, self.grad_sync, config.num_microbatches, dynamic_shapes=config.dynamic_shapes
+        )
 
     @property
-    def moves_microbatches(self) -> bool:
-        """Whether training batches stay on the host, and their micro-batches move when they are needed."""
-        if self._moves_microbatches is None and self._module is not None:
-            on_cuda = self.is_cut and self._device.type == "cuda"
-            self._moves_microbatches = on_cuda and not onlookers(self._module)
-        return bool(self._moves_microbatches)
+    def in_step(self) -> bool:
+        """Whether the user's step runs, and not on every rank."""
+        return self._context is not None and self._context.in_step
 
-    def next_evaluation(self) -> int:
-        """A number for each evaluation batch."""
-        return self._streams.next_number("evaluation batches")
+    @cached_property
+    def moves_microbatches(self) -> bool:
+        """Whether training batches stay on the host, and their microbatches move when they are needed."""
+        on_cuda = self._attached.is_cut and self._world.device.type == "cuda"
+        return on_cuda and not hooks_on_device_batch(self._attached.module)
+
+    def stop_steps(self) -> None:
+        """The module is about to be made whole: no step can follow in this run."""
+        self.grad_sync.zero.remove()
+        self.training_step = self.evaluation_step = RefusedStep()
+
+    def install(self, trainer: Trainer) -> None:
+        """Take the places in the Trainer and the module that are needed during a run; :meth:`remove` gives them back.
+
+        Args:
+            trainer: The Trainer, whose optimizers are there.
+        """
+        world, module, undo = self._world, self._attached.module, self._installed
+        self.grad_sync.zero.follow(trainer.strategy.optimizers)
+        estimate = partial(self._attached.parallelizer.estimate, trainer.strategy.optimizers)
+        add_callbacks(trainer, world.resume, MemoryReport(world.mesh, estimate, memory_table))
+        undo.callback(self.grad_sync.remove)
+        if self._context is None:
+            return
+        patches = Patches(module, world.mesh)
+        patches.install(trainer)
+        undo.callback(patches.remove)
+        self._context.metrics.install()
+        undo.callback(self._context.metrics.remove)
+        source = (world.mesh.pipeline_parallel_size - 1) * world.mesh.tensor_parallel_size
+        body = self._attached.parallelizer.body
+        epoch_sync = EpochSync(module, world.mesh.control_group, source=source, layers=list(body[1]) if body else ())
+        add_callbacks(trainer, epoch_sync)
+        epoch_sync.install(trainer)
+        undo.callback(epoch_sync.remove, trainer)
+        if world.mesh.model_group.size() > 1:
+            add_callbacks(trainer, world.batch_hooks)
+        world.batch_hooks.install(module)
+        undo.callback(world.batch_hooks.remove, module)
+
+    def remove(self) -> None:
+        """Undo :meth:`install`, and wait for sends that are under way."""
+        self._installed.close()
+        if self._context is not None and not self._world.failures.failed:
+            self._context.engine.retire()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _distributed_is_initialized
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,31 +23,33 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
 
+from lightning_hybrid.checkpoint.file_io import FileIO
+from lightning_hybrid.checkpoint.weights import Source
 from lightning_hybrid.config import HybridConfig, resolve_sizes
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.distributed.dtensor import keeping_marks
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.strategy import checks as refusals
-from lightning_hybrid.strategy import launch as processes
-from lightning_hybrid.strategy.arguments import check_arguments
-from lightning_hybrid.strategy.collectives import outside_of_steps
+from lightning_hybrid.strategy import checks, launch
+from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of_steps
+from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.meta_init import lacks_values
-from lightning_hybrid.strategy.run import RunState
-from lightning_hybrid.strategy.stepping import SteppingStrategy
+from lightning_hybrid.strategy.run import AttachedModule, Run, World
 from lightning_hybrid.strategy.summary import batch_text
-from lightning_hybrid.trainer import optimization
+from lightning_hybrid.trainer import lightning_internals, optimization
 from lightning_hybrid.trainer.batch_hooks import pinned
 from lightning_hybrid.trainer.precision import adapt, check_optimizer
 
 __all__ = ["HybridStrategy"]
 
 
-class HybridStrategy(SteppingStrategy):
+class HybridStrategy(ReplicaCollectives):
     """Trains an unmodified LightningModule over data x tensor x pipeline parallel ranks, with one process's numbers.
 
     The body of the module, an `nn.Sequential`, is divided into stages, one or more on each pipeline rank. Each batch is
-    split into micro-batches that flow through the stages by a schedule. Layers are shared by the tensor-parallel ranks
+    split into microbatches that flow through the stages by a schedule. Layers are shared by the tensor-parallel ranks
     of a stage, each with its part of the weights; replicas average their gradients.
 
     Example::
@@ -58,7 +60,7 @@ class HybridStrategy(SteppingStrategy):
         data_parallel_size: The number of replicas. ``"auto"`` takes all processes that the other axes leave.
         tensor_parallel_size: The number of ranks that share each layer.
         pipeline_parallel_size: The number of ranks that share the layers.
-        num_microbatches: The number of micro-batches of a batch. ``"auto"`` is ``4 * pipeline_parallel_size``, and 1
+        num_microbatches: The number of microbatches of a batch. ``"auto"`` is ``4 * pipeline_parallel_size``, and 1
             without a pipeline.
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved_1f1b"``.
         num_chunks: Stages per rank; more than one with ``"interleaved_1f1b"`` or ``"gpipe"``.
@@ -73,7 +75,7 @@ class HybridStrategy(SteppingStrategy):
             regions for it; transformer layers of torch are some.
         zero_stage: What is divided over replicas (ZeRO): 1 the optimizers' states, 2 gradients too, 3 parameters too.
         zero_frees: When stage 3 lets go of the parameters of a layer: ``"step"`` after its last backward of a step,
-            ``"microbatch"`` after each forward and each backward; ``"auto"`` is ``"step"`` with several micro-batches.
+            ``"microbatch"`` after each forward and each backward; ``"auto"`` is ``"step"`` with several microbatches.
         recompute: What is computed again in backward instead of being kept: ``True`` for every layer of the body,
             ``"selective"`` for all of them but matrix products and attention; a number of layers of each stage, a share
             of them (``0.5``), a list with a number for each stage, or of names of modules, where ``*`` stands for
@@ -81,8 +83,7 @@ class HybridStrategy(SteppingStrategy):
         offload: What is kept on the host while the device does not need it: ``"activations"``, ``"optimizer"`` (its
             states) or a list of both. Where the device is the host it has no effect.
         float32_gradients: Whether gradients of parameters in half precision (``precision="bf16-true"``) are added up
-            over micro-batches, and over ranks, in float32.
-        measure_activations: Whether what activations take in the first step is measured, and logged with the rest.
+            over microbatches, and over ranks, in float32.
         broadcast_batches: Whether one rank of each model group loads and the others receive. Otherwise all load, and
             checksums are compared.
         loss_reduction: How the loss of ``training_step`` reduces over the samples of a batch: ``"mean"`` or ``"sum"``.
@@ -121,7 +122,6 @@ class HybridStrategy(SteppingStrategy):
         recompute: bool | int | float | str | list[int] | list[str] = False,
         offload: str | list[str] | None = None,
         float32_gradients: bool = False,
-        measure_activations: bool = False,
         broadcast_batches: bool = True,
         loss_reduction: Literal["mean", "sum"] = "mean",
         dynamic_shapes: bool = False,
@@ -133,18 +133,53 @@ class HybridStrategy(SteppingStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        check_arguments(**given)
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        checks.check_arguments(**arguments)
         usual = 4 * pipeline_parallel_size if pipeline_parallel_size > 1 else 1
-        given["num_microbatches"] = usual if num_microbatches == "auto" else num_microbatches
-        given["offload"] = (offload,) if isinstance(offload, str) else tuple(offload or ())
-        self.settings = HybridConfig(**{field.name: given[field.name] for field in fields(HybridConfig)})
-        self._wished_sizes = (data_parallel_size, tensor_parallel_size, pipeline_parallel_size)
-        self._assembly: RunState | None = None
-        self._started: WeakSet[LightningModule] | None = None  # modules that have had their initial weights
+        arguments["num_microbatches"] = usual if num_microbatches == "auto" else num_microbatches
+        arguments["offload"] = (offload,) if isinstance(offload, str) else tuple(offload or ())
+        self.settings = HybridConfig(**{field.name: arguments[field.name] for field in fields(HybridConfig)})
+        self._requested_sizes = (data_parallel_size, tensor_parallel_size, pipeline_parallel_size)
         self._process_group_backend = process_group_backend
+        self._world: World | None = None
+        self._attached: AttachedModule | None = None
+        self._run: Run | None = None
+        self._started: WeakSet[LightningModule] = WeakSet()  # modules that have had their initial weights
+        self._sync_blocked = False
         self.num_nodes = 1
         super().__init__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups, and what is known of modules, stay with their process.
+        empty = {"_world": None, "_attached": None, "_run": None, "_started": WeakSet()}
+        return {**super().__getstate__(), **empty}
+
+    # -- what there is -----------------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World:
+        """What lives as long as the process groups."""
+        if self._world is None:
+            raise RuntimeError("The device mesh exists only after the processes have been set up.")
+        return self._world
+
+    @property
+    def attached(self) -> AttachedModule:
+        """The user's module, once the processes have been set up."""
+        if self._attached is None:
+            raise RuntimeError("The device mesh exists only after the processes have been set up.")
+        return self._attached
+
+    @property
+    def run(self) -> Run:
+        """The run that is on, or was the last one."""
+        assert self._run is not None, "no run has begun"
+        return self._run
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     @property
     def is_distributed(self) -> bool:
@@ -152,6 +187,7 @@ class HybridStrategy(SteppingStrategy):
         return self.world_size > 1
 
     @property
+    @override
     def root_device(self) -> torch.device:
         """The device of this process."""
         assert self.parallel_devices is not None
@@ -165,37 +201,255 @@ class HybridStrategy(SteppingStrategy):
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh with the axes ``"data_parallel"``, ``"tensor_parallel"`` and ``"pipeline_parallel"``."""
-        return self._parts.mesh.device_mesh
+        return self.world.mesh.device_mesh
 
     @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The world that a sampler divides the data over: the replicas."""
-        if self._assembly is None and self.sizes[0] == 1:
+        if self._world is None and self.sizes[0] == 1:
             return {"num_replicas": 1, "rank": 0}
-        mesh = self._parts.mesh
-        return {"num_replicas": mesh.data_parallel_size, "rank": mesh.data_rank}
+        return {"num_replicas": self.mesh.data_parallel_size, "rank": self.mesh.data_rank}
 
     @property
+    @override
     def mesh(self) -> Mesh:
         """The ranks."""
-        return self._parts.mesh
+        return self.world.mesh
 
     @property
+    @override
     def is_alone(self) -> bool:
         """Whether there are no process groups: before a run, or after they were destroyed."""
-        return self._assembly is None or not _distributed_is_initialized()
+        return self._world is None or not launch.has_groups()
 
     @property
+    @override
     def in_step(self) -> bool:
         """Whether the user's step runs, and not on every rank."""
-        pipeline = None if self._assembly is None else self._assembly.pipeline
-        return pipeline is not None and pipeline.in_step
+        return self._run is not None and self._run.in_step
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Process groups, and what is known of modules, stay with their process.
-        return {**super().__getstate__(), "_assembly": None, "_started": None}
+    # -- processes, and the beginning and end of a run ---------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self.sizes = resolve_sizes(self.num_nodes * self.num_processes, *self._requested_sizes)
+        self._launcher = launch.make_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment, and everything that logs on rank 0 only, which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        launch.announce(self.global_rank)
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        """Attach the user's module."""
+        checks.check_module(model, cut=is_cut(self.settings, self.sizes, model))
+        super().connect(model)
+
+    @override
+    def setup_environment(self) -> None:
+        """Start the process groups, make the mesh, and divide the module if its body exists already."""
+        super().setup_environment()
+        self.set_world_ranks()
+        if not launch.has_groups():
+            assert self.cluster_environment is not None
+            self._process_group_backend = launch.start_groups(
+                self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
+            )
+            self._world = None
+        if self._world is None:
+            self._world, self._attached, self._run = World(self.settings, self.sizes, self.root_device), None, None
+        module = self._module
+        lightning_internals.set_device_mesh(module, self.device_mesh)
+        if self._attached is None or self._attached.module is not module:
+            self._attached, self._run = AttachedModule(self._world, module, self._started), None
+        self._world.open(module.trainer)
+        checks.check_trainer(module.trainer, module, num_stages=self._attached.parallelizer.num_stages)
+        self._attached.divide_early()
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where tensors are made: with ``empty_init=True`` nowhere, until the module is divided."""
+        with torch.device("meta") if empty_init else self.root_device, self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around `configure_model`; the module is divided when it leaves."""
+        with super().model_sharded_context():
+            yield
+        self.attached.divide()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Make everything ready for the Trainer's loops."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.attached.divide()
+        assert self.model is not None
+        with keeping_marks(self.model):
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.model_to_device()
+        self._run = Run(self.world, self.attached, sync_batch_norm=self._layer_sync is not None)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            lightning_internals.move_optimizers(self.optimizers, self.root_device)
+            if self.attached.is_cut:
+                optimization.install(trainer)
+        self._run.install(trainer)
+        if self.attached.is_cut:
+            self.remember_log_dir(trainer)
+
+    @override
+    def model_to_device(self) -> None:
+        """Move what lives here; placeholders stay where they are."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def on_train_start(self) -> None:
+        """Say what a step takes, and go on where a checkpoint was."""
+        trainer = self._module.trainer
+        num_microbatches = self.settings.num_microbatches if self.attached.is_cut else None
+        size = getattr(trainer.train_dataloader, "batch_size", None)
+        replicas, accumulated = self.mesh.data_parallel_size, trainer.accumulate_grad_batches
+        rank_zero_info(batch_text(size, replicas, accumulated, num_microbatches=num_microbatches))
+        if self.settings.offload and not self.run.offload.has_effect:
+            rank_zero_info(f"offload={list(self.settings.offload)} has no effect: the device is the host.")
+        self.world.resume.go_on(trainer)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, and leave every group without a collective."""
+        super().on_exception(exception)
+        if self._world is None or self.world_size == 1 or not isinstance(exception, Exception):
+            return
+        cause = self._world.exceptions.leave(exception)
+        if cause is not None:
+            self.teardown()  # the Trainer comes no further than this
+            raise cause from exception
+
+    @override
+    def teardown(self) -> None:
+        """Give the module and the Trainer back as they were."""
+        if self._world is not None and self._attached is not None and self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            optimization.uninstall(trainer)
+            self._attached.detach()
+            self._world.close(trainer)
+            if self._run is not None:
+                self._run.remove()
+            self._attached.close()
+        module = self._lightning_module
+        if module is not None and lacks_values(module):  # after an error, which torch's about moving it would hide
+            self._lightning_module = None
+        with keeping_marks(module):
+            super().teardown()
+        self._lightning_module = module
+        if self.settings.gather_module_on_teardown and module is not None and not module.trainer.interrupted:
+            self.attached.gather(self._run)  # on the host, where there is more room
+
+    # -- data --------------------------------------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """One loader for each model group, over this replica's samples."""
+        if self._world is None and self.sizes[0] == 1:
+            return dataloader  # asked for before a run, such as for `Trainer.estimated_stepping_batches`
+        return self.world.loaders(dataloader, self._module.trainer)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; the user's transfer hooks draw the same random numbers on every rank of the model group."""
+        if self._module.trainer.training and self.run.moves_microbatches:
+            return pinned(batch)
+        with self.world.batch_hooks.transfer(self._module):
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch forward, and with a pipeline backward too."""
+        run, loop = self.run, self._module.trainer.fit_loop.epoch_loop
+        self.world.streams.leave_hooks()
+        run.grad_sync.broadcast_buffers()
+        backward = not lightning_internals.skips_backward(loop)
+        return run.training_step(
+            *args,
+            **kwargs,
+            step=loop.total_batch_idx,
+            precision=self.precision_plugin.train_step_context,
+            scale=self._scale_loss,
+            backward=backward,
+            reduce=backward and not self._sync_blocked,
+        )
+
+    def _scale_loss(self, loss: Tensor) -> Tensor:
+        accumulated = self._module.trainer.accumulate_grad_batches
+        loss = loss if accumulated == 1 else loss / accumulated
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return loss if scaler is None else scaler.scale(loss)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward and average the gradients; with a pipeline both are done, and only the hooks are called."""
+        plugin, module = self.precision_plugin, self._module
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        run = partial(plugin.backward, closure_loss, module, optimizer, *args, **kwargs)
+        self.run.training_step.backward(run, reduce=not self._sync_blocked)
+        return plugin.post_backward(closure_loss, module)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, gradients are accumulated on each rank and not yet averaged."""
+        self._sync_blocked = True
+        try:
+            yield
+        finally:
+            self._sync_blocked = False
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a validation batch."""
+        return self._evaluate("validation_step", args, self.precision_plugin.val_step_context)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a test batch."""
+        return self._evaluate("test_step", args, self.precision_plugin.test_step_context)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch for prediction."""
+        return self._evaluate("predict_step", args, self.precision_plugin.predict_step_context)
+
+    def _evaluate(self, name: str, args: tuple[Any, ...], context: Callable[[], Any]) -> Any:
+        self.world.streams.leave_hooks()
+        return self.run.evaluation_step(name, *args, precision=context)
+
+    @override
+    def on_validation_start(self) -> None:
+        """Evaluate with the first replica's buffers, and the parameters of now."""
+        self.run.grad_sync.broadcast_buffers()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    # -- optimizers, precision and gradients -------------------------------------------------------------------------
 
     @property
+    @override
     def precision_plugin(self) -> Precision:
         """The plugin, made to agree over the model group."""
         return self._precision_plugin if self._precision_plugin is not None else Precision()
@@ -208,117 +462,32 @@ class HybridStrategy(SteppingStrategy):
 
     def _owners(self) -> dist.ProcessGroup | None:
         """The ranks that together own the parameters: the model group, or with ZeRO all."""
-        if self._assembly is None:
+        if self._world is None:
             return None
-        return dist.group.WORLD if self.settings.zero_stage else self._assembly.mesh.model_group
+        return dist.group.WORLD if self.settings.zero_stage else self.mesh.model_group
 
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self.sizes = resolve_sizes(self.num_nodes * self.num_processes, *self._wished_sizes)
-        self._launcher = processes.make_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def set_world_ranks(self) -> None:
-        """Tell the environment, and everything that logs on rank 0 only, which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        processes.announce(self.global_rank)
-
-    def connect(self, model: LightningModule) -> None:
-        """Attach the user's module."""
-        refusals.check_module(model, cut=self.settings.cut(self.sizes, model))
-        super().connect(model)
-
-    def setup_environment(self) -> None:
-        """Start the process groups, make the mesh, and divide the module if its body exists already."""
-        super().setup_environment()
-        self.set_world_ranks()
-        if not _distributed_is_initialized():
-            assert self.cluster_environment is not None
-            self._process_group_backend = processes.start_groups(
-                self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
-            )
-            self._assembly = None
-        if self._assembly is None:
-            self._started = WeakSet() if self._started is None else self._started
-            self._assembly = RunState(self.settings, self.sizes, self.root_device, self._started)
-        module = self._module
-        module._device_mesh = self.device_mesh
-        self._assembly.attach(module)
-        self._assembly.divide_early()
-
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where tensors are made: with ``empty_init=True`` nowhere, until the module is divided."""
-        with torch.device("meta") if empty_init else self.root_device, self.precision_plugin.tensor_init_context():
-            yield
-
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
-        """Around `configure_model`; the module is divided when it leaves."""
-        with super().model_sharded_context():
-            yield
-        self._parts.divide()
-
-    def setup(self, trainer: Trainer) -> None:
-        """Make everything ready for the Trainer's loops."""
-        assert self.accelerator is not None
-        self.accelerator.setup(trainer)
-        self._parts.divide()
-        assert self.model is not None
-        with keeping_marks(self.model):
-            self.model = self.precision_plugin.convert_module(self.model)
-            self.model_to_device()
-        self._parts.assemble(sync_batch_norm=self._layer_sync is not None)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting:
-            self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        if fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
-            if self._parts.is_cut:
-                optimization.install(trainer)
-        self._parts.install(trainer)
-        if self._parts.is_cut:
-            self.remember_log_dir(trainer)
-
+    @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Let the user configure optimizers over the whole module, and keep what lives here."""
         super().setup_optimizers(trainer)
-        refusals.check_optimizers(self.optimizers, self._module, cut=self._parts.is_cut)
+        checks.check_optimizers(self.optimizers, self._module, cut=self.attached.is_cut)
         for optimizer in self.optimizers:
             check_optimizer(self.precision_plugin, optimizer)
-            self._parts.archive.optimizers.strip(optimizer)
+            self.attached.checkpointer.optimizers.drop_placeholders(optimizer)
 
-    def model_to_device(self) -> None:
-        """Move what lives here; placeholders stay where they are."""
-        assert self.model is not None
-        self.model.to(self.root_device)
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Step, with the optimizer's states on the device."""
+        offload = self.run.offload
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """One loader for each model group, over this replica's samples."""
-        if self._assembly is None and self.sizes[0] == 1:
-            return dataloader  # asked for before a run, such as for `Trainer.estimated_stepping_batches`
-        return self._parts.loading(dataloader, self._module.trainer)
+        def fetching() -> Any:
+            output = closure()  # forward and backward
+            offload.fetch(optimizer)
+            return output
 
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch; the user's transfer hooks draw the same random numbers on every rank of the model group."""
-        if self._module.trainer.training and self._parts.moves_microbatches:
-            return pinned(batch)
-        with self._parts.transfer(self._module):
-            return super().batch_to_device(batch, device, dataloader_idx)
-
-    def on_train_start(self) -> None:
-        """Say what a step takes, and go on where a checkpoint was."""
-        trainer = self._module.trainer
-        num_microbatches = self.settings.num_microbatches if self._parts.is_cut else None
-        size = getattr(trainer.train_dataloader, "batch_size", None)
-        replicas, accumulated = self.mesh.data_parallel_size, trainer.accumulate_grad_batches
-        rank_zero_info(batch_text(size, replicas, accumulated, num_microbatches=num_microbatches))
-        if self.settings.offload and not self._parts.offload.has_effect:
-            rank_zero_info(f"offload={list(self.settings.offload)} has no effect: the device is the host.")
-        self._parts.continuation.go_on(trainer)
+        output = super().optimizer_step(optimizer, fetching, *args, **kwargs)
+        offload.put_away(optimizer)
+        return output
 
     def _clip_by_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         owners = self._owners()
@@ -340,35 +509,119 @@ class HybridStrategy(SteppingStrategy):
         return total_norm(parameters, norm_type, **self._norm_arguments())
 
     def _norm_arguments(self) -> dict[str, Any]:
-        parts = self._parts
-        return {"group": self._owners(), "counts": parts.grad_sync.counts_in_norm, "device": self.root_device}
+        return {"group": self._owners(), "counts": self.run.grad_sync.counts_in_norm, "device": self.root_device}
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks, and leave every group without a collective."""
-        super().on_exception(exception)
-        if self._assembly is None or self.world_size == 1 or not isinstance(exception, Exception):
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """Writes and reads checkpoint files."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FileIO()
+        else:
+            lightning_internals.wrap_checkpoint_io(self._checkpoint_io, FileIO)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        checks.check_plugin(io, sharded=self.settings.save_distributed_checkpoint, beside=self.settings.async_save)
+        self._checkpoint_io = io
+
+    @outside_of_steps
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint: a file on rank 0, or a directory on every rank."""
+        sharded = self.settings.save_distributed_checkpoint
+        checks.check_storage(filepath, storage_options, sharded=sharded)
+        if self._attached is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            self.attached.checkpointer.save(checkpoint, filepath, self.checkpoint_io, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a file or a directory, on rank 0."""
+        if self._attached is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self.attached.checkpointer.remove(filepath, self.checkpoint_io)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a file, or from a directory the weights of this rank's part, straight into the module."""
+        return self.attached.checkpointer.load(checkpoint_path, self.checkpoint_io, weights_only)
+
+    @outside_of_steps
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The undivided module's state on rank 0, empty on other ranks of a pipeline; for a directory, this rank's."""
+        if self._attached is None:  # no run has begun, and nothing is divided
+            return super().lightning_module_state_dict()
+        self.world.exceptions.check_saving()  # the Trainer asks for this first
+        return self.attached.checkpointer.module_state()
+
+    @outside_of_steps
+    def load_weights(self, source: Source) -> None:
+        """Take weights from elsewhere, each rank what it holds of them; to be called on every rank.
+
+        In a hook, such as `setup` or `on_fit_start`. If the module is not divided yet, it happens when it is. What was
+        made on the meta device gets its values straight from there, and what is not there initialises itself.
+
+        Args:
+            source: The state dict of the undivided module; a file of `torch.save` with one, alone or in a checkpoint;
+                a ``.safetensors`` file; or a sharded directory. Names have to be the same, unless the module has
+                ``strict_loading=False``; of tied parameters one is enough.
+
+        Raises:
+            FileNotFoundError, ValueError: If they cannot be read; on every rank.
+            RuntimeError: If names or shapes do not fit; on every rank, and nothing is loaded.
+        """
+        self.attached.load_weights(source)
+
+    @outside_of_steps
+    def gather_module(self) -> None:
+        """Make the module whole again in place, on every rank: ordinary parameters and layers, all with their values.
+
+        To be called on every rank after a run, or in a hook at its very end (`teardown`). The module is then as if it
+        had never been divided: it runs in one process, and another Trainer may divide it in another way. Parameters
+        that lived elsewhere or were divided are new objects: optimizers of the run know the old ones, so their states
+        must be saved before. What torchmetrics in steps have counted stays on the last stage.
+
+        Raises:
+            ValueError: If layers were divided by styles of torch or by the user; on every rank.
+            RuntimeError: If the processes are no longer connected.
+        """
+        if self._attached is None:
             return
-        cause = self._assembly.departure.leave(exception)
-        if cause is not None:
-            self.teardown()  # the Trainer comes no further than this
-            raise cause from exception
+        if self.is_alone:
+            raise RuntimeError("`gather_module` needs the process groups of the run, and they were destroyed.")
+        self.attached.gather(self._run)
 
-    def teardown(self) -> None:
-        """Give the module and the Trainer back as they were."""
-        if self._assembly is not None and self.lightning_module is not None:
-            optimization.uninstall(self.lightning_module.trainer)
-            self._assembly.remove(self.lightning_module.trainer)
-            self._assembly.close()
-        module = self._lightning_module
-        if module is not None and lacks_values(module):  # after an error, which torch's about moving it would hide
-            self._lightning_module = None
-        with keeping_marks(module):
-            super().teardown()
-        self._lightning_module = module
-        if self.settings.gather_module_on_teardown and module is not None and not module.trainer.interrupted:
-            self._parts.gather()  # on the host, where there is more room
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part."""
+        self.attached.checkpointer.load_module_state(checkpoint["state_dict"], strict=strict)
+
+    @outside_of_steps
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The undivided optimizer's state on rank 0, empty on other ranks; for a directory, this rank's."""
+        if self.attached.is_gathered:
+            raise RuntimeError(
+                "The module was made whole by `gather_module`, and the optimizer has parameters that are no longer in"
+                " it. Save before that, or with `trainer.save_checkpoint(path, weights_only=True)`."
+            )
+        return self.attached.checkpointer.optimizer_state(optimizer)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part."""
+        self.attached.checkpointer.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
+        lightning_internals.move_optimizers(self.optimizers, self.root_device)
 
     @classmethod
+    @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register ``"hybrid"`` and presets such as ``"hybrid_pp2"`` and ``"hybrid_tp2_pp2"``."""
         for tensor, pipeline in itertools.product((1, 2, 4, 8), repeat=2):

@@ -1,4 +1,4 @@
-"""One evaluation step: the user's step runs once with the whole batch, the body in micro-batches."""
+"""One evaluation step: the user's step runs once with the whole batch, the body in microbatches."""
 
 from __future__ import annotations
 
@@ -6,75 +6,91 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from lightning.pytorch import LightningModule
+
+from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
-from lightning_hybrid.pipeline_parallel.body import BodyCut
+from lightning_hybrid.pipeline_parallel.body import BodyCall, BodyCut
 from lightning_hybrid.pipeline_parallel.microbatch import JoinError, find_batch_size, join, signature, slicing
 from lightning_hybrid.pipeline_parallel.schedules import build_forward
-from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
+from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.step_context import StepContext
 
-__all__ = ["EvaluationStep"]
+__all__ = ["EvaluationStep", "UncutEvaluationStep"]
 
 _STEPS = {"validation_step": 1, "test_step": 2, "predict_step": 3}
 
 
+class UncutEvaluationStep:
+    """The user's own step, where nothing is cut.
+
+    Args:
+        module: The user's module.
+        grad_sync: Unshards parameters.
+    """
+
+    def __init__(self, module: LightningModule, grad_sync: GradientSync) -> None:
+        self._module, self._grad_sync = module, grad_sync
+
+    def __call__(self, name: str, *arguments: Any, precision: Callable[[], AbstractContextManager[None]]) -> Any:
+        """Run one batch; arguments as for :class:`EvaluationStep`."""
+        with self._grad_sync.step(evaluates=True, is_cut=False), precision():
+            return getattr(self._module, name)(*arguments)
+
+
 class EvaluationStep:
-    """Runs the user's `validation_step`, `test_step` or `predict_step` through the pipeline.
+    """Runs the user's `validation_step`, `test_step` or `predict_step` through the context.
 
     ::
 
-        first stage   step with the whole batch, until body(x) --> x divided --> layers, micro-batch by micro-batch
+        first stage   step with the whole batch, until body(x) --> x divided --> layers, microbatch by microbatch
         middle        layers
         last stage    layers --> y joined --> step with the whole batch, body(x) answered by y
 
     So metrics see what they see in one process. Where x or y cannot be divided without doubt, the batch runs as one
-    micro-batch; that is agreed at the first batch of each signature, and remembered.
+    microbatch; that is agreed at the first batch of each signature, and remembered.
 
     Args:
-        pipeline: The parts.
-        num_microbatches: The wished number of micro-batches.
+        context: What steps need.
+        grad_sync: Unshards parameters.
+        num_microbatches: The requested number of microbatches.
         dynamic_shapes: Whether shapes depend on values, so that nothing is remembered.
     """
 
-    def __init__(self, pipeline: StepContext, num_microbatches: int, *, dynamic_shapes: bool = False) -> None:
-        self._pipeline = pipeline
+    def __init__(
+        self, context: StepContext, grad_sync: GradientSync, num_microbatches: int, *, dynamic_shapes: bool = False
+    ) -> None:
+        self._context, self._grad_sync = context, grad_sync
         self._num_microbatches = num_microbatches
         self._remembers = not dynamic_shapes
         self._counts: dict[Hashable, tuple[int, ...]] = {}
 
-    def __call__(
-        self,
-        name: str,
-        arguments: Sequence[Any],
-        *,
-        step: int,
-        context: Callable[[], AbstractContextManager[None]],
-    ) -> Any:
+    def __call__(self, name: str, *arguments: Any, precision: Callable[[], AbstractContextManager[None]]) -> Any:
         """Run one batch.
 
         Args:
             name: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
             arguments: Of the user's step; the first one is the batch.
-            step: The number of this batch; random numbers depend on it.
-            context: The precision plugin's context.
+            precision: The precision plugin's context.
 
         Returns:
             What the step returned, the same on every rank.
         """
-        pipeline = self._pipeline
-        user_step = getattr(pipeline.module, name)
-        if pipeline.cut is None and pipeline.mesh.model_group.size() == 1:
-            with context():
-                return user_step(*arguments)
-        coordinates = (_STEPS[name], step)
-        with pipeline.step(num_microbatches=1) as records, context():
-            if pipeline.cut is None:
-                pipeline.enter_user_code(*coordinates, keep=True)
-                value = to_plain_tensors(user_step(*arguments))
-            else:
-                value = self._through_stages(pipeline.cut, user_step, arguments, coordinates)
-        return pipeline.share(lambda: (value, merge_logs(records, [1])))
+        context = self._context
+        user_step = getattr(context.module, name)
+        coordinates = _STEPS[name], context.streams.next_number("evaluation batches")
+        with self._grad_sync.step(evaluates=True):
+            if context.cut is None and context.mesh.model_group.size() == 1:
+                with precision():
+                    return user_step(*arguments)
+            with context.step(num_microbatches=1) as records, precision():
+                if context.cut is None:
+                    context.enter_user_code(*coordinates, keep=True)
+                    value = context.to_plain(user_step(*arguments))
+                else:
+                    value = self._through_stages(context.cut, user_step, arguments, coordinates)
+            return context.share(lambda: (value, merge_logs(records, [1])))
 
     def _through_stages(
         self,
@@ -84,28 +100,31 @@ class EvaluationStep:
         coordinates: tuple[int, ...],
     ) -> Any:
         """What the step returns, on the last stage."""
-        pipeline = self._pipeline
+        context = self._context
         # Before the first stage runs the user's code, which may take something out of the batch.
-        key = (coordinates[0], pipeline.version(gradients=False), signature(arguments[0]))
+        key = context.key(coordinates[0], context.version(gradients=False), signature(arguments[0]))
         total = None if key in self._counts else find_batch_size(arguments[0])
         x: Any = None
-        if pipeline.is_first:
-            pipeline.enter_user_code(*coordinates, keep=False)
-            x = cut.until_body(user_step, arguments, lambda x: x)
+        if context.is_first:
+            context.enter_user_code(*coordinates, keep=False)
+            with BodyCall(cut, user_step, layers=lambda x: x) as call:
+                user_step(*arguments)
+            x = call.value
         y = self._body(key, x, total, coordinates)
-        if not pipeline.is_last:
+        if not context.is_last:
             return None
-        pipeline.enter_user_code(*coordinates, keep=True)
-        return to_plain_tensors(cut.around_body(user_step, arguments, lambda _: y))
+        context.enter_user_code(*coordinates, keep=True)
+        with BodyCall(cut, user_step, answer=lambda: y):
+            return context.to_plain(user_step(*arguments))
 
     def _body(self, key: Hashable, x: Any, total: int | None, coordinates: tuple[int, ...]) -> Any:
         """The output of the body for the whole batch, on the last stage."""
         known = self._counts.get(key)
         if known is not None:
             return self._run(key, x, known, coordinates)
-        control = self._pipeline.mesh.control_group
+        control = self._context.mesh.control_group
         counts: tuple[int, ...] = (total or 1,)
-        if self._pipeline.is_first:
+        if self._context.is_first:
             counts = self._divide(x, total, None)[1]
         counts = broadcast_object(counts, 0, control)
         y, joined = None, True
@@ -121,10 +140,10 @@ class EvaluationStep:
         return y
 
     def _divide(self, x: Any, total: int | None, counts: tuple[int, ...] | None) -> tuple[list[Any], tuple[int, ...]]:
-        """The input of the body in micro-batches, and the number of samples of each."""
+        """The input of the body in microbatches, and the number of samples of each."""
         if counts is not None and len(counts) == 1:
             return [x], counts
-        user_split = getattr(self._pipeline.module, "split_body_input", None)
+        user_split = find_hook(self._context.module, "split_body_input")
         if user_split is not None:
             parts = list(user_split(x, self._num_microbatches))
             return parts, (1,) * len(parts)
@@ -134,24 +153,25 @@ class EvaluationStep:
     def _run(
         self, key: Hashable, x: Any, counts: tuple[int, ...], coordinates: tuple[int, ...], *, wary: bool = False
     ) -> Any:
-        pipeline = self._pipeline
-        parts = self._divide(x, sum(counts), counts)[0] if pipeline.is_first else []
-        if pipeline.is_first and len(parts) != len(counts):
+        context = self._context
+        parts = self._divide(x, sum(counts), counts)[0] if context.is_first else []
+        if context.is_first and len(parts) != len(counts):
             raise ValueError(
-                f"The input of the body was divided into {len(counts)} micro-batches before, and now into {len(parts)},"
+                f"The input of the body was divided into {len(counts)} microbatches before, and now into {len(parts)},"
                 " for a batch of the same shapes. If its shape depends on values, use"
                 " HybridStrategy(dynamic_shapes=True)."
             )
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
-            layers = pipeline.layers(stage, *coordinates, microbatch)
-            return layers(parts[microbatch] if stage == 0 else inputs)
+            x = parts[microbatch] if stage == 0 else inputs
+            return context.run_layers(stage, (*coordinates, microbatch), x)
 
-        schedule = build_forward(pipeline.num_ranks, len(counts), pipeline.num_chunks)
+        schedule = build_forward(context.num_ranks, len(counts), context.num_chunks)
         # Parts that the user made may differ in shape where they do not differ in what they count.
-        marks = range(len(counts)) if hasattr(pipeline.module, "split_body_input") else counts
-        outputs = pipeline.run(schedule, compute, [(key, counts, mark) for mark in marks])
-        if not pipeline.is_last:
+        marks = range(len(counts)) if find_hook(context.module, "split_body_input") else counts
+        keys = [context.key(key, counts, mark) for mark in marks]
+        outputs = context.engine.run(schedule, compute, keys, profile=context.profile)
+        if not context.is_last:
             return None
-        user_join = getattr(pipeline.module, "join_body_output", None)
+        user_join = find_hook(context.module, "join_body_output")
         return join(outputs, counts, wary=wary) if user_join is None or len(outputs) == 1 else user_join(outputs)

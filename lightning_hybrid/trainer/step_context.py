@@ -1,8 +1,8 @@
-"""The parts of a pipeline on one rank, put together."""
+"""What every step through the pipeline needs on one rank: the cut, the layers, and what gathers the step's results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import Any
@@ -17,11 +17,9 @@ from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, cl
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast
-from lightning_hybrid.pipeline_parallel.body import BodyCut, Layers
+from lightning_hybrid.pipeline_parallel.body import BodyCut
 from lightning_hybrid.pipeline_parallel.engine import Engine
-from lightning_hybrid.pipeline_parallel.p2p import Channel
-from lightning_hybrid.pipeline_parallel.schedules import ChannelKey, Schedule
-from lightning_hybrid.pipeline_parallel.stage import Compute
+from lightning_hybrid.pipeline_parallel.placeholders import requires_grad_flags
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.results.logger_proxy import LoggerCall, LoggerCalls, make_calls, pack_calls
@@ -29,44 +27,15 @@ from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from lightning_hybrid.trainer.results.module_attributes import assign_scalars, pack_scalars, scalars
 
-__all__ = ["StepContext", "make_channels"]
+__all__ = ["StepContext"]
 
 _torch_profiles: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
-_SERIAL = count()  # what channels remember of one pipeline must not be taken for another's
-
-
-def make_channels(
-    mesh: Mesh, num_chunks: int, device: torch.device, *, dynamic_shapes: bool
-) -> dict[ChannelKey, Channel]:
-    """One channel for each ordered pair of neighbours and kind of message; on every rank in the same order.
-
-    Args:
-        mesh: The ranks.
-        num_chunks: Stages per rank; with several, the last rank sends to the first one too.
-        device: Where activations live.
-        dynamic_shapes: Whether every message carries a header.
-
-    Returns:
-        The channels of this rank by (sender, receiver, kind).
-    """
-    size = mesh.pipeline_parallel_size
-    hops = [(rank, rank + 1) for rank in range(size - 1)]
-    if num_chunks > 1 and size > 1:
-        hops.append((size - 1, 0))
-    channels: dict[ChannelKey, Channel] = {}
-    for upstream, downstream in hops:
-        keys: tuple[ChannelKey, ChannelKey] = (upstream, downstream, "activation"), (downstream, upstream, "gradient")
-        for key in keys:
-            group = mesh.new_p2p_group(upstream, downstream)
-            if group is not None:
-                peer = int(mesh.pipeline_rank == min(upstream, downstream))  # the lower rank comes first in the group
-                channels[key] = Channel(group, peer, device, dynamic_shapes)
-    return channels
+_KEYS = count()  # channels outlive a run: what they have learnt for a key of one must not be taken for another's
 
 
 class StepContext:
-    """What a step through the pipeline is made of.
+    """What a step through the pipeline needs; training and evaluation add the schedule and the weights.
 
     Args:
         module: The user's module, with placeholders for what lives elsewhere.
@@ -74,7 +43,8 @@ class StepContext:
         stage_map: Which stage holds what.
         mesh: The ranks.
         streams: The random streams.
-        board: Where failures are written.
+        failures: Where failures are written.
+        abandon: Lets go of everything that is under way.
         device: Where this rank computes.
         engine: Runs the schedules; outlives this object.
         around_forwards: Around forwards: what layers keep for backward, and where.
@@ -83,7 +53,7 @@ class StepContext:
         num_stages: The number of stages, over all ranks.
         is_first: Whether this rank has the first stage.
         is_last: Whether this rank has the last stage.
-        exchange: From the last stage to its model group.
+        to_plain: Makes plain tensors of what shared layers return.
         in_step: Whether a step runs that is cut, so that the user's code does not run on every rank.
     """
 
@@ -93,34 +63,34 @@ class StepContext:
         body: tuple[str, nn.Sequential] | None,
         stage_map: StageMap,
         mesh: Mesh,
+        *,
         streams: RandomStreams,
-        board: FailureStore,
+        failures: FailureStore,
+        abandon: Callable[[], None],
         device: torch.device,
         engine: Engine,
         around_forwards: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.module = module
-        self._around_forwards = around_forwards
-        self.device = device
-        self.mesh = mesh
-        self.streams = streams
+        self.module, self.mesh, self.device = module, mesh, device
+        self.streams, self.engine = streams, engine
         self.num_ranks = mesh.pipeline_parallel_size
         self.num_stages = len(stage_map.stages)
         self.num_chunks = self.num_stages // self.num_ranks
         self.is_first = mesh.pipeline_rank == 0
         self.is_last = mesh.pipeline_rank == (self.num_stages - 1) % self.num_ranks
         self.cut = BodyCut(*body) if body else None
+        self.to_plain: Callable[[Any], Any] = to_plain_tensors if mesh.tensor_parallel_size > 1 else _identity
         self.in_step = False
+        self._failures, self._abandon = failures, abandon
+        self._around_forwards = around_forwards
         source = (self.num_ranks - 1) * mesh.tensor_parallel_size
-        self.exchange = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
+        self._results = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
         self._recorder = LogRecorder(module)
-        self._logger_calls = LoggerCalls(module, keeps=self.exchange.is_source and mesh.data_rank == 0)
+        self._logger_calls = LoggerCalls(module, keeps=self._results.is_source and mesh.data_rank == 0)
         self._calls: list[LoggerCall] = []
-        self._scalars: dict[str, Any] = {}
-        self.metrics = MetricsAcrossStages(module, mesh.data_group, self.exchange, is_last=self.exchange.is_source)
-        self.engine = engine
-        self._board = board
-        self._serial = next(_SERIAL)
+        self._scalars: Mapping[str, Any] = {}
+        self.metrics = MetricsAcrossStages(module, mesh.data_group, self._results, is_last=self._results.is_source)
+        self._keys: dict[Hashable, int] = {}
         self._parameters = list(module.parameters())
         self._layers = {
             stage: [body[1][index] for index in stage_map.stages[stage]]
@@ -128,34 +98,40 @@ class StepContext:
             if body
         }
 
-    def layers(self, stage: int, *coordinates: int) -> Layers:
-        """The layers of a stage of this rank, drawing from their own random stream.
+    def run_layers(self, stage: int, coordinates: tuple[int, ...], x: Any) -> Any:
+        """Run the layers of a stage of this rank, which draw from a random stream of their own.
 
         Args:
             stage: The stage.
-            coordinates: Of the stream, such as (step, micro-batch).
+            coordinates: Of the stream, such as (step, microbatch).
+            x: The input of the first layer.
+
+        Returns:
+            The output of the last one.
         """
+        with self.streams.layers(stage, *coordinates):
+            for layer in self._layers[stage]:
+                x = layer(x)
+        return x if stage == self.num_stages - 1 else self.to_plain(x)
 
-        def run(x: Any) -> Any:
-            with self.streams.layers(stage, *coordinates):
-                for layer in self._layers[stage]:
-                    x = layer(x)
-            return x if stage == self.num_stages - 1 else to_plain_tensors(x)
+    def key(self, *parts: Hashable) -> int:
+        """A number for what decides the shapes at stage boundaries: equal parts have equal numbers.
 
-        return run
+        Hashing a signature takes as long as a small layer, so it is done once a microbatch, and not at every message.
+        """
+        number = self._keys.get(parts)
+        if number is None:
+            number = self._keys[parts] = next(_KEYS)
+        return number
 
-    def run(self, schedule: Schedule, compute: Compute, keys: Sequence[Hashable], **callbacks: Any) -> list[Any]:
-        """Run a schedule on the engine, under the Trainer's profiler; arguments and result are the engine's."""
-        silent = isinstance(self._profiler, PassThroughProfiler)
-        results = self.engine.run(schedule, compute, keys, profile=None if silent else self.profile, **callbacks)
-        if _torch_profiles():
-            # A message under way writes its end into the cycle in which it began, which the profiler may have freed.
-            self.engine.retire()
-        return results
-
-    def profile(self, name: str) -> AbstractContextManager[None]:
+    def range(self, name: str) -> AbstractContextManager[None]:
         """A range of the Trainer's profiler."""
         return self._profiler.profile(f"[pipeline]{name}")
+
+    @property
+    def profile(self) -> Callable[[str], AbstractContextManager[None]] | None:
+        """Makes ranges of the Trainer's profiler; ``None`` if there is none that listens."""
+        return None if isinstance(self._profiler, PassThroughProfiler) else self.range
 
     @property
     def _profiler(self) -> Profiler:
@@ -168,7 +144,7 @@ class StepContext:
         Args:
             gradients: Whether the schedule has a backward.
         """
-        return self._serial, gradients, self.module.training, hash(tuple([p.requires_grad for p in self._parameters]))
+        return gradients, self.module.training, requires_grad_flags(self._parameters)
 
     @contextmanager
     def step(self, *, num_microbatches: int, counts: Sequence[int] = ()) -> Iterator[list[list[Log]]]:
@@ -176,10 +152,10 @@ class StepContext:
 
         Args:
             num_microbatches: How often the user's step runs.
-            counts: The samples of each micro-batch; nothing if the step runs once, with the whole batch.
+            counts: The samples of each microbatch; nothing if the step runs once, with the whole batch.
 
         Yields:
-            The logs of each micro-batch.
+            The logs of each microbatch.
         """
         cut = nullcontext() if self.cut is None else self.cut()
         local = self.metrics.step(num_microbatches=num_microbatches, counts=counts)
@@ -198,9 +174,12 @@ class StepContext:
                 yield records
             finally:
                 self.in_step = False
+            if _torch_profiles():
+                # A message under way writes its end into the cycle in which it began, which the profiler may have freed
+                self.engine.retire()
 
     def enter_user_code(self, *coordinates: int, keep: bool) -> None:
-        """The user's step is about to run, for one micro-batch.
+        """The user's step is about to run, for one microbatch.
 
         Args:
             coordinates: Of the random numbers that it draws.
@@ -222,39 +201,37 @@ class StepContext:
         Returns:
             The value of the step.
         """
+        trainer = self.module.trainer
         with self.guard():
-            if self.exchange.is_source:
-                value, logs = outputs()
-                for log in logs:
-                    if log.metric is not None:
-                        log.value = self.metrics.batch_value(log.metric, on_step=self._on_step(log))
-                tree = {"value": value, "logs": pack_logs(logs)}
-                if self._calls:
-                    tree["calls"] = pack_calls(self._calls)
-                changed = pack_scalars(self._scalars, scalars(self.module))
-                if changed:
-                    tree["changed"] = changed
-                if self.module.trainer.should_stop:
-                    tree["stop"] = ()  # its presence says it, and costs no message
-                self.exchange(tree)
+            if self._results.is_source:
+                tree = self._pack(*outputs())
+                self._results(tree)
             else:
-                tree = self.exchange.receive()
+                tree = self._results.receive()
                 assign_scalars(self.module, tree.get("changed", {}))
-            self.module.trainer.should_stop = "stop" in tree
-            if "calls" in tree and self.module.trainer.is_global_zero:
+            trainer.should_stop = "stop" in tree
+            if "calls" in tree and trainer.is_global_zero:
                 make_calls(tree["calls"], self.module)
         replay(self.module, unpack_logs(tree["logs"]), alone=self.mesh.data_parallel_size == 1)
         return tree["value"]
 
+    def _pack(self, value: Any, logs: list[Log]) -> dict[str, Any]:
+        for log in logs:
+            if log.metric is not None:
+                log.value = self.metrics.batch_value(log.metric, on_step=self._on_step(log))
+        tree = {"value": value, "logs": pack_logs(logs)}
+        if self._calls:
+            tree["calls"] = pack_calls(self._calls)
+        changed = pack_scalars(dict(self._scalars), scalars(self.module))
+        if changed:
+            tree["changed"] = changed
+        if self.module.trainer.should_stop:
+            tree["stop"] = ()  # its presence says it, and costs no message
+        return tree
+
     def _on_step(self, log: Log) -> bool:
         on_step = log.arguments.get("on_step")
         return self.module.trainer.training if on_step is None else bool(on_step)
-
-    def abandon(self) -> None:
-        """Let go of all that would keep connections open, after a failure."""
-        self.engine.abandon()
-        self.mesh.abandon()
-        self.module._device_mesh = None
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -262,8 +239,8 @@ class StepContext:
         try:
             yield
         except Exception as error:
-            cause = self._board.cause(patience=2.0 if is_transport(error) else 0.0)
-            self.abandon()
+            cause = self._failures.cause(patience=2.0 if is_transport(error) else 0.0)
+            self._abandon()
             if cause is not None:
                 close_groups(error)
                 raise cause from error
@@ -271,9 +248,13 @@ class StepContext:
             if self.engine.position is not None:
                 where += f", stage {self.engine.position.stage}, action {self.engine.position},"
             wrong_use = isinstance(error, WrongUseError)
-            self._board.report(error, where, verbatim=wrong_use)
+            self._failures.report(error, where, verbatim=wrong_use)
             self.engine.position = None
             close_groups(error)
             if wrong_use:
                 raise ValueError(str(error)) from error
             raise
+
+
+def _identity(x: Any) -> Any:
+    return x

@@ -1,29 +1,31 @@
-"""One training step in micro-batches: forward and backward in one schedule, loss and logs on every rank."""
+"""One training step in microbatches: forward and backward in one schedule, loss and logs on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.pipeline_parallel.body import BodyCall
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, signature, sizes, split_batch
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, build_forward
-from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
-from lightning_hybrid.trainer.batch_hooks import to_device
+from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
 
-__all__ = ["TrainingStep", "split_into"]
+__all__ = ["TrainingStep", "UncutTrainingStep", "split_into"]
 
 _TRAINING = 0  # tells the random numbers of training from those of evaluation
 
@@ -32,23 +34,23 @@ class TrainingStep:
     """Runs the user's `training_step` through the pipeline.
 
     Args:
-        pipeline: The parts.
+        context: What steps need.
         grad_sync: Sums and averages the gradients.
         schedule: The name of the schedule.
-        num_microbatches: The wished number of micro-batches.
+        num_microbatches: The requested number of microbatches.
         loss_reduction: ``"mean"`` or ``"sum"``: how the user's loss reduces over the samples of a batch.
     """
 
     def __init__(
         self,
-        pipeline: StepContext,
+        context: StepContext,
         grad_sync: GradientSync,
         *,
         schedule: str,
         num_microbatches: int,
         loss_reduction: str,
     ) -> None:
-        self._pipeline = pipeline
+        self._context = context
         self._grad_sync = grad_sync
         self._schedule = schedule
         self._num_microbatches = num_microbatches
@@ -56,10 +58,9 @@ class TrainingStep:
 
     def __call__(
         self,
-        arguments: Sequence[Any],
-        *,
+        *arguments: Any,
         step: int,
-        context: Callable[[], AbstractContextManager[None]],
+        precision: Callable[[], AbstractContextManager[None]],
         scale: Callable[[Tensor], Tensor],
         backward: bool,
         reduce: bool,
@@ -69,86 +70,92 @@ class TrainingStep:
         Args:
             arguments: Of the user's `training_step`; the first one is the batch.
             step: The number of this batch since training began; random numbers depend on it.
-            context: The precision plugin's context.
+            precision: The precision plugin's context.
             scale: Divides the loss by the number of accumulated batches, and scales it for fp16.
             backward: Whether gradients are wanted.
             reduce: Whether the gradients shall be summed over holders and averaged over replicas.
 
         Returns:
-            What `training_step` returned, merged over the micro-batches: the same on every rank, without a graph.
+            What `training_step` returned, merged over the microbatches: the same on every rank, without a graph.
         """
-        pipeline, grad_sync = self._pipeline, self._grad_sync
+        context, grad_sync, user_step = self._context, self._grad_sync, self._context.module.training_step
         microbatches, counts = self._split(arguments[0])
         weights, factors = self._weights(microbatches, counts)
         outputs: list[Any] = []
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             grad_sync.forward_begins(stage)
-            with context():
-                value = self._compute(stage, microbatch, inputs, (microbatches[microbatch], *arguments[1:]), step)
-                if stage < pipeline.num_stages - 1:
-                    return value
-                outputs.append(value)
-                return scale(_weighted(_loss_of(value), factors[microbatch]))
+            coordinates = _TRAINING, step, microbatch
+            is_last = stage == context.num_stages - 1
+            with precision():
+                if stage > 0 and not is_last:
+                    return context.run_layers(stage, coordinates, inputs)
+                context.enter_user_code(*coordinates, keep=is_last)
+                batch = move_data_to_device(microbatches[microbatch], context.device)
+                if context.cut is None:
+                    value = user_step(batch, *arguments[1:])
+                elif is_last:
+                    with BodyCall(
+                        context.cut, user_step, answer=partial(context.run_layers, stage, coordinates, inputs)
+                    ):
+                        value = user_step(batch, *arguments[1:])
+                else:
+                    layers = partial(context.run_layers, stage, coordinates)
+                    with BodyCall(context.cut, user_step, layers=layers) as call:
+                        user_step(batch, *arguments[1:])
+                    return call.value
+                outputs.append(context.to_plain(value))
+                return scale(_weighted(_loss_of(outputs[-1]), factors[microbatch]))
 
-        version = pipeline.version(gradients=backward)
-        keys = [(version, signature(microbatch)) for microbatch in microbatches]
+        version = context.version(gradients=backward)
         with (
-            pipeline.step(num_microbatches=len(counts), counts=counts) as records,
+            context.step(num_microbatches=len(counts), counts=counts) as records,
             torch.set_grad_enabled(backward),
             grad_sync.step(),
         ):
-            pipeline.run(
+            context.engine.run(
                 self._schedule_of(len(counts), backward=backward),
                 compute,
-                keys,
+                [context.key(version, signature(microbatch)) for microbatch in microbatches],
                 backward_begins=lambda stage, last: grad_sync.backward_begins(stage, is_last=last and reduce),
                 backward_ends=lambda stage, last: grad_sync.backward_ends(stage, is_last=last and reduce, frees=last),
+                profile=context.profile,
             )
             if reduce:
-                with pipeline.profile("reduce"):
+                with context.range("reduce"):
                     grad_sync.finish()
-        return pipeline.share(
+        return context.share(
             lambda: (
                 merge_outputs(outputs, counts, _total(outputs, weights)),
                 merge_logs(records, counts, self._num_microbatches),
             )
         )
 
+    def backward(self, run: Callable[[], None], *, reduce: bool) -> None:
+        """Nothing: the schedule has run it.
+
+        Args:
+            run: Lightning's backward of the loss.
+            reduce: Whether gradients shall be averaged.
+        """
+
     def _schedule_of(self, num_microbatches: int, *, backward: bool) -> Schedule:
-        num_ranks, num_chunks = self._pipeline.num_ranks, self._pipeline.num_chunks
+        num_ranks, num_chunks = self._context.num_ranks, self._context.num_chunks
         if backward:
             return build(self._schedule, num_ranks, num_microbatches, num_chunks)
         return build_forward(num_ranks, num_microbatches, num_chunks)
 
-    def _compute(self, stage: int, microbatch: int, inputs: Any, arguments: Sequence[Any], step: int) -> Any:
-        """The part of one stage: its layers, and the user's code on the first and the last one."""
-        pipeline = self._pipeline
-        is_last = stage == pipeline.num_stages - 1
-        if stage == 0 or is_last:
-            arguments = (to_device(arguments[0], pipeline.device), *arguments[1:])
-            pipeline.enter_user_code(_TRAINING, step, microbatch, keep=is_last)
-        training_step = pipeline.module.training_step
-        if pipeline.cut is None:
-            return to_plain_tensors(training_step(*arguments))
-        layers = pipeline.layers(stage, _TRAINING, step, microbatch)
-        if stage == 0:
-            return pipeline.cut.until_body(training_step, arguments, layers)
-        if is_last:
-            return to_plain_tensors(pipeline.cut.around_body(training_step, arguments, lambda _: layers(inputs)))
-        return layers(inputs)
-
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
-        microbatches, counts = split_into(batch, self._num_microbatches, self._pipeline.module)
+        microbatches, counts = split_into(batch, self._num_microbatches, self._context.module)
         wholes = self._grad_sync.wholes
         if wholes is None or not wholes.needs_equal_microbatches or self._num_microbatches == 1:
             return microbatches, counts
         # Replicas take part in the same collectives, so the one with the smallest batch decides.
-        least = self._pipeline.mesh.data_parallel_min(len(counts))
-        return (microbatches, counts) if least == len(counts) else split_into(batch, least, self._pipeline.module)
+        least = self._context.mesh.data_parallel_min(len(counts))
+        return (microbatches, counts) if least == len(counts) else split_into(batch, least, self._context.module)
 
     def _weights(self, microbatches: list[Any], counts: list[int]) -> tuple[list[float | Tensor], list[float | Tensor]]:
-        """What each micro-batch counts.
+        """What each microbatch counts.
 
         Returns:
             Its share of the reported loss, and the factor of its loss before backward. They differ where the user
@@ -156,14 +163,14 @@ class TrainingStep:
         """
         if self._loss_reduction == "sum":
             return [1.0] * len(counts), [1.0] * len(counts)
-        weigh = getattr(self._pipeline.module, "microbatch_weight", None)
+        weigh = find_hook(self._context.module, "microbatch_weight")
         if weigh is None:
             shares: list[float | Tensor] = [count / sum(counts) for count in counts]
             return shares, shares
-        mesh = self._pipeline.mesh
-        if not (self._pipeline.is_first or self._pipeline.is_last):
+        mesh = self._context.mesh
+        if not (self._context.is_first or self._context.is_last):
             return [0.0] * len(counts), [0.0] * len(counts)  # never used: no loss here
-        device = self._pipeline.module.device
+        device = self._context.module.device
         each = torch.stack([torch.as_tensor(weigh(m), dtype=torch.float64, device=device) for m in microbatches])
         own = each.sum()
         total = own.clone()
@@ -171,26 +178,81 @@ class TrainingStep:
         return list((each / own).nan_to_num()), list((each * (mesh.data_parallel_size / total)).nan_to_num())
 
 
+class UncutTrainingStep:
+    """Lightning's own step, where nothing is cut: gradients are averaged in the backward that the Trainer calls.
+
+    Args:
+        module: The user's module.
+        grad_sync: Averages the gradients. Parameters stay unsharded until after the backward.
+        around_forwards: Around forwards: what layers keep for backward, and where.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        grad_sync: GradientSync,
+        around_forwards: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._module, self._grad_sync, self._around_forwards = module, grad_sync, around_forwards
+
+    def __call__(
+        self,
+        *arguments: Any,
+        precision: Callable[[], AbstractContextManager[None]],
+        backward: bool,
+        **others: Any,
+    ) -> Any:
+        """Run one batch forward; arguments as for :class:`TrainingStep`, of which the others do not matter here."""
+        zero = self._grad_sync.zero
+        zero.open()
+        self._grad_sync.forward_begins(0)
+        try:
+            with self._around_forwards(), precision():
+                output = self._module.training_step(*arguments)
+        except BaseException:
+            zero.abandon()
+            raise
+        if output is None or not backward or not self._module.automatic_optimization:
+            zero.close()
+        return output
+
+    def backward(self, run: Callable[[], None], *, reduce: bool) -> None:
+        """Run Lightning's backward, and average the gradients.
+
+        Args:
+            run: Lightning's backward of the loss.
+            reduce: Whether gradients shall be averaged now, and not accumulated.
+        """
+        grad_sync = self._grad_sync
+        grad_sync.backward_begins(0, is_last=reduce)
+        run()
+        grad_sync.backward_ends(0, is_last=reduce, frees=True)
+        if reduce:
+            grad_sync.finish()
+        if self._module.automatic_optimization:
+            grad_sync.zero.close()
+
+
 def split_into(batch: Any, num_microbatches: int, module: LightningModule) -> tuple[list[Any], list[int]]:
     """Split a training batch, by the module's `split_batch` if it has one.
 
     Args:
         batch: The batch.
-        num_microbatches: The wished number of micro-batches.
+        num_microbatches: The requested number of microbatches.
         module: The user's module.
 
     Returns:
-        The micro-batches, and the number of samples of each.
+        The microbatches, and the number of samples of each.
 
     Raises:
         ValueError: If `split_batch` returns none.
     """
-    user_split = getattr(module, "split_batch", None)
+    user_split = find_hook(module, "split_batch")
     if user_split is None:
         return split_batch(batch, num_microbatches)
     microbatches = list(user_split(batch, num_microbatches))
     if not microbatches:
-        raise ValueError("`split_batch` returned no micro-batches; it must return a list with at least one.")
+        raise ValueError("`split_batch` returned no microbatches; it must return a list with at least one.")
     found = [find_batch_size(microbatch) for microbatch in microbatches]
     counts = [count for count in found if count is not None]
     if len(counts) == len(found):
@@ -238,7 +300,7 @@ def _total(outputs: Sequence[Any], weights: Sequence[float | Tensor]) -> Tensor:
 
 
 def _share(loss: Tensor, weight: float | Tensor) -> Tensor:
-    """What a micro-batch adds to the loss: nothing if it counts nothing, also where its own mean is 0 / 0."""
+    """What a microbatch adds to the loss: nothing if it counts nothing, also where its own mean is 0 / 0."""
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, _weighted(loss, weight), torch.zeros_like(loss))
     return _weighted(loss, weight)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline_parallel.body import BodyCallError, BodyCut, body_call_text, find_body
+from lightning_hybrid.pipeline_parallel.body import BodyCall, BodyCallError, BodyCut, body_call_text, find_body
 
 
 class Model(nn.Module):
@@ -104,6 +104,17 @@ def test_placeholders_count_as_parameters() -> None:
 # -- cutting the step --------------------------------------------------------------------------------------------------
 
 
+def until_body(cut: BodyCut, step: Any, arguments: tuple[Any, ...], layers: Any) -> Any:
+    with BodyCall(cut, step, layers=layers) as call:
+        step(*arguments)
+    return call.value
+
+
+def around_body(cut: BodyCut, step: Any, arguments: tuple[Any, ...], answer: Any) -> Any:
+    with BodyCall(cut, step, answer=answer):
+        return step(*arguments)
+
+
 class Steps:
     """Code before the body, the body, and code after it that also uses what was before (a residual)."""
 
@@ -130,9 +141,9 @@ def test_the_stages_of_a_cut_step_make_the_whole_step() -> None:
     expected = steps.training_step(batch, 1)["loss"]
     steps.ran.clear()
     with steps.cut():
-        first = steps.cut.until_body(steps.training_step, (batch, 1), lambda x: steps.layers(0, 1, x))
+        first = until_body(steps.cut, steps.training_step, (batch, 1), lambda x: steps.layers(0, 1, x))
         middle = steps.layers(1, 2, first)
-        value = steps.cut.around_body(steps.training_step, (batch, 1), lambda _: steps.layers(2, 3, middle))
+        value = around_body(steps.cut, steps.training_step, (batch, 1), lambda: steps.layers(2, 3, middle))
     assert torch.equal(value["loss"], expected)
     assert steps.ran == ["before", "before", "after"]
 
@@ -158,7 +169,7 @@ def test_hooks_of_the_body_run() -> None:
     seen = []
     steps.body.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
     with steps.cut():
-        steps.cut.around_body(steps.training_step, (torch.rand(2, 3), 0), lambda x: x)
+        around_body(steps.cut, steps.training_step, (torch.rand(2, 3), 0), lambda: torch.rand(2, 3))
     assert seen == [(2, 3)]
 
 
@@ -174,7 +185,7 @@ def test_leaving_the_step_is_no_exception_to_the_user() -> None:
             seen.append("finally")
 
     with steps.cut():
-        assert steps.cut.until_body(careful, (torch.ones(1, 3),), lambda x: x + 1).tolist() == [[2, 2, 2]]
+        assert until_body(steps.cut, careful, (torch.ones(1, 3),), lambda x: x + 1).tolist() == [[2, 2, 2]]
     assert seen == ["finally"]
 
 
@@ -186,7 +197,7 @@ def test_contexts_of_the_step_are_left_before_the_next_one() -> None:
             return steps.body(batch)
 
     with steps.cut():
-        first = steps.cut.until_body(without_gradients, (torch.ones(1, 3),), lambda x: steps.layers(0, 1, x))
+        first = until_body(steps.cut, without_gradients, (torch.ones(1, 3),), lambda x: steps.layers(0, 1, x))
     assert not first.requires_grad  # inside the user's context
     assert torch.is_grad_enabled()
 
@@ -197,9 +208,9 @@ def test_an_error_of_the_step_is_the_users() -> None:
     def broken(batch: Tensor) -> Any:
         raise KeyError("mine")
 
-    for run in (steps.cut.until_body, steps.cut.around_body):
+    for run in (until_body, around_body):
         with pytest.raises(KeyError, match="mine"), steps.cut():
-            run(broken, (torch.ones(1, 3),), lambda x: x)
+            run(steps.cut, broken, (torch.ones(1, 3),), lambda: None)
 
 
 def never(batch: Tensor) -> Any:
@@ -208,9 +219,9 @@ def never(batch: Tensor) -> Any:
 
 def test_a_step_that_does_not_call_the_body() -> None:
     steps = Steps()
-    for run in (steps.cut.until_body, steps.cut.around_body):
+    for run in (until_body, around_body):
         with pytest.raises(BodyCallError, match=r"`never` did not call the body 'body'\. .* exactly once"), steps.cut():
-            run(never, (torch.ones(1, 3),), lambda x: x)
+            run(steps.cut, never, (torch.ones(1, 3),), lambda: None)
 
 
 def test_a_step_that_calls_the_body_twice() -> None:
@@ -220,15 +231,15 @@ def test_a_step_that_calls_the_body_twice() -> None:
         return steps.body(batch) + steps.body(batch)
 
     with pytest.raises(BodyCallError, match="`twice` called 2 times the body 'body'"), steps.cut():
-        steps.cut.around_body(twice, (torch.ones(1, 3),), lambda x: x)
+        around_body(steps.cut, twice, (torch.ones(1, 3),), lambda: torch.ones(1, 3))
 
 
 def test_one_error_does_not_spoil_the_next_step() -> None:
     steps = Steps()
     with steps.cut():
         with pytest.raises(BodyCallError):
-            steps.cut.around_body(never, (torch.ones(1, 3),), lambda x: x)
-        value = steps.cut.around_body(steps.training_step, (torch.zeros(1, 3), 0), lambda x: x + 1)
+            around_body(steps.cut, never, (torch.ones(1, 3),), lambda: None)
+        value = around_body(steps.cut, steps.training_step, (torch.zeros(1, 3), 0), lambda: torch.ones(1, 3))
     assert value["loss"] == 3
 
 
