@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
@@ -47,8 +48,10 @@ def outside_of_steps(method: _Method) -> _Method:
 class ReplicaCollectives(ParallelStrategy):
     """Values are reduced and gathered over the replicas; barriers, broadcasts and decisions are those of all ranks."""
 
-    _latest: tuple[Any, Any] = (None, None)  # what was broadcast last: this rank's, and everyone's
-    _log_dir: tuple[Any, Any] | None = None  # that of `trainer.log_dir`
+    def __init__(self) -> None:
+        super().__init__()
+        self._latest: tuple[Any, Any] = (None, None)  # what was broadcast last: this rank's, and everyone's
+        self._log_dir: tuple[Any, Any] | None = None  # that of `trainer.log_dir`
 
     @property
     @abstractmethod
@@ -65,6 +68,7 @@ class ReplicaCollectives(ParallelStrategy):
     def in_step(self) -> bool:
         """Whether the user's step runs, and not on every rank."""
 
+    @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, or over the group that is given."""
         if not isinstance(tensor, Tensor) or self.is_alone:
@@ -73,6 +77,7 @@ class ReplicaCollectives(ParallelStrategy):
             group = self.mesh.data_group
         return reduce_over(tensor, group, reduce_op)
 
+    @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather over the replicas, or over a given group: shape ``(replicas, ...)``, with one replica ``(...)``."""
         if group is None or group is dist.group.WORLD:
@@ -81,6 +86,7 @@ class ReplicaCollectives(ParallelStrategy):
             group = self.mesh.data_group
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
+    @override
     @outside_of_steps
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (any) of the processes say yes."""
@@ -90,6 +96,7 @@ class ReplicaCollectives(ParallelStrategy):
         dist.all_reduce(votes)
         return int(votes) == self.world_size if all else int(votes) > 0
 
+    @override
     @outside_of_steps
     def barrier(self, name: str | None = None) -> None:
         """Wait for every process."""
@@ -97,6 +104,7 @@ class ReplicaCollectives(ParallelStrategy):
             return
         dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
+    @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         """Give every process the object of one."""
         if not has_groups():
