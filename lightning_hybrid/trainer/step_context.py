@@ -8,12 +8,11 @@ from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import nn
 
-from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, close_groups, is_transport
+from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast
@@ -74,7 +73,7 @@ class StepContext:
         stage_map: Which stage holds what.
         mesh: The ranks.
         streams: The random streams.
-        board: Where failures are written.
+        failures: Where failures are written.
         device: Where this rank computes.
         engine: Runs the schedules; outlives this object.
         around_forwards: Around forwards: what layers keep for backward, and where.
@@ -94,7 +93,7 @@ class StepContext:
         stage_map: StageMap,
         mesh: Mesh,
         streams: RandomStreams,
-        board: FailureStore,
+        failures: FailureStore,
         device: torch.device,
         engine: Engine,
         around_forwards: Callable[[], AbstractContextManager[None]],
@@ -119,7 +118,7 @@ class StepContext:
         self._scalars: dict[str, Any] = {}
         self.metrics = MetricsAcrossStages(module, mesh.data_group, self.exchange, is_last=self.exchange.is_source)
         self.engine = engine
-        self._board = board
+        self._failures = failures
         self._serial = next(_SERIAL)
         self._parameters = list(module.parameters())
         self._layers = {
@@ -262,18 +261,16 @@ class StepContext:
         try:
             yield
         except Exception as error:
-            cause = self._board.cause(patience=2.0 if is_transport(error) else 0.0)
-            self.abandon()
-            if cause is not None:
-                close_groups(error)
-                raise cause from error
-            where = f"Rank {dist.get_rank()} (pipeline rank {self.mesh.pipeline_rank}, data rank {self.mesh.data_rank})"
-            if self.engine.position is not None:
-                where += f", stage {self.engine.position.stage}, action {self.engine.position},"
+            mesh, position = self.mesh, self.engine.position
+            rank = mesh.rank(mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank)  # groups may be gone
+            where = f"Rank {rank} (pipeline rank {mesh.pipeline_rank}, data rank {mesh.data_rank})"
+            if position is not None:
+                where += f", stage {position.stage}, action {position},"
             wrong_use = isinstance(error, WrongUseError)
-            self._board.report(error, where, verbatim=wrong_use)
+            cause = self._failures.leave(error, where, self.abandon, verbatim=wrong_use)
+            if cause is not None:
+                raise cause from error
             self.engine.position = None
-            close_groups(error)
             if wrong_use:
                 raise ValueError(str(error)) from error
             raise
