@@ -26,6 +26,7 @@ from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.memory.measure import MemoryReport
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.pipeline_parallel.engine import Engine
+from lightning_hybrid.pipeline_parallel.p2p import make_channels
 from lightning_hybrid.strategy.after_hook import AfterHook
 from lightning_hybrid.strategy.checks import check_trainer
 from lightning_hybrid.strategy.gather import refuse_step
@@ -39,7 +40,7 @@ from lightning_hybrid.trainer.exceptions import ExceptionCallback
 from lightning_hybrid.trainer.loading import DataLoaderPreparer
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
-from lightning_hybrid.trainer.step_context import StepContext, make_channels
+from lightning_hybrid.trainer.step_context import StepContext
 from lightning_hybrid.trainer.training_step import TrainingStep
 
 __all__ = ["RunState"]

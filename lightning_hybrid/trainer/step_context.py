@@ -18,8 +18,7 @@ from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast
 from lightning_hybrid.pipeline_parallel.body import BodyCut, Layers
 from lightning_hybrid.pipeline_parallel.engine import Engine
-from lightning_hybrid.pipeline_parallel.p2p import Channel
-from lightning_hybrid.pipeline_parallel.schedules import ChannelKey, Schedule
+from lightning_hybrid.pipeline_parallel.schedules import Schedule
 from lightning_hybrid.pipeline_parallel.stage import Compute
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
@@ -28,40 +27,11 @@ from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from lightning_hybrid.trainer.results.module_attributes import assign_scalars, pack_scalars, scalars
 
-__all__ = ["StepContext", "make_channels"]
+__all__ = ["StepContext"]
 
 _torch_profiles: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 _SERIAL = count()  # what channels remember of one pipeline must not be taken for another's
-
-
-def make_channels(
-    mesh: Mesh, num_chunks: int, device: torch.device, *, dynamic_shapes: bool
-) -> dict[ChannelKey, Channel]:
-    """One channel for each ordered pair of neighbours and kind of message; on every rank in the same order.
-
-    Args:
-        mesh: The ranks.
-        num_chunks: Stages per rank; with several, the last rank sends to the first one too.
-        device: Where activations live.
-        dynamic_shapes: Whether every message carries a header.
-
-    Returns:
-        The channels of this rank by (sender, receiver, kind).
-    """
-    size = mesh.pipeline_parallel_size
-    hops = [(rank, rank + 1) for rank in range(size - 1)]
-    if num_chunks > 1 and size > 1:
-        hops.append((size - 1, 0))
-    channels: dict[ChannelKey, Channel] = {}
-    for upstream, downstream in hops:
-        keys: tuple[ChannelKey, ChannelKey] = (upstream, downstream, "activation"), (downstream, upstream, "gradient")
-        for key in keys:
-            group = mesh.new_p2p_group(upstream, downstream)
-            if group is not None:
-                peer = int(mesh.pipeline_rank == min(upstream, downstream))  # the lower rank comes first in the group
-                channels[key] = Channel(group, peer, device, dynamic_shapes)
-    return channels
 
 
 class StepContext:
