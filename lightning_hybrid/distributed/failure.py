@@ -44,17 +44,17 @@ class FailureStore:
 
     ::
 
-        rank 2: exception in 2F1 --> report: text to the store, groups closed
-        rank 1: waits for rank 2 --> its receive fails --> cause(): text of rank 2 --> closes its groups
-        rank 0: waits for rank 1 --> its receive fails --> cause(): text of rank 2
+        rank 2: exception in 2F1 --> leave(): text to the store, groups closed --> raises its exception
+        rank 1: waits for rank 2 --> its receive fails --> leave(): groups closed --> raises the text of rank 2
+        rank 0: waits for rank 1 --> its receive fails --> leave(): groups closed --> raises the text of rank 2
 
     A closed gloo group fails at once on its peers, so the chain takes milliseconds. NCCL waits on the device: there a
-    thread looks at the store and aborts this rank's groups.
+    thread polls the store and aborts this rank's groups.
 
     Args:
         store: A store that all ranks see.
-        name: What tells this run from others over the same store.
-        interval: Seconds between two looks of the thread.
+        name: Distinguishes this run from others over the same store.
+        interval: Seconds between two polls of the thread.
     """
 
     def __init__(self, store: Store, name: str, interval: float = 1.0) -> None:
@@ -62,6 +62,7 @@ class FailureStore:
         self._key = f"{_KEY}/{name}"
         self._interval = interval
         self._failed = False
+        self._stop_watching = threading.Event()
 
     def report(self, error: BaseException, where: str, *, verbatim: bool = False) -> None:
         """Write a failure down, unless another rank was first.
@@ -69,7 +70,7 @@ class FailureStore:
         Args:
             error: What was raised.
             where: The rank, stage and action.
-            verbatim: Whether the others shall raise the same text, because the error is about what every rank does.
+            verbatim: Whether the others raise the same text, because the error is about what every rank does.
         """
         if self._failed:
             return
@@ -98,17 +99,48 @@ class FailureStore:
                 return None
             time.sleep(0.02)
 
-    def watch(self, abort: Callable[[], None]) -> None:
-        """Look at the store from a thread, and call ``abort`` when another rank has failed."""
+    def leave(
+        self, error: Exception, where: str, abandon: Callable[[], None], *, verbatim: bool = False
+    ) -> Exception | None:
+        """Leave every process group after an exception, without a collective.
 
-        def look() -> None:
-            while not self._failed:
-                time.sleep(self._interval)
-                if not self._failed and self.cause(patience=0.0) is not None:
+        ::
+
+            error --> is there a cause? ----- no --> report error --.
+                      (transport errors                             +--> abandon --> close groups --> cause or None
+                       wait for one)   `----- yes ------------------'
+
+        Args:
+            error: What was raised on this rank.
+            where: The rank, stage and action.
+            abandon: Drops all that is under way and would keep connections open.
+            verbatim: As in :meth:`report`.
+
+        Returns:
+            The first failure, to be raised from ``error``; ``None`` if ``error`` is the first one.
+        """
+        cause = self.cause(patience=2.0 if is_transport(error) else 0.0)
+        if cause is None:
+            self.report(error, where, verbatim=verbatim)
+        abandon()
+        close_groups(error)
+        return cause
+
+    def watch(self, abort: Callable[[], None]) -> None:
+        """Poll the store from a thread until :meth:`close`, and call ``abort`` when another rank has failed."""
+        self._stop_watching = stop = threading.Event()
+
+        def poll() -> None:
+            while not (stop.wait(self._interval) or self._failed):
+                if self.cause(patience=0.0) is not None:
                     self._failed = True
                     abort()
 
-        threading.Thread(target=look, name="lightning_hybrid-failure-watch", daemon=True).start()
+        threading.Thread(target=poll, name="lightning_hybrid-failure-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread of :meth:`watch`: a run that ended well needs the store no longer."""
+        self._stop_watching.set()
 
     @property
     def failed(self) -> bool:

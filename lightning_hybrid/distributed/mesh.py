@@ -1,4 +1,4 @@
-"""The device mesh: its axes, the groups of ranks that work together, and this rank's place in it."""
+"""The device mesh: its axes, the groups of ranks that work together, and this rank's coordinates."""
 
 from __future__ import annotations
 
@@ -13,55 +13,46 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_hybrid.distributed.process_group import GroupRef
+
 __all__ = ["AXES", "Mesh"]
 
 #: Short names, as in ``rank_order``, and the names of the axes, as Lightning spells them.
 AXES = {"dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel"}
 
 
-def _weak(group: dist.ProcessGroup | None) -> weakref.ref[dist.ProcessGroup]:
-    assert group is not None, "every rank is in one of these groups"
-    return weakref.ref(group)
-
-
-def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    group = reference()
-    assert group is not None, "the process groups have been destroyed"
-    return group
-
-
-class _Made:
-    """What was made for the groups of the present world, to be taken over by the next mesh of the same shape.
+class _WorldCache:
+    """Meshes and process groups of the present world, to be taken over by the next mesh of the same shape.
 
     A Trainer is freed as cyclic garbage, at any time: also in a worker of a `DataLoader` that was forked before. There
     the threads of process groups do not exist, and freeing one ends or stops the worker. What is held here is not freed
-    there; what is let go is collected at once, in this process.
+    there; what is dropped is collected at once, in this process.
     """
 
     def __init__(self) -> None:
-        self._things: dict[Hashable, Any] = {}
+        self._entries: dict[Hashable, Any] = {}
         self._world: Callable[[], dist.ProcessGroup | None] = lambda: None
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What has this key; made if it is not there. Every rank must ask for the same things in the same order."""
+        """The entry of this key, made if there is none. Every rank must ask for the same keys in the same order."""
         world = dist.group.WORLD
         assert world is not None
         if self._world() is not world:
-            self._things.clear()
-            _forget_divisions()
+            self._entries.clear()
+            _clear_sharding_cache()
             gc.collect()
             self._world = weakref.ref(world)
-        if key not in self._things:
-            self._things[key] = make()
-        return self._things[key]
+        if key not in self._entries:
+            self._entries[key] = make()
+        return self._entries[key]
 
-    def forget(self) -> None:
-        """Let go of everything: torch's mesh holds the group of all ranks."""
-        self._things.clear()
+    def clear(self) -> None:
+        """Drop everything: torch's mesh holds the group of all ranks."""
+        self._entries.clear()
 
 
-def _forget_divisions() -> None:
-    """Torch remembers how the results of operations on DTensors are divided, with the mesh of the first time.
+def _clear_sharding_cache() -> None:
+    """Torch caches how the results of operations on DTensors are sharded, with the mesh of the first time.
 
     An equal mesh of a world that is gone has groups that are gone; their names may now be those of others.
     """
@@ -72,13 +63,13 @@ def _forget_divisions() -> None:
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
-_MADE = _Made()
+_WORLD_CACHE = _WorldCache()
 
 
 class Mesh:
     """Data x tensor x pipeline parallel ranks.
 
-    torch owns the process groups; here and elsewhere in the package they are held by weak references. So destroying
+    torch owns the process groups; here and elsewhere in the package they are held by :class:`GroupRef`. So destroying
     them closes their connections at once, and a rank that waits for this one notices. Each group costs threads and
     files until then, so the next mesh of the same shape takes over the groups of this one.
 
@@ -117,25 +108,24 @@ class Mesh:
         self.tensor_parallel_size = tensor_parallel_size
         self.pipeline_parallel_size = pipeline_parallel_size
         shape, names = tuple(sizes[axis] for axis in order), tuple(AXES[axis] for axis in order)
-        device_mesh: DeviceMesh = _MADE.get(
+        device_mesh: DeviceMesh = _WORLD_CACHE.get(
             (device_type, shape, names), lambda: init_device_mesh(device_type, shape, mesh_dim_names=names)
         )
         self._device_mesh: DeviceMesh | None = device_mesh
         self._requests: Counter[Hashable] = Counter()
         self._ranks = device_mesh.mesh.permute([order.index(axis) for axis in ("pp", "dp", "tp")])
         self._timeout = timeout
-        self._holders: dict[tuple[tuple[int, ...], bool], weakref.ref[dist.ProcessGroup] | None] = {}
-        place = (self._ranks == dist.get_rank()).nonzero().flatten().tolist()
-        self.pipeline_rank, self.data_rank, self.tensor_rank = place
-        # Not the groups of torch's mesh: those know nothing of our timeout.
-        by_stage = self._ranks.permute(0, 2, 1).reshape(-1, data_parallel_size).tolist()
-        self._data_group = _weak(self.new_group_of(by_stage))
-        self._tensor_group = _weak(self.new_group_of(self._ranks.reshape(-1, tensor_parallel_size).tolist()))
+        self._shared_parameter_groups: dict[tuple[tuple[int, ...], bool], GroupRef | None] = {}
+        coordinates = (self._ranks == dist.get_rank()).nonzero().flatten().tolist()
+        self.pipeline_rank, self.data_rank, self.tensor_rank = coordinates
+        # Not the groups of torch's mesh: those do not have our timeout.
+        self._data_group = GroupRef(self.new_group_of(self._ranks_by_stage()))
+        self._tensor_group = GroupRef(self.new_group_of(self._ranks.reshape(-1, tensor_parallel_size).tolist()))
         model_groups = [self.model_ranks(data_rank) for data_rank in range(data_parallel_size)]
-        self._model_group = _weak(self.new_group_of(model_groups))
-        self._control_group = _weak(self.new_group_of(model_groups, backend="gloo"))
-        self._world_group: weakref.ref[dist.ProcessGroup] | None = None
-        self._number_group: weakref.ref[dist.ProcessGroup] | None = None
+        self._model_group = GroupRef(self.new_group_of(model_groups))
+        self._control_group = GroupRef(self.new_group_of(model_groups, backend="gloo"))
+        self._world_group: GroupRef | None = None
+        self._data_control_group: GroupRef | None = None
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -144,29 +134,29 @@ class Mesh:
         return self._device_mesh
 
     def abandon(self) -> None:
-        """Let go of torch's mesh, after a failure: it holds the group of all ranks, which is to close connections."""
+        """Drop torch's mesh, after a failure: it holds the group of all ranks, which is to close connections."""
         self._device_mesh = None
-        _MADE.forget()
+        _WORLD_CACHE.clear()
 
     @property
     def data_group(self) -> dist.ProcessGroup:
         """Ranks that hold the same part of the model."""
-        return _alive(self._data_group)
+        return self._data_group()
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
         """Ranks that share each layer."""
-        return _alive(self._tensor_group)
+        return self._tensor_group()
 
     @property
     def model_group(self) -> dist.ProcessGroup:
         """Ranks that hold one replica."""
-        return _alive(self._model_group)
+        return self._model_group()
 
     @property
     def control_group(self) -> dist.ProcessGroup:
         """The model group again, over gloo: for batches, decisions and other data of the host."""
-        return _alive(self._control_group)
+        return self._control_group()
 
     @property
     def world_group(self) -> dist.ProcessGroup:
@@ -175,14 +165,14 @@ class Mesh:
         Every rank must ask for it, the first time together.
         """
         if self._world_group is None:
-            self._world_group = _weak(self.new_group_of([list(range(dist.get_world_size()))], backend="gloo"))
-        return _alive(self._world_group)
+            self._world_group = GroupRef(self.new_group_of([list(range(dist.get_world_size()))], backend="gloo"))
+        return self._world_group()
 
     @property
-    def dividing_mesh(self) -> DeviceMesh:
-        """What parameters are divided over with ZeRO: the replicas, inside the ranks that share layers, if there are.
+    def zero_mesh(self) -> DeviceMesh:
+        """What ZeRO shards parameters over: the replicas, inside the tensor-parallel ranks, if there are several.
 
-        In this order, so that each replica has some of the rows that a rank has of a shared layer.
+        In this order, so that each replica has some of the rows that a rank has of a tensor-parallel layer.
         """
         if self.tensor_parallel_size == 1:
             return self.device_mesh[AXES["dp"]]
@@ -190,7 +180,7 @@ class Mesh:
         groups = [self.device_mesh.get_group(name) for name in names]
         ranks = self._ranks[self.pipeline_rank].T.contiguous()
         device = self.device_mesh.device_type
-        mesh: DeviceMesh = _MADE.get(
+        mesh: DeviceMesh = _WORLD_CACHE.get(
             (device, names, tuple(ranks.flatten().tolist()), tuple(ranks.shape)),
             lambda: DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names),
         )
@@ -198,20 +188,24 @@ class Mesh:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank of every axis: the one that writes, and says what is to be said."""
+        """Whether this is the first rank of every axis: the one that writes and logs."""
         return bool(self.pipeline_rank == self.data_rank == self.tensor_rank == 0)
 
     def data_parallel_min(self, number: int) -> int:
         """The smallest of the numbers that the replicas' ranks have."""
-        if self._number_group is None:
-            by_stage = self._ranks.permute(0, 2, 1).reshape(-1, self.data_parallel_size).tolist()
-            self._number_group = _weak(self.new_group_of(by_stage, backend="gloo"))
-        least = torch.tensor(number)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=_alive(self._number_group))
-        return int(least)
+        if self._data_control_group is None:
+            self._data_control_group = GroupRef(self.new_group_of(self._ranks_by_stage(), backend="gloo"))
+        smallest = torch.tensor(number)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._data_control_group())
+        return int(smallest)
+
+    def _ranks_by_stage(self) -> list[list[int]]:
+        """The ranks that hold the same part of the model, for every such part."""
+        ranks: list[list[int]] = self._ranks.permute(0, 2, 1).reshape(-1, self.data_parallel_size).tolist()
+        return ranks
 
     def rank(self, pipeline_rank: int, data_rank: int, tensor_rank: int) -> int:
-        """The global rank at this place."""
+        """The global rank at these coordinates."""
         return int(self._ranks[pipeline_rank, data_rank, tensor_rank])
 
     def model_ranks(self, data_rank: int) -> list[int]:
@@ -235,12 +229,12 @@ class Mesh:
         """
         stages = tuple(sorted(pipeline_ranks))
         key = stages, of_replica
-        if key not in self._holders:
+        if key not in self._shared_parameter_groups:
             replicas = range(self.data_parallel_size)
             group = self._new_groups(stages, [range(d, d + 1) for d in replicas] if of_replica else [replicas])
-            self._holders[key] = None if group is None else weakref.ref(group)
-        reference = self._holders[key]
-        return None if reference is None else _alive(reference)
+            self._shared_parameter_groups[key] = None if group is None else GroupRef(group)
+        reference = self._shared_parameter_groups[key]
+        return None if reference is None else reference()
 
     def new_p2p_group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         """A new group of two pipeline ranks of this rank's replica, the lower one first.
@@ -264,19 +258,19 @@ class Mesh:
         """Make disjoint groups, on every rank in the same order, and return the one that this rank is in.
 
         Args:
-            partition: The global ranks of each group, in the order that they shall have inside it.
+            partition: The global ranks of each group, in their order inside it.
             backend: Of the groups; ``None`` for the one of the world.
         """
 
-        def make() -> weakref.ref[dist.ProcessGroup] | None:
-            mine: weakref.ref[dist.ProcessGroup] | None = None
+        def make() -> GroupRef | None:
+            own: GroupRef | None = None
             for ranks in partition:
                 group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
                 if dist.get_rank() in ranks:
-                    mine = weakref.ref(group)
-            return mine
+                    own = GroupRef(group)
+            return own
 
         request = (tuple(map(tuple, partition)), backend, self._timeout)
         self._requests[request] += 1
-        reference = _MADE.get((request, self._requests[request]), make)
-        return None if reference is None else _alive(reference)
+        reference: GroupRef | None = _WORLD_CACHE.get((request, self._requests[request]), make)
+        return None if reference is None else reference()

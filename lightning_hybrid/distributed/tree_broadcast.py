@@ -1,22 +1,23 @@
-"""Trees of values from one rank to its group: the shape is sent when it is new, the numbers every time."""
+"""Trees of values from one rank to its group: the meta is sent when it is new, the numbers every time."""
 
 from __future__ import annotations
 
 import pickle
-import weakref
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+from lightning_hybrid.distributed.tensor_bytes import as_bytes
+from lightning_hybrid.distributed.tree_meta import TreeMeta
 
 __all__ = ["TreeBroadcast", "broadcast_object", "receive_tree", "reduce_over", "send_tree"]
 
-_NEW, _FAILED, _END = -1, -2, 0  # the numbers of forms begin at 1
+_NEW, _FAILED, _END = -1, -2, 0  # the numbers of metas begin at 1
 
 
 def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
@@ -56,61 +57,47 @@ def reduce_over(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> Ten
     return tensor.div_(group.size()) if tensor.is_floating_point() else tensor / group.size()
 
 
-@dataclass(frozen=True)
-class _Form:
-    """What must be known of a tree before its numbers can be received.
-
-    Attributes:
-        spec: The shape of the tree.
-        tensors: For each leaf its shape and dtype, ``None`` for plain values.
-    """
-
-    spec: TreeSpec
-    tensors: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, leaves: list[Any], spec: TreeSpec) -> _Form:
-        return cls(spec, tuple([(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]))
-
-    @property
-    def has_plain(self) -> bool:
-        return None in self.tensors
-
-
 def send_tree(tree: Any, target: int, group: dist.ProcessGroup, prepare: Callable[[Any], Any]) -> None:
     """Send a tree to one rank, tensor by tensor.
 
     Args:
-        tree: Tensors and values that can be pickled, of which tensors must keep shape and dtype.
+        tree: Tensors and values that can be pickled.
         target: The global rank, which calls :func:`receive_tree`.
         group: A group over a backend that takes tensors of the host.
-        prepare: Makes of each leaf, when its turn comes, what is sent: a tensor on the host.
+        prepare: Makes of each leaf, when its turn comes, what is sent: a tensor on the host, of equal shape and dtype.
     """
     leaves, spec = flatten(tree)
-    plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    dist.send_object_list([(_Form.of(leaves, spec), plain)], dst=target, group=group)
+    dist.send_object_list([_split(leaves, spec)], dst=target, group=group)
     for leaf in leaves:
         ready = prepare(leaf)
         if isinstance(ready, Tensor) and ready.numel() > 0:
-            dist.send(_bytes_of(ready), dst=target, group=group)
+            dist.send(as_bytes(ready), dst=target, group=group)
 
 
 def receive_tree(source: int, group: dist.ProcessGroup) -> Any:
     """Receive the tree that a rank sends with :func:`send_tree`; tensors are on the host."""
     received: list[Any] = [None]
     dist.recv_object_list(received, src=source, group=group)
-    form, leaves = received[0]
-    for index, known in enumerate(form.tensors):
-        if known is not None:
-            leaves[index] = torch.empty(known[0], dtype=known[1])
-            if leaves[index].numel() > 0:
-                dist.recv(_bytes_of(leaves[index]), src=source, group=group)
-    return unflatten(leaves, form.spec)
+    meta, leaves = received[0]
+    for tensor in _allocate(meta, leaves, torch.device("cpu")):
+        if tensor.numel() > 0:
+            dist.recv(as_bytes(tensor), src=source, group=group)
+    return unflatten(leaves, meta.spec)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor as bytes, for no backend knows every dtype."""
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+def _split(leaves: list[Any], spec: TreeSpec) -> tuple[TreeMeta, list[Any]]:
+    """What can be the same for many trees, and the values that are not tensors, by position."""
+    tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
+    return TreeMeta.of(tensors, spec), [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _allocate(meta: TreeMeta, leaves: list[Any], device: torch.device) -> list[Tensor]:
+    """Put empty tensors at their positions among the leaves, and return them."""
+    tensors = []
+    for index, tensor in meta.tensors():
+        leaves[index] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        tensors.append(leaves[index])
+    return tensors
 
 
 class TreeBroadcast:
@@ -118,10 +105,10 @@ class TreeBroadcast:
 
     ::
 
-        source                             the others
-        number of the form, or NEW  ---->  known form: allocate
-        [NEW: the form, pickled]    ---->  remember it
-        [plain values, pickled]     ---->
+        source                              the others
+        number of the meta, or NEW   ---->  known meta: allocate
+        [NEW: the meta, pickled]     ---->  remember it
+        [other values, pickled]      ---->
         tensors of one element, packed as float64, one message
         other tensors, one message each
 
@@ -135,25 +122,13 @@ class TreeBroadcast:
     def __init__(
         self, control_group: dist.ProcessGroup, group: dist.ProcessGroup, source: int, device: torch.device
     ) -> None:
-        self._control_reference = weakref.ref(control_group)
-        self._reference = weakref.ref(group)
+        self._control_group = GroupRef(control_group)
+        self._group = GroupRef(group)
         self._source = source
         self._device = device
         self._is_source = dist.get_rank(control_group) == source
-        self._numbers: dict[Hashable, int] = {}
-        self._forms: list[_Form] = []
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        group = self._reference()
-        assert group is not None, "the process groups have been destroyed"
-        return group
-
-    @property
-    def _control_group(self) -> dist.ProcessGroup:
-        group = self._control_reference()
-        assert group is not None, "the process groups have been destroyed"
-        return group
+        self._numbers: dict[TreeMeta, int] = {}
+        self._metas: list[TreeMeta] = []
 
     @property
     def is_source(self) -> bool:
@@ -177,7 +152,7 @@ class TreeBroadcast:
     def fail(self, error: BaseException) -> None:
         """On the source, instead of a tree: the others raise this error's text as a `RuntimeError`."""
         self._control(_FAILED)
-        broadcast_object(f"{type(error).__name__}: {error}", self._source, self._control_group)
+        self._broadcast_object(f"{type(error).__name__}: {error}")
 
     def end(self) -> None:
         """On the source, instead of a tree: the others raise `StopIteration`."""
@@ -185,26 +160,30 @@ class TreeBroadcast:
 
     def _control(self, code: int) -> int:
         message = torch.tensor(code)
-        self._broadcast(message, self._control_group)
+        self._broadcast(message, self._control_group())
         return int(message)
+
+    def _broadcast_object(self, value: Any = None) -> Any:
+        return broadcast_object(value, self._source, self._control_group())
 
     def _broadcast(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         dist.broadcast(tensor, group_src=self._source, group=group)
 
     def _send(self, tree: Any) -> None:
         leaves, spec = flatten(tree)
-        form = _Form.of(leaves, spec)
-        number = self._numbers.get(form)
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        meta, values = _split(leaves, spec)
+        number = self._numbers.get(meta)
         # Pickled before anything is sent: if it fails, the others can still be told.
-        pickled_form = pickle.dumps(form) if number is None else None
-        plain = pickle.dumps([leaf for leaf in leaves if not isinstance(leaf, Tensor)]) if form.has_plain else None
+        pickled_meta = pickle.dumps(meta) if number is None else None
+        pickled_values = pickle.dumps(values) if meta.has_values else None
         self._control(_NEW if number is None else number)
-        if pickled_form is not None:
-            broadcast_object(pickled_form, self._source, self._control_group)
-            self._numbers[form] = len(self._numbers) + 1
-        if plain is not None:
-            broadcast_object(plain, self._source, self._control_group)
-        self._exchange_tensors([leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)])
+        if pickled_meta is not None:
+            self._broadcast_object(pickled_meta)
+            self._numbers[meta] = len(self._numbers) + 1
+        if pickled_values is not None:
+            self._broadcast_object(pickled_values)
+        self._exchange_tensors([leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
     def receive(self) -> Any:
         """Receive a tree that the source sends.
@@ -217,37 +196,28 @@ class TreeBroadcast:
         if code == _END:
             raise StopIteration
         if code == _FAILED:
-            raise RuntimeError(broadcast_object(None, self._source, self._control_group))
+            raise RuntimeError(self._broadcast_object())
         if code == _NEW:
-            self._forms.append(pickle.loads(broadcast_object(None, self._source, self._control_group)))
-            code = len(self._forms)
-        form = self._forms[code - 1]
-        pickled = broadcast_object(None, self._source, self._control_group) if form.has_plain else None
-        plain = iter(pickle.loads(pickled) if pickled is not None else ())
-        tensors = iter(
-            self._exchange_tensors(
-                [
-                    torch.empty(known[0], dtype=known[1], device=self._device)
-                    for known in form.tensors
-                    if known is not None
-                ]
-            )
-        )
-        return unflatten([next(plain) if known is None else next(tensors) for known in form.tensors], form.spec)
+            self._metas.append(pickle.loads(self._broadcast_object()))
+            code = len(self._metas)
+        meta = self._metas[code - 1]
+        assert meta.spec is not None
+        leaves = pickle.loads(self._broadcast_object()) if meta.has_values else [None] * len(meta.leaves)
+        self._exchange_tensors(_allocate(meta, leaves, self._device))
+        return unflatten(leaves, meta.spec)
 
-    def _exchange_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Send or receive, in place; returns the tensors."""
+    def _exchange_tensors(self, tensors: list[Tensor]) -> None:
+        """Send or receive, in place."""
         scalars = [tensor for tensor in tensors if _fits_float64(tensor)]
         if scalars:
             packed = torch.stack([scalar.reshape(()).to(self._device, torch.float64) for scalar in scalars])
-            self._broadcast(packed, self._group)
+            self._broadcast(packed, self._group())
             if not self._is_source:
                 for scalar, value in zip(scalars, packed.unbind(), strict=True):
                     scalar.copy_(value)
         for tensor in tensors:
             if not _fits_float64(tensor) and tensor.numel() > 0:
-                self._broadcast(_bytes_of(tensor.to(self._device)), self._group)
-        return tensors
+                self._broadcast(as_bytes(tensor.to(self._device)), self._group())
 
 
 def _fits_float64(tensor: Tensor) -> bool:

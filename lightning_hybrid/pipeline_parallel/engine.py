@@ -10,7 +10,6 @@ from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.p2p import Channel, Recv, Send
 from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule
 from lightning_hybrid.pipeline_parallel.stage import Compute, Stage
-from lightning_hybrid.pipeline_parallel.trays import lay_out
 
 __all__ = ["Engine"]
 
@@ -26,30 +25,29 @@ _RANGES |= {Kind.F: "forward", Kind.B: "backward"}
 Profile = Callable[[str], AbstractContextManager[Any]]
 """Makes the context of a named range."""
 
+_Buffer = dict[int, Any]
+"""Messages that wait for the action that needs them, by microbatch."""
 
-def _nothing(_: Any) -> None:
-    """The callback of someone who does not want to know."""
 
-
-def _never(_: int, __: bool) -> None:
-    """Likewise."""
+def _ignore(*_: Any) -> None:
+    """The callback of a caller that has none."""
 
 
 class Engine:
     """Runs the actions of one pipeline rank, in the order of the schedule and no other.
 
-    Every stage has four trays, and every action takes a message from one and puts one into another::
+    Every stage has four buffers, and every action takes a message from one and puts one into another::
 
         RECV_F --> inputs -----------> F --> outputs -----------> SEND_F
         SEND_B <-- input gradients <-- B <-- output gradients <-- RECV_B
 
-    Neighbouring stages on one rank share the trays between them, so nothing is sent or copied there. ``RECV`` only
-    posts a receive: it puts a receipt into the tray, and whoever takes it waits for the message. ``SEND`` does not wait
-    either. It is over when the schedule proves it: a gradient that has arrived proves that the activation was received.
-    What is left at the end of a run is waited for at the start of the next, so no step ends with a stall. After the
-    last run :meth:`retire` has to be called: a message may be lost when its sender goes.
+    Neighbouring stages on one rank share the buffers between them, so nothing is sent or copied there. ``RECV`` only
+    posts a receive: it puts the :class:`Recv` into the buffer, and the action that takes it waits for the message.
+    ``SEND`` does not wait either. It is over when the schedule proves it: a gradient that has arrived proves that the
+    activation was received. What is left at the end of a run is waited for at the start of the next, so no step ends
+    with a stall. After the last run :meth:`retire` has to be called: a message may be lost when its sender exits.
 
-    An exception of ``compute`` or of the transport is not caught: :attr:`position` tells what was going on, and the
+    An exception of ``compute`` or of the transport is not caught: :attr:`position` is the action that ran, and the
     engine is of no further use.
 
     Args:
@@ -65,8 +63,8 @@ class Engine:
         self._rank = rank
         self._channels = dict(channels)
         self._connected = False
-        self._trace = _nothing if trace is None else trace
-        self._sent: dict[str, Send] = {}
+        self._trace = _ignore if trace is None else trace
+        self._sends: dict[str, Send] = {}
         # By identity: the hash of a schedule is that of all its actions. Holding the schedule keeps its id its own.
         self._programs: dict[int, tuple[Schedule, list[_Step]]] = {}
 
@@ -76,8 +74,8 @@ class Engine:
         compute: Compute,
         keys: Sequence[Hashable],
         *,
-        backward_begins: Callable[[int, bool], None] = _never,
-        backward_ends: Callable[[int, bool], None] = _never,
+        backward_begins: Callable[[int, bool], None] = _ignore,
+        backward_ends: Callable[[int, bool], None] = _ignore,
         profile: Profile | None = None,
     ) -> list[Any]:
         """Run this rank's part of a schedule.
@@ -108,16 +106,16 @@ class Engine:
         self._connect()
         self.retire()
         run = _Run(compute, keys, backward_begins, backward_ends, {})
-        self._play(steps, run) if profile is None else self._play_profiled(steps, run, profile)
+        self._execute(steps, run) if profile is None else self._execute_profiled(steps, run, profile)
         self.position = None
         return [run.results[microbatch] for microbatch in sorted(run.results)]
 
-    def _play(self, steps: list[_Step], run: _Run) -> None:
+    def _execute(self, steps: list[_Step], run: _Run) -> None:
         for step in steps:
             self.position = step.action
             step.handler(self, step, run, self._take(step) if step.is_compute else None)
 
-    def _play_profiled(self, steps: list[_Step], run: _Run, profile: Profile) -> None:
+    def _execute_profiled(self, steps: list[_Step], run: _Run, profile: Profile) -> None:
         for step in steps:
             self.position = step.action
             message = None
@@ -129,27 +127,27 @@ class Engine:
 
     def retire(self) -> None:
         """Wait for every send that is under way."""
-        for sent in self._sent.values():
-            sent.wait()
-        self._sent.clear()
+        for send in self._sends.values():
+            send.wait()
+        self._sends.clear()
 
     def abandon(self) -> None:
-        """Let go of everything that is under way, after a failure: a pending message keeps its connection open."""
+        """Drop everything that is under way, after a failure: a pending message keeps its connection open."""
         for channel in self._channels.values():
             channel.abandon()
         for _, steps in self._programs.values():
             for step in steps:
-                for tray in (step.takes_from, step.puts_into):
-                    if tray is not None:
-                        tray.clear()
+                for buffer in (step.source, step.target):
+                    if buffer is not None:
+                        buffer.clear()
         self._programs.clear()
-        self._sent.clear()
+        self._sends.clear()
 
     # One handler per action.
 
     def _forward(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
-        step.puts_into[step.microbatch] = step.stage.forward(run.compute, step.microbatch, message)
+        step.target[step.microbatch] = step.stage.forward(run.compute, step.microbatch, message)
 
     def _forward_loss(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
@@ -157,7 +155,7 @@ class Engine:
 
     def _evaluate(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
-        step.puts_into[step.microbatch] = flatten(step.stage.evaluate(run.compute, step.microbatch, message))
+        step.target[step.microbatch] = flatten(step.stage.evaluate(run.compute, step.microbatch, message))
 
     def _evaluate_last(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
@@ -169,32 +167,32 @@ class Engine:
         self._trace(step.name)
         gradients = step.stage.backward(step.microbatch, None if message is None else message[0])
         if index > 0:
-            step.puts_into[step.microbatch] = gradients, None
+            step.target[step.microbatch] = gradients, None
         run.backward_ends(index, step.is_last_backward)
 
     def _send(self, step: _Step, run: _Run, message: Any) -> None:
-        leaves, spec = step.takes_from.pop(step.microbatch)
+        leaves, spec = step.source.pop(step.microbatch)
         self._trace(step.name)
-        self._sent[step.name] = step.channel.send((step.boundary, run.keys[step.microbatch]), leaves, spec)
+        self._sends[step.name] = step.channel.send((step.boundary, run.keys[step.microbatch]), leaves, spec)
 
     def _send_in_window(self, step: _Step, run: _Run, message: Any) -> None:
         self._send(step, run, message)
-        if len(self._sent) > _WINDOW:
-            self._sent.pop(next(iter(self._sent))).wait()
+        if len(self._sends) > _WINDOW:
+            self._sends.pop(next(iter(self._sends))).wait()
 
     def _receive(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
-        step.puts_into[step.microbatch] = step.channel.post((step.boundary, run.keys[step.microbatch]))
+        step.target[step.microbatch] = step.channel.post((step.boundary, run.keys[step.microbatch]))
 
     def _take(self, step: _Step) -> Any:
         """The message that an action works on; ``None`` at the ends of the model."""
-        message = None if step.takes_from is None else step.takes_from.pop(step.microbatch)
+        message = None if step.source is None else step.source.pop(step.microbatch)
         if type(message) is Recv:
             message = message.wait()
         for name in step.retired:
-            sent = self._sent.pop(name, None)
-            if sent is not None:  # it may have left the window already
-                sent.wait()
+            send = self._sends.pop(name, None)
+            if send is not None:  # it may have left the window already
+                send.wait()
         return message
 
     # What is looked up once.
@@ -219,11 +217,11 @@ class Engine:
         actions = schedule.actions[self._rank]
         retired = schedule.retired[self._rank] if schedule.retired else [()] * len(actions)
         last_backwards = {action.stage: action for action in actions if action.kind is Kind.B}
-        trays = lay_out(schedule, self._rank)
+        buffers = _buffers(schedule, self._rank)
         stages = {stage: Stage(stage) for stage in range(self._rank, schedule.num_stages, schedule.num_ranks)}
         steps = []
         for action, proven in zip(actions, retired, strict=True):
-            takes_from, puts_into = trays[action.stage, action.kind]
+            source, target = buffers[action.stage, action.kind]
             channel = None if action.kind.is_compute else self._channel(schedule, action)
             steps.append(
                 _Step(
@@ -233,8 +231,8 @@ class Engine:
                     str(action),
                     stages[action.stage],
                     action.microbatch,
-                    takes_from,
-                    puts_into,
+                    source,
+                    target,
                     channel,
                     action.stage - 1 if action.kind in (Kind.RECV_F, Kind.SEND_B) else action.stage,
                     tuple(map(str, proven)),
@@ -254,7 +252,7 @@ class Engine:
 
 
 class _Run(NamedTuple):
-    """What the caller gave for one run, and what comes of it."""
+    """The caller's arguments of one run, and its results."""
 
     compute: Compute
     keys: Sequence[Hashable]
@@ -275,8 +273,8 @@ class _Step(NamedTuple):
     name: str
     stage: Stage
     microbatch: int
-    takes_from: Any  # Tray, or None where nothing goes in or comes out: the handlers know
-    puts_into: Any
+    source: Any  # the buffer that a message is taken from, None where nothing goes in: the handlers know
+    target: Any  # the buffer that a message is put into, likewise
     channel: Any  # Channel, or None for F and B
     boundary: int  # The stage before it: with several chunks, several boundaries share a channel.
     retired: tuple[str, ...]
@@ -294,3 +292,26 @@ def _handler(schedule: Schedule, action: Action) -> _Handler:
     if action.kind.is_send:
         return Engine._send if schedule.has_backward else Engine._send_in_window
     return Engine._receive
+
+
+def _buffers(schedule: Schedule, rank: int) -> dict[tuple[int, Kind], tuple[_Buffer | None, _Buffer | None]]:
+    """(buffer to take from, buffer to put into) by stage and kind; ``None`` where nothing goes in or comes out."""
+    buffers: dict[tuple[int, Kind], tuple[_Buffer | None, _Buffer | None]] = {}
+    outputs: _Buffer | None = None
+    output_gradients: _Buffer | None = None
+    for stage in range(rank, schedule.num_stages, schedule.num_ranks):
+        is_first, is_last = stage == 0, stage == schedule.num_stages - 1
+        is_local = schedule.num_ranks == 1  # the stage before is on the same rank: its outputs are the inputs
+        inputs: _Buffer | None = None if is_first else outputs if is_local else {}
+        input_gradients: _Buffer | None = None if is_first else output_gradients if is_local else {}
+        outputs = None if is_last else {}
+        output_gradients = None if is_last else {}
+        buffers |= {
+            (stage, Kind.RECV_F): (None, inputs),
+            (stage, Kind.F): (inputs, outputs),
+            (stage, Kind.SEND_F): (outputs, None),
+            (stage, Kind.RECV_B): (None, output_gradients),
+            (stage, Kind.B): (output_gradients, input_gradients),
+            (stage, Kind.SEND_B): (input_gradients, None),
+        }
+    return buffers

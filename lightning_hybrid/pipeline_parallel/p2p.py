@@ -1,29 +1,25 @@
-"""Activations and gradients between stages: headers, fresh buffers, sends that end by proof."""
+"""Activations and gradients between stages: shapes that travel once, fresh buffers, sends that end by proof."""
 
 from __future__ import annotations
 
 import pickle
-import weakref
 from collections import deque
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import TreeSpec
-from lightning_hybrid.pipeline_parallel.message import (
-    MessageMeta,
-    PickledLeaf,
-    PlainLeaf,
-    TensorLeaf,
-    check_equal,
-    describe,
-)
+from lightning_hybrid.distributed.tensor_bytes import as_bytes
+from lightning_hybrid.distributed.tree_meta import TensorMeta, TreeMeta
+from lightning_hybrid.pipeline_parallel.schedules import ChannelKey
 
-__all__ = ["Channel", "Recv", "Send"]
+__all__ = ["Channel", "Recv", "Send", "make_channels"]
 
 # What every backend moves as it is; everything else moves as bytes.
 _NATIVE = frozenset(
@@ -56,13 +52,13 @@ class Send:
 class Recv:
     """A posted receive."""
 
-    __slots__ = ("_channel", "key", "learnt", "pending")
+    __slots__ = ("_channel", "format", "key", "pending")
 
     def __init__(self, channel: Channel, key: Hashable) -> None:
         self._channel = channel
         self.key = key
-        self.learnt: _Learnt | None = None
-        self.pending: list[tuple[_Part, Tensor, Work | None]] = []
+        self.format: _Format | None = None
+        self.pending: list[tuple[_WireTensor, Tensor, Work | None]] = []
 
     def wait(self) -> tuple[list[Any], TreeSpec | None]:
         """The message, when it has arrived.
@@ -70,31 +66,31 @@ class Recv:
         Returns:
             The leaves, each tensor freshly allocated and with the sender's ``requires_grad``, and the spec of the tree.
         """
-        learnt = self.learnt or self._channel.read_headers_until(self)
-        leaves = learnt.values()
-        for part, tensor, work in self.pending:
+        meta, _ = self.format or self._channel.read_metas_until(self)
+        leaves = meta.values()
+        for wire, tensor, work in self.pending:
             if work is not None:
                 work.wait()
-            if part.moves:
-                tensor = self._channel.bring_home(tensor, part)
-            leaves[part.index] = tensor.requires_grad_() if part.requires_grad else tensor
-        return leaves, learnt.header.spec
+            if wire.moves:
+                tensor = self._channel.to_device(tensor, on_host=wire.on_host)
+            leaves[wire.index] = tensor.requires_grad_() if wire.requires_grad else tensor
+        return leaves, meta.spec
 
 
 class Channel:
     """One direction between two ranks, for one kind of message (activations or gradients).
 
     A message is the leaves of a tree. Its tensors travel as they are; everything else - tree, shapes, dtypes,
-    ``requires_grad``, plain values - is its *header*, which travels only when the channel has not seen the key::
+    ``requires_grad``, values - is its *meta*, which travels only when the key is new to the channel::
 
         sender    send(a)           send(a)     send(b)                send(a)
-                  header, tensors   tensors     header, tensors        tensors
-                  ======= =======>  =======>    ======= =======>       =======>
+                  meta, tensors     tensors     meta, tensors          tensors
+                  ===== =======>    =======>    ===== =======>         =======>
         receiver  post(a)           post(a)     post(b)                post(a)
                   `- waits for      `- receives `- nothing yet: the    `- nothing yet: it must not
-                     its wait()        at once     header is unknown      overtake b's header
+                     its wait()        at once     meta is unknown        overtake b's meta
 
-    Posting never blocks. A receive whose header is unknown, and all receives behind it, start when somebody waits for
+    Posting never blocks. A receive whose meta is unknown, and all receives behind it, start when somebody waits for
     one of them.
 
     A tensor that is sent must not be changed in place before it is received.
@@ -104,27 +100,21 @@ class Channel:
             ``torch.distributed.isend`` adds microseconds of checks to every message.
         peer: Rank of the other side inside ``group``.
         device: Where the tensors of this rank live. CUDA tensors cross a gloo group through pinned host memory.
-        dynamic_shapes: Send a header with every message, because shapes (or plain values) depend on data.
+        dynamic_shapes: Send the meta with every message, because shapes (or values) depend on data.
     """
 
     def __init__(self, group: ProcessGroup, peer: int, device: torch.device, dynamic_shapes: bool = False) -> None:
-        self._reference = weakref.ref(group)  # torch owns groups: destroyed ones must close their connections
+        self._group = GroupRef(group)
         self._peer = peer
         self._device = device
         self._wire = _wire_device(group, device)
         self._dynamic = dynamic_shapes
-        self._learnt: dict[Hashable, _Learnt] = {}
-        # Posted receives that have not started, because a header before them is unread.
+        self._formats: dict[Hashable, _Format] = {}
+        # Posted receives that have not started, because a meta before them is unread.
         self._unread: deque[Recv] = deque()
 
-    @property
-    def _group(self) -> ProcessGroup:
-        group = self._reference()
-        assert group is not None, "the process groups have been destroyed"
-        return group
-
     def abandon(self) -> None:
-        """Let go of the receives that have not started, after a failure."""
+        """Drop the receives that have not started, after a failure."""
         self._unread.clear()
 
     def connect(self, *, sends: bool) -> None:
@@ -139,14 +129,15 @@ class Channel:
         if self._wire.type == "cpu":
             return
         first = torch.zeros(1, dtype=torch.uint8, device=self._wire)
-        (self._group.send if sends else self._group.recv)([first], self._peer, _TAG).wait()
+        group = self._group()
+        (group.send if sends else group.recv)([first], self._peer, _TAG).wait()
 
     def send(self, key: Hashable, leaves: list[Any], spec: TreeSpec | None) -> Send:
         """Send one message; never blocks.
 
         Args:
-            key: Signature of the message: messages with equal keys have equal headers.
-            leaves: Tensors and plain (picklable) values. Tensors may require gradients; they are sent detached.
+            key: Signature of the message: messages with equal keys have equal metas.
+            leaves: Tensors and values that can be pickled. Tensors may require gradients; they are sent detached.
             spec: The tree; ``None`` for a bare list of leaves.
 
         Raises:
@@ -154,81 +145,81 @@ class Channel:
                 tensors.
             TypeError: If a leaf cannot travel.
         """
-        sent = Send()
-        learnt = None if self._dynamic else self._learnt.get(key)
-        if learnt is None:
-            learnt = self._learnt[key] = self._send_header(leaves, spec, sent)
-        elif not learnt.header.fits(leaves, spec):
-            check_equal(learnt.header, describe(leaves, spec))
-        group = self._group
-        for part in learnt.parts:
-            if part.has_elements:
-                tensor = leaves[part.index].detach().contiguous().resolve_neg()
-                if part.moves or part.as_bytes:
+        send = Send()
+        known = None if self._dynamic else self._formats.get(key)
+        if known is None:
+            known = self._formats[key] = self._send_meta(_describe(leaves, spec), send)
+        elif not known.meta.fits(leaves, spec):
+            _check_equal(known.meta, _describe(leaves, spec))
+        group = self._group()
+        for wire in known.tensors:
+            if wire.has_elements:
+                tensor = leaves[wire.index].detach().contiguous().resolve_neg()
+                if wire.moves or wire.as_bytes:
                     tensor = self._to_wire(tensor)
-                sent.pending.append((group.send([tensor], self._peer, _TAG), tensor))
-        return sent
+                send.pending.append((group.send([tensor], self._peer, _TAG), tensor))
+        return send
 
     def post(self, key: Hashable) -> Recv:
-        """Receive the next message as soon as its header is known; never blocks.
+        """Receive the next message as soon as its meta is known; never blocks.
 
         Args:
             key: The key with which the other side sends it.
         """
-        receipt = Recv(self, key)
-        learnt = None if self._dynamic or self._unread else self._learnt.get(key)
-        if learnt is None:
-            self._unread.append(receipt)
+        recv = Recv(self, key)
+        known = None if self._dynamic or self._unread else self._formats.get(key)
+        if known is None:
+            self._unread.append(recv)
         else:
-            self._start(receipt, learnt)
-        return receipt
+            self._start(recv, known)
+        return recv
 
-    def read_headers_until(self, receipt: Recv) -> _Learnt:
-        """Start ``receipt`` and everything before it, waiting for the headers that are unknown."""
-        while receipt.learnt is None:
+    def read_metas_until(self, recv: Recv) -> _Format:
+        """Start ``recv`` and everything before it, waiting for the metas that are unknown."""
+        while recv.format is None:
             first = self._unread.popleft()
-            known = None if self._dynamic else self._learnt.get(first.key)
+            known = None if self._dynamic else self._formats.get(first.key)
             if known is None:
-                known = self._learnt[first.key] = _Learnt(self._receive_header(), self._wire)
+                known = self._formats[first.key] = _Format.of(self._receive_meta(), self._wire)
             self._start(first, known)
         self._start_known()
-        return receipt.learnt
+        return recv.format
 
-    def bring_home(self, tensor: Tensor, part: _Part) -> Tensor:
+    def to_device(self, tensor: Tensor, *, on_host: bool) -> Tensor:
         """A tensor that has arrived, moved from where the backend left it to where the sender's was."""
         # Pinned memory needs no wait: its allocator keeps it until the copy is done.
-        return tensor.to("cpu") if part.on_host else tensor.to(self._device, non_blocking=True)
+        return tensor.to("cpu") if on_host else tensor.to(self._device, non_blocking=True)
 
     def _start_known(self) -> None:
-        """Start the receives behind a header that has just been read, up to the next unknown one."""
+        """Start the receives behind a meta that has just been read, up to the next unknown one."""
         while self._unread and not self._dynamic:
-            learnt = self._learnt.get(self._unread[0].key)
-            if learnt is None:
+            known = self._formats.get(self._unread[0].key)
+            if known is None:
                 return
-            self._start(self._unread.popleft(), learnt)
+            self._start(self._unread.popleft(), known)
 
-    def _start(self, receipt: Recv, learnt: _Learnt) -> None:
-        receipt.learnt = learnt
-        group = self._group
-        for part in learnt.parts:
+    def _start(self, recv: Recv, known: _Format) -> None:
+        recv.format = known
+        group = self._group()
+        for wire in known.tensors:
             # Never a tensor that autograd has seen: hooks would stay on it (pytorch#185331).
-            tensor = part.allocate()
+            tensor = wire.allocate()
             work = None
-            if part.has_elements:
-                work = group.recv([_as_bytes(tensor) if part.as_bytes else tensor], self._peer, _TAG)
-            receipt.pending.append((part, tensor, work))
+            if wire.has_elements:
+                work = group.recv([as_bytes(tensor) if wire.as_bytes else tensor], self._peer, _TAG)
+            recv.pending.append((wire, tensor, work))
 
-    def _send_header(self, leaves: list[Any], spec: TreeSpec | None, sent: Send) -> _Learnt:
-        header = describe(leaves, spec)
-        data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
+    def _send_meta(self, meta: TreeMeta, send: Send) -> _Format:
+        data = torch.frombuffer(bytearray(pickle.dumps(meta)), dtype=torch.uint8)
+        group = self._group()
         for tensor in map(self._to_wire, (torch.tensor([data.numel()]), data)):
-            sent.pending.append((self._group.send([tensor], self._peer, _TAG), tensor))
-        return _Learnt(header, self._wire)
+            send.pending.append((group.send([tensor], self._peer, _TAG), tensor))
+        return _Format.of(meta, self._wire)
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor, in a dtype and in a memory that the backend can send."""
         if tensor.dtype not in _NATIVE:
-            tensor = _as_bytes(tensor.resolve_conj())
+            tensor = as_bytes(tensor)
         if tensor.is_cpu or self._wire.type != "cpu":
             return tensor.to(self._wire)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -236,17 +227,47 @@ class Channel:
         torch.cuda.current_stream(tensor.device).synchronize()  # gloo reads the memory at once
         return host
 
-    def _receive_header(self) -> MessageMeta:
+    def _receive_meta(self) -> TreeMeta:
+        group = self._group()
         length = torch.empty(1, dtype=torch.int64, device=self._wire)
-        self._group.recv([length], self._peer, _TAG).wait()
+        group.recv([length], self._peer, _TAG).wait()
         data = torch.empty(int(length.item()), dtype=torch.uint8, device=self._wire)
-        self._group.recv([data], self._peer, _TAG).wait()
-        header: MessageMeta = pickle.loads(data.cpu().numpy().tobytes())
-        return header
+        group.recv([data], self._peer, _TAG).wait()
+        meta: TreeMeta = pickle.loads(data.cpu().numpy().tobytes())
+        return meta
 
 
-class _Part:
-    """A tensor of a message, and how it travels.
+def make_channels(
+    mesh: Mesh, num_chunks: int, device: torch.device, *, dynamic_shapes: bool
+) -> dict[ChannelKey, Channel]:
+    """One channel for each ordered pair of neighbours and kind of message; on every rank in the same order.
+
+    Args:
+        mesh: The ranks.
+        num_chunks: Stages per rank; with several, the last rank sends to the first one too.
+        device: Where activations live.
+        dynamic_shapes: Whether every message carries its meta.
+
+    Returns:
+        The channels of this rank by (sender, receiver, kind).
+    """
+    size = mesh.pipeline_parallel_size
+    hops = [(rank, rank + 1) for rank in range(size - 1)]
+    if num_chunks > 1 and size > 1:
+        hops.append((size - 1, 0))
+    channels: dict[ChannelKey, Channel] = {}
+    for upstream, downstream in hops:
+        keys: tuple[ChannelKey, ChannelKey] = (upstream, downstream, "activation"), (downstream, upstream, "gradient")
+        for key in keys:
+            group = mesh.new_p2p_group(upstream, downstream)
+            if group is not None:
+                peer = int(mesh.pipeline_rank == min(upstream, downstream))  # the lower rank comes first in the group
+                channels[key] = Channel(group, peer, device, dynamic_shapes)
+    return channels
+
+
+class _WireTensor:
+    """How a tensor of a message travels.
 
     Attributes:
         index: Its index among the leaves.
@@ -257,15 +278,15 @@ class _Part:
 
     __slots__ = ("_template", "as_bytes", "has_elements", "index", "moves", "on_host", "requires_grad")
 
-    def __init__(self, index: int, leaf: TensorLeaf, wire: torch.device) -> None:
+    def __init__(self, index: int, meta: TensorMeta, wire: torch.device) -> None:
         self.index = index
-        self.requires_grad = leaf.requires_grad
-        self.on_host = leaf.on_host
-        self.has_elements = leaf.shape.numel() > 0
-        self.as_bytes = leaf.dtype not in _NATIVE
-        self.moves = leaf.on_host != (wire.type == "cpu")
+        self.requires_grad = meta.requires_grad
+        self.on_host = meta.on_host
+        self.has_elements = meta.shape.numel() > 0
+        self.as_bytes = meta.dtype not in _NATIVE
+        self.moves = meta.on_host != (wire.type == "cpu")
         # One element that stands for all: `empty_like` is faster than `empty`, which reads its arguments every time.
-        self._template = torch.empty((), dtype=leaf.dtype, device=wire).expand(leaf.shape)
+        self._template = torch.empty((), dtype=meta.dtype, device=wire).expand(meta.shape)
 
     def allocate(self) -> Tensor:
         """Fresh memory that the backend can write to."""
@@ -274,21 +295,38 @@ class _Part:
         return torch.empty_like(self._template, memory_format=torch.contiguous_format)
 
 
-class _Learnt:
-    """A header, and what follows from it for every message that has it."""
+class _Format(NamedTuple):
+    """A meta, and how the tensors travel of every message that has it."""
 
-    def __init__(self, header: MessageMeta, wire: torch.device) -> None:
-        self.header = header
-        self.parts = [_Part(i, leaf, wire) for i, leaf in enumerate(header.leaves) if isinstance(leaf, TensorLeaf)]
-        self._values = [leaf.value if isinstance(leaf, PlainLeaf) else None for leaf in header.leaves]
-        self._pickled = [(i, leaf.pickled) for i, leaf in enumerate(header.leaves) if isinstance(leaf, PickledLeaf)]
+    meta: TreeMeta
+    tensors: list[_WireTensor]
 
-    def values(self) -> list[Any]:
-        """The leaves that are no tensors, at their places; what could be changed is a copy of its own."""
-        values = self._values.copy()
-        for index, pickled in self._pickled:
-            values[index] = pickle.loads(pickled)
-        return values
+    @classmethod
+    def of(cls, meta: TreeMeta, wire: torch.device) -> _Format:
+        return cls(meta, [_WireTensor(index, tensor, wire) for index, tensor in meta.tensors()])
+
+
+def _describe(leaves: list[Any], spec: TreeSpec | None) -> TreeMeta:
+    try:
+        return TreeMeta.of(leaves, spec)
+    except TypeError as error:
+        raise TypeError(
+            f"{error}. Pass dense tensors and plain values between the layers of the body, or move the boundary of the "
+            "stages with `partition`"
+        ) from error
+
+
+def _check_equal(known: TreeMeta, meta: TreeMeta) -> None:
+    if known.equals(meta):
+        return
+    raise ValueError(
+        "a message between two stages differs from the first one of a microbatch with the same signature\n"
+        f"    first: {known}\n"
+        f"    now:   {meta}\n"
+        "The receiver learns tree, shapes, dtypes, requires_grad and plain values once. If they depend on the data, "
+        "and not only on the shapes of the batch, or gradients are switched on and off around the body from step to "
+        "step (`torch.set_grad_enabled`), use `HybridStrategy(dynamic_shapes=True)`. Freezing parameters needs nothing."
+    )
 
 
 def _wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
@@ -297,7 +335,3 @@ def _wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
         return device
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return torch.device("cpu") if backends.get(device.type, "gloo") == "gloo" else device
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

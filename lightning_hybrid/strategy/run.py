@@ -110,7 +110,7 @@ class World:
 
     def close(self, trainer: Trainer) -> None:
         """A run ends."""
-        self.failures.stop()
+        self.failures.close()
         self._mixed_operations.close()
         self.loaders.detach(trainer)
         self.resume.close(trainer)

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hybrid.distributed.failure import FailureStore, close_groups, is_transport
+from lightning_hybrid.distributed.failure import FailureStore, is_transport
 
 __all__ = ["ExceptionCallback"]
 
@@ -24,12 +24,12 @@ class ExceptionCallback(Callback):
     then a checkpoint can be saved.
 
     Args:
-        board: Where failures are written.
+        failures: Where failures are written.
         abandon: Lets go of everything that is under way.
     """
 
-    def __init__(self, board: FailureStore, abandon: Callable[[], None]) -> None:
-        self._board = board
+    def __init__(self, failures: FailureStore, abandon: Callable[[], None]) -> None:
+        self._failures = failures
         self._abandon = abandon
         self._rank, self._is_alone = dist.get_rank(), dist.get_world_size() == 1
         self._exception: str | None = None  # that ends this run
@@ -83,13 +83,8 @@ class ExceptionCallback(Callback):
         """
         if not self._has_left:
             self._has_left = True
-            is_consequence = is_transport(exception)
-            cause = self._board.cause(patience=2.0 if is_consequence else 0.0)
-            if cause is None:
-                self._board.report(exception, f"Rank {self._rank}")
-            self._cause = cause if is_consequence else None
-            self._abandon()
-            close_groups(exception)
+            cause = self._failures.leave(exception, f"Rank {self._rank}", self._abandon)
+            self._cause = cause if is_transport(exception) else None
         return self._cause
 
 

@@ -8,12 +8,11 @@ from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import nn
 
-from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, close_groups, is_transport
+from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast
@@ -239,18 +238,16 @@ class StepContext:
         try:
             yield
         except Exception as error:
-            cause = self._failures.cause(patience=2.0 if is_transport(error) else 0.0)
-            self._abandon()
-            if cause is not None:
-                close_groups(error)
-                raise cause from error
-            where = f"Rank {dist.get_rank()} (pipeline rank {self.mesh.pipeline_rank}, data rank {self.mesh.data_rank})"
-            if self.engine.position is not None:
-                where += f", stage {self.engine.position.stage}, action {self.engine.position},"
+            mesh, position = self.mesh, self.engine.position
+            rank = mesh.rank(mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank)  # groups may be gone
+            where = f"Rank {rank} (pipeline rank {mesh.pipeline_rank}, data rank {mesh.data_rank})"
+            if position is not None:
+                where += f", stage {position.stage}, action {position},"
             wrong_use = isinstance(error, WrongUseError)
-            self._failures.report(error, where, verbatim=wrong_use)
+            cause = self._failures.leave(error, where, self._abandon, verbatim=wrong_use)
+            if cause is not None:
+                raise cause from error
             self.engine.position = None
-            close_groups(error)
             if wrong_use:
                 raise ValueError(str(error)) from error
             raise

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed.failure import FailureStore
+from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
 from tests.pool import Pools
 from tests.training_jobs import Losses, Regression, assert_same, loader, make_trainer
 
@@ -344,10 +345,10 @@ def test_nobody_waits_for_a_checkpoint_of_a_failure(ranks: Pools, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-# -- the board --------------------------------------------------------------------------------------------------------
+# -- the store --------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_failure_on_a_board_is_the_cause_for_all() -> None:
+def test_the_first_failure_in_a_store_is_the_cause_for_all() -> None:
     store = dist.HashStore()
     first, second, reader = (FailureStore(store, "run") for _ in range(3))
     assert reader.cause(patience=0.0) is None
@@ -361,16 +362,106 @@ def test_the_first_failure_on_a_board_is_the_cause_for_all() -> None:
     assert FailureStore(store, "another run").cause(patience=0.0) is None
 
 
-def test_a_board_calls_back_when_another_rank_fails() -> None:
+def wait_for(condition: Callable[[], Any]) -> bool:
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def test_a_store_calls_back_when_another_rank_fails() -> None:
     store = dist.HashStore()
     called: list[float] = []
-    board = FailureStore(store, "run", interval=0.01)
-    board.watch(lambda: called.append(time.monotonic()))
+    failures = FailureStore(store, "run", interval=0.01)
+    failures.watch(lambda: called.append(time.monotonic()))
     time.sleep(0.05)
     assert not called
     FailureStore(store, "run").report(TypeError("broken"), "Rank 1", verbatim=True)
-    deadline = time.monotonic() + 5
-    while not called and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: called)
     assert len(called) == 1
-    assert str(board.cause(patience=0.0)) == "broken"
+    assert str(failures.cause(patience=0.0)) == "broken"
+
+
+def watchers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "lightning_hybrid-failure-watch"}
+
+
+def test_a_closed_store_is_polled_no_more_and_can_be_watched_again() -> None:
+    before, store = watchers(), dist.HashStore()
+    called: list[str] = []
+    failures = FailureStore(store, "run", interval=60.0)
+    failures.close()  # without a thread
+    failures.watch(lambda: called.append("first"))
+    (thread,) = watchers() - before
+    failures.close()
+    thread.join(timeout=5)
+    assert not thread.is_alive(), "it ends at once, not after the interval"
+    failures = FailureStore(store, "run", interval=0.01)
+    failures.watch(lambda: called.append("second"))
+    failures.close()
+    failures.watch(lambda: called.append("third"))
+    FailureStore(store, "run").report(TypeError("broken"), "Rank 1")
+    assert wait_for(lambda: called)
+    assert wait_for(lambda: watchers() <= before)
+    assert called == ["third"]
+    assert failures.failed
+
+
+def test_leaving_reports_the_first_failure_and_returns_it_to_the_others() -> None:
+    store = dist.HashStore()
+    first, second, third = (FailureStore(store, "run") for _ in range(3))
+    seen: list[str] = []
+
+    def abandon() -> None:
+        seen.append(str(FailureStore(store, "run").cause(patience=0.0)))
+
+    assert first.leave(ArithmeticError("broken"), "Rank 1, stage 1", abandon) is None
+    for failures, error in ((second, dist.DistError("connection closed")), (third, KeyError("late"))):
+        cause = failures.leave(error, "Rank 0", abandon)
+        assert type(cause) is RuntimeError
+        assert str(cause) == "Rank 1, stage 1 failed: ArithmeticError: broken"
+        assert not failures.failed
+    assert seen == ["Rank 1, stage 1 failed: ArithmeticError: broken"] * 3, "reported before anything is closed"
+
+
+def test_leaving_waits_for_the_cause_of_a_transport_error_only() -> None:
+    store = dist.HashStore()
+    late = threading.Timer(0.3, FailureStore(store, "run").report, (ValueError("broken"), "Rank 1"))
+    late.start()
+    assert FailureStore(store, "another").leave(KeyError("own"), "Rank 0", lambda: None) is None
+    assert late.is_alive(), "an error of this rank's own is reported at once"
+    cause = FailureStore(store, "run").leave(RuntimeError("[gloo] closed"), "Rank 0", lambda: None)
+    late.join()
+    assert isinstance(cause, ValueError)
+
+
+def test_leaving_with_an_error_of_every_rank_passes_on_its_text() -> None:
+    store = dist.HashStore()
+    first, second = (FailureStore(store, "run") for _ in range(2))
+    assert first.leave(WrongUseError("do not"), "Rank 0", lambda: None, verbatim=True) is None
+    cause = second.leave(dist.DistError("closed"), "Rank 1", lambda: None)
+    assert type(cause) is ValueError
+    assert str(cause) == "do not"
+
+
+def left() -> tuple[bool, str]:
+    """A rank that waits for one that has left fails at once."""
+    dist.init_process_group("gloo")
+    assert dist.group.WORLD is not None
+    failures = FailureStore(dist.group.WORLD.get_group_store(), "left")
+    tensor = torch.zeros(1)
+    cause: Exception | None = None
+    try:
+        if dist.get_rank() == 1:
+            raise ArithmeticError("broken")
+        dist.recv(tensor, src=1)
+    except Exception as error:
+        cause = failures.leave(error, f"Rank {dist.get_rank()}", lambda: None)
+    return dist.is_initialized(), str(cause)
+
+
+def test_leaving_closes_the_groups_of_those_who_wait(ranks: Pools) -> None:
+    assert ranks(2, lightning=True).run(left, timeout=30) == [
+        (False, "Rank 1 failed: ArithmeticError: broken"),
+        (False, "None"),
+    ]

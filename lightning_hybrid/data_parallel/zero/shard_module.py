@@ -36,7 +36,7 @@ def shard_module(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
         if parameter.device != device:
             parameter.data = parameter.data.to(device)
         broadcast_tensors([to_local(parameter)], mesh.data_group)
-        put(keep_rows(parameter, mesh.dividing_mesh, mesh.data_rank, mesh.data_parallel_size), slots[id(parameter)])
+        put(keep_rows(parameter, mesh.zero_mesh, mesh.data_rank, mesh.data_parallel_size), slots[id(parameter)])
 
 
 def unshard_module(module: nn.Module) -> None:
