@@ -24,7 +24,7 @@ from lightning_hybrid.pipeline_parallel.schedules import ChannelKey, Schedule
 from lightning_hybrid.pipeline_parallel.stage import Compute
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
-from lightning_hybrid.trainer.results.logger_proxy import LoggerCall, LoggerCalls, make_calls, pack_calls
+from lightning_hybrid.trainer.results.logger_proxy import LoggerCall, LoggerProxy, make_calls, pack_calls
 from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from lightning_hybrid.trainer.results.module_attributes import assign_scalars, pack_scalars, scalars
@@ -114,10 +114,12 @@ class StepContext:
         source = (self.num_ranks - 1) * mesh.tensor_parallel_size
         self.exchange = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
         self._recorder = LogRecorder(module)
-        self._logger_calls = LoggerCalls(module, keeps=self.exchange.is_source and mesh.data_rank == 0)
+        self._logger_calls = LoggerProxy(module, is_source=self.exchange.is_source and mesh.data_rank == 0)
         self._calls: list[LoggerCall] = []
         self._scalars: dict[str, Any] = {}
-        self.metrics = MetricsAcrossStages(module, mesh.data_group, self.exchange, is_last=self.exchange.is_source)
+        self.metrics = MetricsAcrossStages(
+            module, mesh.data_group, self.exchange, self._recorder.remember_value, is_last=self.exchange.is_source
+        )
         self.engine = engine
         self._board = board
         self._serial = next(_SERIAL)
