@@ -32,11 +32,10 @@ from lightning_hybrid.strategy.gather import refuse_step
 from lightning_hybrid.strategy.layout import find_schedule
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import Patches
-from lightning_hybrid.trainer.batch_hooks import SeededTransfer, onlookers
-from lightning_hybrid.trainer.batch_start import BatchStart
+from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
+from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
-from lightning_hybrid.trainer.loading import DataLoaderPreparer
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
 from lightning_hybrid.trainer.step_context import StepContext, make_channels
@@ -65,7 +64,7 @@ class RunState:
         continuation: Goes on where a checkpoint was written.
         loading: Prepares loaders.
         archive: Saves and loads; there once the module has been divided.
-        transfer: Around batch-transfer hooks.
+        batch_hooks: Around batch-transfer hooks and those at the start of a batch.
         is_cut: Whether steps are.
         is_gathered: Whether the module was divided and is whole again.
         pipeline: What a step is made of; ``None`` if Lightning's own way is right, because nothing is cut.
@@ -100,8 +99,7 @@ class RunState:
         self.pipeline: StepContext | None = None
         self._boundary: EpochSync | None = None
         self._adjustments: Patches | None = None
-        self.batch_start = BatchStart(self._streams)
-        self.transfer = SeededTransfer(self._streams, alone=self.mesh.model_group.size() == 1)
+        self.batch_hooks = SeededBatchHooks(self._streams, alone=self.mesh.model_group.size() == 1)
         self._mixing = ExitStack()
         self._moves_microbatches: bool | None = None
         self._callbacks: list[Callback] = []
@@ -227,7 +225,7 @@ class RunState:
         reckon = partial(division.reckon, trainer.strategy.optimizers)
         counts = self._settings.measure_activations
         self.accounting = MemoryReport(self.grad_sync, self.mesh, reckon, schedule, counts_activations=counts)
-        self._callbacks = [self.continuation, self.accounting, self.batch_start]
+        self._callbacks = [self.continuation, self.accounting, self.batch_hooks]
         trainer.callbacks[:0] = self._callbacks[:2]  # type: ignore[attr-defined]
         if self.grad_sync.wholes is not None:
             self.grad_sync.wholes.follow(trainer.strategy.optimizers)
@@ -241,10 +239,12 @@ class RunState:
         source = (mesh.pipeline_parallel_size - 1) * mesh.tensor_parallel_size
         layers = list(self._division.body[1]) if self._division.body else ()
         self._boundary = EpochSync(self._module, mesh.control_group, source=source, layers=layers)
+        self._callbacks.append(self._boundary)
+        trainer.callbacks.insert(0, self._boundary)  # type: ignore[attr-defined]
         self._boundary.install(trainer)
         if mesh.model_group.size() > 1:
-            trainer.callbacks.insert(0, self.batch_start)  # type: ignore[attr-defined]
-        self.transfer.install(self._module)
+            trainer.callbacks.insert(0, self.batch_hooks)  # type: ignore[attr-defined]
+        self.batch_hooks.install(self._module)
 
     def remove(self, trainer: Trainer) -> None:
         """Undo :meth:`attach` and :meth:`install`, and take hooks off parameters."""
@@ -264,9 +264,8 @@ class RunState:
         self._adjustments.remove()
         self.pipeline.metrics.remove()
         self._boundary.remove(trainer)
-        self.batch_start.close()
         self._boundary = None
-        self.transfer.remove(self._module)
+        self.batch_hooks.remove(self._module)
         if not self.board.failed:
             self.pipeline.engine.retire()
 
@@ -296,7 +295,7 @@ class RunState:
         """Whether training batches stay on the host, and their micro-batches move when they are needed."""
         if self._moves_microbatches is None and self._module is not None:
             on_cuda = self.is_cut and self._device.type == "cuda"
-            self._moves_microbatches = on_cuda and not onlookers(self._module)
+            self._moves_microbatches = on_cuda and not batch_reading_hooks(self._module)
         return bool(self._moves_microbatches)
 
     def next_evaluation(self) -> int:

@@ -29,7 +29,7 @@ class SteppingStrategy(SavingStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch forward, and with a pipeline backward too."""
         parts = self._parts
-        parts.batch_start.close()
+        parts.batch_hooks.close()
         parts.grad_sync.broadcast_buffers()
         with parts.accounting(args[0]):
             return self._uncut_step(*args, **kwargs) if parts.training is None else self._cut_step(parts.training, args)
@@ -128,7 +128,7 @@ class SteppingStrategy(SavingStrategy):
 
     def _evaluate(self, name: str, args: tuple[Any, ...], context: Callable[[], Any]) -> Any:
         evaluation = self._parts.evaluation
-        self._parts.batch_start.close()
+        self._parts.batch_hooks.close()
         with self._parts.grad_sync.step(evaluates=True, is_cut=self._parts.is_cut):
             if evaluation is None:
                 with context():

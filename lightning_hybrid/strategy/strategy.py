@@ -306,7 +306,7 @@ class HybridStrategy(SteppingStrategy):
         """Move a batch; the user's transfer hooks draw the same random numbers on every rank of the model group."""
         if self._module.trainer.training and self._parts.moves_microbatches:
             return pinned(batch)
-        with self._parts.transfer(self._module):
+        with self._parts.batch_hooks.transfer(self._module):
             return super().batch_to_device(batch, device, dataloader_idx)
 
     def on_train_start(self) -> None:
