@@ -39,7 +39,7 @@ from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
 from lightning_hybrid.strategy.summary import memory_table
-from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, hooks_on_device_batch
+from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
@@ -308,7 +308,7 @@ class Run:
     def moves_microbatches(self) -> bool:
         """Whether training batches stay on the host, and their microbatches move when they are needed."""
         on_cuda = self._attached.is_cut and self._world.device.type == "cuda"
-        return on_cuda and not hooks_on_device_batch(self._attached.module)
+        return on_cuda and not batch_reading_hooks(self._attached.module)
 
     def stop_steps(self) -> None:
         """The module is about to be made whole: no step can follow in this run."""

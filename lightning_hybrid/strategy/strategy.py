@@ -382,7 +382,7 @@ class HybridStrategy(ReplicaCollectives):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch forward, and with a pipeline backward too."""
         run, loop = self.run, self._module.trainer.fit_loop.epoch_loop
-        self.world.streams.leave_hooks()
+        self.world.batch_hooks.close()
         run.grad_sync.broadcast_buffers()
         backward = not lightning_internals.skips_backward(loop)
         return run.training_step(
@@ -436,7 +436,7 @@ class HybridStrategy(ReplicaCollectives):
         return self._evaluate("predict_step", args, self.precision_plugin.predict_step_context)
 
     def _evaluate(self, name: str, args: tuple[Any, ...], context: Callable[[], Any]) -> Any:
-        self.world.streams.leave_hooks()
+        self.world.batch_hooks.close()
         return self.run.evaluation_step(name, *args, precision=context)
 
     @override

@@ -1,32 +1,33 @@
-"""When a batch goes to the device: as a whole, as Lightning promises its hooks, or micro-batch by micro-batch."""
+"""Batches before their step: when they go to the device, and what the hooks on the way draw."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import RandomStreams
+from lightning_hybrid.trainer.lightning_internals import unwrap_before_batch_transfer, wrap_before_batch_transfer
 
-__all__ = ["SeededTransfer", "onlookers", "pinned", "to_device"]
+__all__ = ["SeededBatchHooks", "batch_reading_hooks", "pinned", "to_device"]
 
-_TRANSFER = 4  # tells the random numbers of batch-transfer hooks from those of steps
+# These tell random numbers of hooks from those of steps, 0 to 3.
+_TRANSFER, _BATCH_START = 4, 5
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 
-def onlookers(module: LightningModule) -> list[str]:
-    """Who looks at a training batch outside of `training_step`, and may expect it on the device.
+def batch_reading_hooks(module: LightningModule) -> list[str]:
+    """The hooks that get a training batch outside of `training_step`, and may expect it on the device as a whole.
 
     Lightning's own callbacks get the batch but do not read it, except for :class:`ThroughputMonitor`.
 
@@ -66,21 +67,44 @@ def to_device(microbatch: Any, device: torch.device) -> Any:
     return move_data_to_device(microbatch, device)
 
 
-class SeededTransfer:
-    """Batch-transfer hooks draw the same random numbers on every rank of a model group.
+class SeededBatchHooks(Callback):
+    """Hooks of a batch that run before its step draw the same random numbers on every rank of a model group.
+
+    A callback that mixes samples at the start of a batch (mix-up) does so on every rank: on the first stage it changes
+    the inputs, on the last one the labels. It comes after this one. ::
+
+        on_before_batch_transfer   isolated, seeded
+        batch-transfer hooks       isolated, seeded
+        on_*_batch_start of this   isolated, seeded --.
+        of others, of the module                      | draw
+        step, or the epoch's end   <------------------' closed: as if nothing had been drawn
 
     Args:
         streams: The random streams of this rank.
-        alone: Whether this rank is its model group: then hooks draw as they do in one process.
+        alone: Whether this rank is its model group: then transfer hooks draw as they do in one process.
     """
 
     def __init__(self, streams: RandomStreams, *, alone: bool) -> None:
         self._streams = streams
         self._alone = alone
+        self._open = ExitStack()
+
+    def install(self, module: LightningModule) -> None:
+        """Seed for the hook before the transfer, which Lightning calls itself."""
+        wrap_before_batch_transfer(module, lambda: self.transfer(module, before=True))
+
+    def remove(self, module: LightningModule) -> None:
+        """Undo :meth:`install`, and leave the hooks at the start of a batch."""
+        self.close()
+        unwrap_before_batch_transfer(module)
+
+    def close(self) -> None:
+        """The hooks at the start of a batch are over."""
+        self._open.close()
 
     @contextmanager
-    def __call__(self, module: LightningModule, *, before: bool = False) -> Iterator[None]:
-        """Around the hooks.
+    def transfer(self, module: LightningModule, *, before: bool = False) -> Iterator[None]:
+        """Around the batch-transfer hooks.
 
         Args:
             module: The user's module.
@@ -98,17 +122,24 @@ class SeededTransfer:
             self._streams.seed_user(_TRANSFER, before, trainer.training, batch)
             yield
 
-    def install(self, module: LightningModule) -> None:
-        """Around the hook before the transfer, which Lightning calls itself."""
-        transfer = module._on_before_batch_transfer
+    def _begin(self, *coordinates: int) -> None:
+        self.close()  # a hook may have said that its batch is to be skipped
+        self._open.enter_context(self._streams.isolated())
+        self._streams.seed_user(_BATCH_START, *coordinates)
 
-        @functools.wraps(transfer)
-        def seeded(*args: Any, **kwargs: Any) -> Any:
-            with self(module, before=True):
-                return transfer(*args, **kwargs)
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Seed for this batch: a resumed run draws the same."""
+        self._begin(1, trainer.fit_loop.epoch_loop.total_batch_idx)
 
-        vars(module)["_on_before_batch_transfer"] = seeded
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Seed for this batch."""
+        self._begin(0, self._streams.next_number("starts of evaluation batches"))
 
-    def remove(self, module: LightningModule) -> None:
-        """Undo :meth:`install`."""
-        vars(module).pop("_on_before_batch_transfer", None)
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The epoch may have ended with a hook that skipped the rest of it; what comes now draws outside."""
+        self.close()
+
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = on_train_epoch_end
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start

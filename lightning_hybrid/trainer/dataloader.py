@@ -1,11 +1,10 @@
-"""One batch for each model group: one rank loads, the others receive."""
+"""The Trainer's loaders: the samples of each replica, and one batch for each model group."""
 
 from __future__ import annotations
 
 import copy
 import os
 import pickle
-import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sized
 from functools import partial
@@ -14,17 +13,62 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast, broadcast_object
-from lightning_hybrid.trainer.resume.replay import LoaderWrapper
+from lightning_hybrid.trainer.lightning_internals import (
+    recorded_batch_indices,
+    rewrap_batch_sampler,
+    set_recorded_batch_indices,
+    set_use_distributed_sampler,
+    unwrap_batch_sampler,
+)
+from lightning_hybrid.trainer.resume.replay import LoaderWrapper, ReplayableLoader
+from lightning_hybrid.trainer.resume.resume import ResumeCallback
 
-__all__ = ["ComparedLoader", "ReplicaSampler", "SharedLoader", "prepare_loader"]
+__all__ = ["ComparedLoader", "DataLoaderPreparer", "ReplicaSampler", "SharedLoader", "prepare_loader"]
+
+
+class DataLoaderPreparer:
+    """Prepares loaders in Lightning's place.
+
+    Lightning's own sampler shuffles training data whether or not the user's loader does; ours keeps its order.
+
+    Args:
+        mesh: The ranks.
+        device: Of this process.
+        resume: Goes on where a checkpoint was written.
+        share: Whether one rank of each model group loads for all.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device, resume: ResumeCallback, *, share: bool) -> None:
+        self._mesh, self._device, self._resume = mesh, device, resume
+        self._share = share
+        self._divides: bool | None = None  # what the user said
+
+    def attach(self, trainer: Trainer) -> None:
+        """Nobody else divides the data."""
+        self._divides = set_use_distributed_sampler(trainer, False)
+
+    def detach(self, trainer: Trainer) -> None:
+        """Undo :meth:`attach`."""
+        if self._divides is not None:
+            set_use_distributed_sampler(trainer, self._divides)
+
+    def __call__(self, loader: object, trainer: Trainer) -> object:
+        """A loader of this replica's samples that gives the same batches to all ranks of the model group."""
+        divide, stage = bool(self._divides), trainer.state.stage
+        prepared = prepare_loader(loader, self._mesh, divide=divide, share=self._share, stage=stage)
+        if not trainer.training:
+            return prepared
+        return ReplayableLoader(prepared, self._device, waits=self._resume.is_loaded)
 
 
 def prepare_loader(loader: object, mesh: Mesh, *, divide: bool, share: bool, stage: RunningStage | None) -> object:
@@ -71,12 +115,11 @@ class ReplicaSampler(Sampler[Any]):
         self._sampler = sampler
         self._num_replicas = num_replicas
         self._rank = rank
-        self._group = weakref.ref(group)
+        self._group = GroupRef(group)
         self._repeat = repeat
 
     def __iter__(self) -> Iterator[Any]:
         group = self._group()
-        assert group is not None, "the process groups have been destroyed"
         order = broadcast_object(list(self._sampler) if dist.get_rank(group) == 0 else None, 0, group)
         missing = -len(order) % self._num_replicas if self._repeat else 0
         while order and missing > 0:
@@ -108,11 +151,9 @@ def _shard(
         group: The ranks that iterate together.
         stage: What the Trainer is doing; predictions come once for each sample, without repetitions.
     """
-    batches: Any = loader.batch_sampler
+    batches = unwrap_batch_sampler(loader.batch_sampler)
     if isinstance(loader.dataset, IterableDataset):
         return loader
-    counted = isinstance(batches, _IndexBatchSamplerWrapper)  # around a batch sampler, where predictions are written
-    batches = batches._batch_sampler if counted else batches
     order = loader.sampler if batches is None else getattr(batches, "sampler", None)
     if isinstance(order, DistributedSampler):
         _check_replicas(order, num_replicas)
@@ -125,13 +166,13 @@ def _shard(
             " replicas. Give it one, or divide the samples yourself and set `Trainer(use_distributed_sampler=False)`."
         )
     sampler = ReplicaSampler(order, num_replicas, rank, group, repeat=stage != RunningStage.PREDICTING)
-    loader = copy.copy(loader)
+    former, loader = loader.batch_sampler, copy.copy(loader)
     loader._iterator = None  # of persistent workers, over the undivided samples
     object.__setattr__(loader, "sampler", sampler)  # a loader refuses to be changed, but this one is a copy
     if batches is not None:
         batches = copy.copy(batches)
         batches.sampler = sampler
-        object.__setattr__(loader, "batch_sampler", _IndexBatchSamplerWrapper(batches) if counted else batches)
+        object.__setattr__(loader, "batch_sampler", rewrap_batch_sampler(batches, former))
     return loader
 
 
@@ -183,8 +224,8 @@ class SharedLoader(LoaderWrapper):
             if error is not None:
                 raise error
             for number, batch in enumerate(batches):
-                seen = self._seen_indices()
-                self._exchange((batch, None if seen is None else seen[number]))
+                recorded = recorded_batch_indices(self._loader)
+                self._exchange((batch, None if recorded is None else recorded[number]))
                 yield batch
         except Exception as raised:
             self._exchange.fail(raised)
@@ -192,21 +233,16 @@ class SharedLoader(LoaderWrapper):
         self._exchange.end()
 
     def _receive(self) -> Iterator[Any]:
-        if isinstance(getattr(self._loader, "batch_sampler", None), _IndexBatchSamplerWrapper):
-            self._loader.batch_sampler.seen_batch_indices = []
+        recorded: list[list[int]] = []
+        set_recorded_batch_indices(self._loader, recorded)
         while True:
             try:
                 batch, indices = self._exchange.receive()
             except StopIteration:
                 return
             if indices is not None:
-                self._loader.batch_sampler.seen_batch_indices.append(indices)
+                recorded.append(indices)
             yield batch
-
-    def _seen_indices(self) -> list[list[int]] | None:
-        """The samples of each batch, which Lightning counts where predictions are written."""
-        sampler = getattr(self._loader, "batch_sampler", None)
-        return sampler.seen_batch_indices if isinstance(sampler, _IndexBatchSamplerWrapper) else None
 
 
 class ComparedLoader(LoaderWrapper):
@@ -219,7 +255,7 @@ class ComparedLoader(LoaderWrapper):
 
     def __init__(self, loader: Any, group: dist.ProcessGroup) -> None:
         super().__init__(loader)
-        self._group = weakref.ref(group)
+        self._group = GroupRef(group)
 
     def __iter__(self) -> Iterator[Any]:
         return self._compared(iter(self._loader))
@@ -235,11 +271,9 @@ class ComparedLoader(LoaderWrapper):
             number += 1
 
     def _compare(self, value: int, number: int) -> None:
-        mine = torch.tensor([value], dtype=torch.int64)
-        group = self._group()
-        assert group is not None, "the process groups have been destroyed"
-        all_values = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(all_values, mine, group=group)
+        group, own = self._group(), torch.tensor([value], dtype=torch.int64)
+        all_values = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(all_values, own, group=group)
         if any(int(other) != value for other in all_values):
             raise ValueError(
                 f"Batch {number} differs between the ranks of one model group (checksums"
@@ -254,8 +288,7 @@ def checksum(batch: Any) -> int:
     for leaf in flatten(batch)[0]:
         if isinstance(leaf, Tensor):
             value = zlib.crc32(repr((leaf.shape, leaf.dtype)).encode(), value)
-            flat = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-            value = zlib.crc32(flat.view(torch.uint8).numpy().data, value)
+            value = zlib.crc32(as_bytes(leaf.cpu()).numpy().data, value)
         else:
             value = zlib.crc32(pickle.dumps(leaf), value)  # not its `repr`, which may be an address
     return value + 1

@@ -21,7 +21,7 @@ from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.placeholders import requires_grad_flags
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
-from lightning_hybrid.trainer.results.logger_proxy import LoggerCall, LoggerCalls, make_calls, pack_calls
+from lightning_hybrid.trainer.results.logger_proxy import LoggerCall, LoggerProxy, make_calls, pack_calls
 from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from lightning_hybrid.trainer.results.module_attributes import assign_scalars, pack_scalars, scalars
@@ -85,10 +85,12 @@ class StepContext:
         source = (self.num_ranks - 1) * mesh.tensor_parallel_size
         self._results = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
         self._recorder = LogRecorder(module)
-        self._logger_calls = LoggerCalls(module, keeps=self._results.is_source and mesh.data_rank == 0)
+        self._logger_proxy = LoggerProxy(module, is_source=self._results.is_source and mesh.data_rank == 0)
         self._calls: list[LoggerCall] = []
         self._scalars: Mapping[str, Any] = {}
-        self.metrics = MetricsAcrossStages(module, mesh.data_group, self._results, is_last=self._results.is_source)
+        self.metrics = MetricsAcrossStages(
+            module, mesh.data_group, self._results, self._recorder.remember_value, is_last=self._results.is_source
+        )
         self._keys: dict[Hashable, int] = {}
         self._parameters = list(module.parameters())
         self._layers = {
@@ -164,7 +166,7 @@ class StepContext:
             self._around_forwards(),
             local,
             cut,
-            self._logger_calls() as self._calls,
+            self._logger_proxy() as self._calls,
             self._recorder() as records,
         ):
             self._scalars = scalars(self.module) if self.is_last else {}
@@ -186,7 +188,7 @@ class StepContext:
         """
         self.metrics.next_microbatch(keep=keep)
         self._recorder.next_microbatch(keep=keep)
-        self._logger_calls.next_microbatch(keep=keep)
+        self._logger_proxy.next_microbatch(keep=keep)
         self.streams.seed_user(*coordinates)
 
     def share(self, outputs: Callable[[], tuple[Any, list[Log]]]) -> Any:

@@ -1,10 +1,9 @@
-"""Outside of steps: what steps kept on the last stage, and what hooks log, is the same on every rank."""
+"""Outside of steps: what steps stored on the last stage, and what hooks log, is the same on every rank."""
 
 from __future__ import annotations
 
 import pickle
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Number
 from typing import Any
 
@@ -15,19 +14,28 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.distributed.dtensor import full_tensor
+from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
+from lightning_hybrid.trainer.lightning_internals import forward_value, set_callback_log, set_forward_value
 from lightning_hybrid.trainer.results.logging import log_arguments
-from lightning_hybrid.trainer.results.module_attributes import assign, attribute, digest, mark_attributes, pack, unpack
+from lightning_hybrid.trainer.results.module_attributes import (
+    assign,
+    attribute,
+    attribute_versions,
+    digest,
+    pack,
+    unpack,
+)
 
 __all__ = ["EpochSync"]
 
 _WITHOUT_VALUE = Ellipsis  # in the place of a value that was computed from placeholders
-_MESSAGE, _HEAD = 256, 4  # bytes: what a logged number needs, with its name, and how its length is written
+_MESSAGE, _LENGTH = 256, 4  # bytes: what a logged number needs, with its name, and how its length is written
 
 
 class EpochSync(Callback):
-    """Goes before all other callbacks of the Trainer.
+    """A callback before the user's, and what `self.log` is outside of steps.
 
     Before the first hook of an epoch's end, plain attributes and buffers of the module that changed during the epoch
     (the common ``self.outputs.append(...)``, which happens on the last stage) get the last stage's values on all ranks,
@@ -38,7 +46,7 @@ class EpochSync(Callback):
         module: The user's module.
         control_group: The model group, over gloo.
         source: The rank inside it that has the last stage.
-        layers: The layers of the body, which keep what they have on their own stage.
+        layers: The layers of the body, whose attributes stay those of their own stage.
     """
 
     def __init__(
@@ -51,49 +59,33 @@ class EpochSync(Callback):
     ) -> None:
         self._module = module
         self._layers = layers
-        self._reference = weakref.ref(control_group)
+        self._group = GroupRef(control_group)
         self._source = source
         self._is_source = dist.get_rank(control_group) == source
-        self._before: dict[str, Any] | None = None
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        group = self._reference()
-        assert group is not None, "the process groups have been destroyed"
-        return group
+        self._versions: dict[str, Any] | None = None
 
     def install(self, trainer: Trainer) -> None:
-        """Put this before the other callbacks, and in the place of `self.log` outside of steps."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks.insert(0, self)
+        """Replace `self.log`, as it is outside of steps, of the module and of callbacks."""
         module = self._module
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if vars(module).get("log") is not log:  # in a step, by something that has kept this function
+            if vars(module).get("log") is not log:  # in a step, by something that has taken this function
                 return module.log(name, value, *args, **kwargs)
             arguments = log_arguments(args, kwargs)
             value = full_tensor(value)
             if isinstance(value, (Tensor, Number)) and not arguments.get("rank_zero_only"):
                 value = self._from_last_stage(name, value)
             elif isinstance(value, Metric) and arguments.get("on_step") is not False:
-                self._share_value_of_batch(name, value)
+                self._sync_forward_value(name, value)
             return type(module).log(module, name, value, **arguments)
 
         vars(module)["log"] = log
-        self._set_callback_logs(trainer, log)
+        set_callback_log(trainer, log)
 
     def remove(self, trainer: Trainer) -> None:
         """Undo :meth:`install`."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if self in callbacks:
-            callbacks.remove(self)
         vars(self._module).pop("log", None)
-        self._set_callback_logs(trainer, self._module.log)
-
-    def _set_callback_logs(self, trainer: Trainer, log: Callable[..., None]) -> None:
-        """Callbacks log through the module too: Lightning has given them its method."""
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            callback.log = log
+        set_callback_log(trainer, self._module.log)
 
     def _from_last_stage(self, name: str, value: Any) -> Any:
         described = pickle.dumps((name, _described(value))) if self._is_source else b""
@@ -110,62 +102,56 @@ class EpochSync(Callback):
         number, dtype, shape = received
         return torch.tensor(number, dtype=dtype, device=self._module.device).reshape(shape)
 
-    def _share_value_of_batch(self, name: str, metric: Metric) -> None:
-        """What the metric's `forward` said in a step is known on the last stage; Lightning reads it there."""
-        value: Any = metric._forward_cache
-        known = value if isinstance(value, Tensor) and value.numel() == 1 else None
-        received = self._from_last_stage(name, known)
+    def _sync_forward_value(self, name: str, metric: Metric) -> None:
+        """What the metric's `forward` returned in a step is known on the last stage; Lightning logs it."""
+        value = forward_value(metric)
+        received = self._from_last_stage(name, value if isinstance(value, Tensor) and value.numel() == 1 else None)
         if not self._is_source and received is not None:
-            metric._forward_cache = received
+            set_forward_value(metric, received)
 
     def _broadcast(self, payload: bytes) -> bytes:
         """The last stage's bytes: in one message of fixed size if they are few, as the values of logs are."""
         message = torch.zeros(_MESSAGE, dtype=torch.uint8)
         if self._is_source:
-            head = len(payload).to_bytes(_HEAD, "big") + payload[: _MESSAGE - _HEAD]
-            message[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        dist.broadcast(message, group_src=self._source, group=self._group)
+            start = len(payload).to_bytes(_LENGTH, "big") + payload[: _MESSAGE - _LENGTH]
+            message[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
+        dist.broadcast(message, group_src=self._source, group=self._group())
         received = message.numpy().tobytes()
-        size = int.from_bytes(received[:_HEAD], "big")
-        if size <= _MESSAGE - _HEAD:
-            return received[_HEAD : _HEAD + size]
-        whole: bytes = broadcast_object(payload, self._source, self._group)
-        return whole
+        size = int.from_bytes(received[:_LENGTH], "big")
+        if size <= _MESSAGE - _LENGTH:
+            return received[_LENGTH : _LENGTH + size]
+        long: bytes = broadcast_object(payload, self._source, self._group())
+        return long
 
-    def _begin(self) -> None:
-        if self._before is not None:  # validation inside a training epoch: what training has kept is not forgotten
-            self._share()
-        else:
-            self._before = self._marks()
-
-    def _share(self) -> None:
+    def _sync_attributes(self) -> None:
         """Give every rank the last stage's value of what changed on any rank and is not equal everywhere."""
-        before, now = self._before or {}, self._marks()
-        packed = {name: pack(attribute(self._module, name)) for name, mark in now.items() if before.get(name) != mark}
-        everyone: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(everyone, {name: digest(data) for name, data in packed.items()}, group=self._group)
+        module, group = self._module, self._group()
+        before, now = self._versions or {}, attribute_versions(module, self._layers)
+        packed = {name: pack(attribute(module, name)) for name in now if before.get(name) != now[name]}
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, {name: digest(data) for name, data in packed.items()}, group=group)
         changed = sorted(set().union(*everyone))
-        wanted = [name for name in changed if len({digests.get(name) for digests in everyone}) > 1]
-        if wanted:
-            mine = {name: packed.get(name) or pack(attribute(self._module, name)) for name in wanted if name in now}
-            received = broadcast_object(mine if self._is_source else None, self._source, self._group)
+        different = [name for name in changed if len({digests.get(name) for digests in everyone}) > 1]
+        if different:
+            own = {name: packed.get(name) or pack(attribute(module, name)) for name in different if name in now}
+            received = broadcast_object(own if self._is_source else None, self._source, group)
             for name, data in received.items():
                 if not self._is_source and data is not None:
-                    assign(self._module, name, unpack(data, self._module.device))
-        self._before = self._marks()
-
-    def _marks(self) -> dict[str, Any]:
-        return mark_attributes(self._module, self._layers)
+                    assign(module, name, unpack(data, module.device))
+        self._versions = attribute_versions(module, self._layers)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember the attributes."""
-        self._begin()
+        """Remember the attributes; inside a training epoch, synchronise what training has stored so far."""
+        if self._versions is None:
+            self._versions = attribute_versions(self._module, self._layers)
+        else:
+            self._sync_attributes()
 
     on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = on_train_epoch_start
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Share the attributes."""
-        self._share()
+        """Synchronise the attributes."""
+        self._sync_attributes()
 
     on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = on_train_epoch_end
 

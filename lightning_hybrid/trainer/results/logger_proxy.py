@@ -9,17 +9,17 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
-from torch import Tensor
 
 from lightning_hybrid.distributed.pytree import map_leaves
+from lightning_hybrid.distributed.tensor_bytes import to_host
 
-__all__ = ["LoggerCall", "LoggerCalls", "make_calls", "pack_calls"]
+__all__ = ["LoggerCall", "LoggerProxy", "make_calls", "pack_calls"]
 
 LoggerCall = tuple[int | None, tuple[tuple[str, Any], ...], tuple[Any, ...], dict[str, Any]]
-"""Which logger (``None`` for `self.print`), the way from it to what is called, and the arguments."""
+"""Which logger (``None`` for `self.print`), the path from it to what is called, and the arguments."""
 
 
-class LoggerCalls:
+class LoggerProxy:
     """Takes the place of the Trainer's loggers and of `LightningModule.print` while a step runs.
 
     ::
@@ -32,31 +32,31 @@ class LoggerCalls:
 
     Args:
         module: The user's module.
-        keeps: Whether this rank is the one whose calls count: the last stage of the first replica.
+        is_source: Whether this rank is the one whose calls count: the last stage of the first replica.
     """
 
-    def __init__(self, module: LightningModule, *, keeps: bool) -> None:
+    def __init__(self, module: LightningModule, *, is_source: bool) -> None:
         self._module = module
-        self._keeps = keeps
-        self._calls: list[LoggerCall] | None = None
-        self._found: list[LoggerCall] = []
+        self._is_source = is_source
+        self._calls: list[LoggerCall] = []
+        self._is_recording = False
 
     @contextmanager
     def __call__(self) -> Iterator[list[LoggerCall]]:
         """While this is entered, calls are recorded, or dropped."""
-        trainer, places = self._module.trainer, vars(self._module)
+        trainer, attributes = self._module.trainer, vars(self._module)
         loggers = trainer.loggers
-        self._calls, self._found = None, []
-        recording: list[Any] = [_RecordingLogger(each, self._recorder(i)) for i, each in enumerate(loggers)]
-        trainer.loggers = recording
+        self._calls, self._is_recording = [], False
+        proxies: list[Any] = [_RecordingLogger(logger, self._recorder(i)) for i, logger in enumerate(loggers)]
+        trainer.loggers = proxies
         record = self._recorder(None)
         # A function, not a method: callbacks copy modules, and a method would take this object along.
-        places["print"] = lambda *args, **kwargs: record((), tuple(map(str, args)), kwargs)
+        attributes["print"] = lambda *args, **kwargs: record((), tuple(map(str, args)), kwargs)
         try:
-            yield self._found
+            yield self._calls
         finally:
             trainer.loggers = loggers
-            del places["print"]
+            del attributes["print"]
 
     def next_microbatch(self, *, keep: bool) -> None:
         """A micro-batch begins.
@@ -64,18 +64,14 @@ class LoggerCalls:
         Args:
             keep: Whether its calls count. Code before the body also runs on the first stage, where they do not.
         """
-        self._calls = self._found if keep and self._keeps else None
+        self._is_recording = keep and self._is_source
 
     def _recorder(self, index: int | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
         def record(path: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._calls is not None:
-                self._calls.append((index, path, map_leaves(_kept, args), map_leaves(_kept, kwargs)))
+            if self._is_recording:
+                self._calls.append((index, path, map_leaves(to_host, args), map_leaves(to_host, kwargs)))
 
         return record
-
-
-def _kept(leaf: Any) -> Any:
-    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 class _RecordingLogger:
@@ -117,10 +113,10 @@ class _RecordedPath:
         self._record(self._path, args, kwargs)
 
     def _no_value(self, *_: Any) -> Any:
-        way = "".join(f".{name}" if kind == "attribute" else f"[{name!r}]" for kind, name in self._path)
+        path = "".join(f".{name}" if kind == "attribute" else f"[{name!r}]" for kind, name in self._path)
         raise TypeError(
-            f"`self.logger{way}` has no value in a step: what is done with a logger there is recorded, and made on rank"
-            " 0 after the step. Read it from the logger itself (such as `self.logger.log_dir` or"
+            f"`self.logger{path}` has no value in a step: what is done with a logger there is recorded, and made on"
+            " rank 0 after the step. Read it from the logger itself (such as `self.logger.log_dir` or"
             " `self.logger.version`), or in a hook, such as `on_train_start`."
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
+from lightning_hybrid.trainer.lightning_internals import attached_trainer, intercept_results, set_forward_value
 from lightning_hybrid.trainer.results.outputs import weighted_mean
 
 __all__ = ["Log", "LogRecorder", "log_arguments", "merge_logs", "pack_logs", "replay", "unpack_logs"]
@@ -65,26 +66,18 @@ class LogRecorder:
     def __call__(self) -> Iterator[list[list[Log]]]:
         """While this is entered, calls of `self.log` are recorded: a list for each micro-batch."""
         self._records, self._current, self._values = [], None, {}
-        places, record = [vars(self._module)], self._record_of_step()
-        outside = places[0].get("log")
-        places[0]["log"] = record
-
-        # What got hold of the method before (`Head(log=self.log)`) does not look there, and arrives here.
-        def log(fx: str, name: str, value: Any, *, sync_dist_fn: Any, **arguments: Any) -> None:
-            record(name, value, **arguments)
-
-        results = getattr(getattr(self._module, "_trainer", None), "_results", None)
-        if results is not None:
-            places.append(vars(results))
-            places[1]["log"] = log
+        attributes, record = vars(self._module), self._record_of_step()
+        outside = attributes.get("log")
+        attributes["log"] = record
         try:
-            yield self._records
+            # What got hold of the method before (`Head(log=self.log)`) does not look there, and arrives at the results.
+            with intercept_results(attached_trainer(self._module), record):
+                yield self._records
         finally:
             self._values = {}
-            for place in places:
-                del place["log"]
+            del attributes["log"]
             if outside is not None:
-                places[0]["log"] = outside
+                attributes["log"] = outside
 
     def next_microbatch(self, *, keep: bool) -> None:
         """A micro-batch begins.
@@ -96,6 +89,16 @@ class LogRecorder:
         if keep:
             self._current = []
             self._records.append(self._current)
+
+    def remember_value(self, value: Any, of_batch: Callable[[], Any]) -> None:
+        """A metric's `forward` returned this in the step that runs.
+
+        Args:
+            value: If it is a tensor, it may be logged.
+            of_batch: Gives the same of the whole batch, once that has run; ``None`` if there is no such value.
+        """
+        if isinstance(value, Tensor):
+            self._values[id(value)] = value, of_batch  # the tensor too, so that no other one gets its id
 
     def _record_of_step(self) -> Callable[..., None]:
         # A function, not a method: callbacks copy modules, and a method would take this object along.
@@ -115,11 +118,6 @@ class LogRecorder:
                 _check_value(name, value)
                 self._current.append(Log(name, value, metric, arguments, of_batch))
 
-        def remember_value(value: Any, of_batch: Callable[[], Any]) -> None:
-            if isinstance(value, Tensor):
-                self._values[id(value)] = value, of_batch  # the tensor too, so that no other one gets its id
-
-        record.remember_value = remember_value  # type: ignore[attr-defined]
         return record
 
     def _name_of(self, metric: Metric) -> str | None:
@@ -164,10 +162,10 @@ def merge_logs(
     """
     merged: dict[tuple[str, int], list[tuple[Log, int]]] = {}
     for logs, count in zip(records, counts, strict=True):
-        seen: dict[str, int] = defaultdict(int)
+        calls: Counter[str] = Counter()
         for log in logs:
-            merged.setdefault((log.name, seen[log.name]), []).append((log, count))
-            seen[log.name] += 1
+            merged.setdefault((log.name, calls[log.name]), []).append((log, count))
+            calls[log.name] += 1
     return [_merge(entries, num_microbatches or len(counts)) for entries in merged.values()]
 
 
@@ -231,9 +229,9 @@ def _reduce(values: list[Any], weights: list[float], arguments: dict[str, Any]) 
         merged = sum(tensors[1:], tensors[0])
     elif name in ("min", "max"):
         merged = getattr(torch.stack(tensors), name)()
-    else:  # what counts nothing adds nothing, also where its own mean is 0 / 0
-        counted = [(tensor, weight) for tensor, weight in zip(tensors, weights, strict=True) if weight]
-        merged = weighted_mean(*zip(*counted, strict=True))
+    else:  # what weighs nothing adds nothing, also where its own mean is 0 / 0
+        weighted = [(tensor, weight) for tensor, weight in zip(tensors, weights, strict=True) if weight]
+        merged = weighted_mean(*zip(*weighted, strict=True))
     return merged if any(isinstance(value, Tensor) for value in values) else merged.item()
 
 
@@ -281,7 +279,7 @@ def replay(module: LightningModule, logs: Sequence[Log], *, alone: bool) -> None
         module: The user's module.
         logs: Equal on all ranks of a model group.
         alone: Whether there is one replica, so that nothing needs to be reduced. Lightning's advice to reduce is then
-            answered in advance.
+            followed in advance.
     """
     for entry in logs:
         arguments = {**entry.arguments, "sync_dist": True} if alone else entry.arguments
@@ -290,5 +288,5 @@ def replay(module: LightningModule, logs: Sequence[Log], *, alone: bool) -> None
             continue
         metric = module.get_submodule(entry.metric)
         assert isinstance(metric, Metric)
-        metric._forward_cache = entry.value  # Lightning reads the value of this batch there
+        set_forward_value(metric, entry.value)  # Lightning reads the value of this batch there
         type(module).log(module, entry.name, metric, **{**arguments, "metric_attribute": entry.metric})

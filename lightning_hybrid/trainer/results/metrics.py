@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,12 +15,39 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import MeanMetric, Metric
-from torchmetrics.wrappers import Running
 
+from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast
+from lightning_hybrid.trainer.lightning_internals import (
+    attached_trainer,
+    batch_metric,
+    forward_value,
+    set_forward_value,
+    sync_metrics_over,
+    update_arguments,
+)
 
 __all__ = ["MetricsAcrossStages"]
+
+
+@dataclass
+class _Batch:
+    """The state of one batch, until the next one begins.
+
+    Attributes:
+        num_microbatches: How often the user's code runs.
+        weights: Of the micro-batches that are still to come.
+        weight: What the micro-batch that runs counts in the batch; ``None`` for as much as any other call.
+        forwards: How often each metric's `forward` was called.
+        logged: The metrics that were logged, and whether by step.
+    """
+
+    num_microbatches: int = 1
+    weights: Iterator[float] = field(default_factory=lambda: iter(()))
+    weight: float | None = None
+    forwards: Counter[str] = field(default_factory=Counter)
+    logged: dict[str, bool] = field(default_factory=dict)
 
 
 class MetricsAcrossStages:
@@ -29,8 +56,8 @@ class MetricsAcrossStages:
     - ``compute()`` runs on the last stage, over the data-parallel group, and its result is broadcast; so it must be
       called on all ranks, as Lightning does and as hooks do.
     - A metric's value of a *batch* (``forward``, logged with ``on_step=True``) would be that of the last micro-batch. A
-      twin, reset at each batch, gets all of them.
-    - A `MeanMetric` of losses counts each of them once, and so each batch. A micro-batch counts its share of that.
+      copy of the metric, the full-batch metric, is reset at each batch and updated with all of its micro-batches.
+    - A `MeanMetric` of losses counts each of them once, and so each batch. A micro-batch counts its part of that.
     - Every metric synchronises over the data-parallel group, also one that belongs to a callback or that a hook has
       made: the ranks of a pipeline see the same samples, and over WORLD each would count once for every stage.
 
@@ -38,57 +65,64 @@ class MetricsAcrossStages:
         module: The user's module.
         data_group: The replicas of this stage.
         exchange: From the last stage to its model group.
+        remember_value: Called with each tensor that a metric's `forward` returned in a step, and with a function that
+            gives the same of the whole batch once it has run: the user may log the tensor.
         is_last: Whether this rank has the last stage.
     """
 
     def __init__(
-        self, module: nn.Module, data_group: dist.ProcessGroup, exchange: TreeBroadcast, *, is_last: bool
+        self,
+        module: nn.Module,
+        data_group: dist.ProcessGroup,
+        exchange: TreeBroadcast,
+        remember_value: Callable[[Any, Callable[[], Any]], None],
+        *,
+        is_last: bool,
     ) -> None:
         self._module = module
         self._metrics: dict[str, Metric] = {}
-        self._divided: list[weakref.ref[Metric]] = []
-        self._data_group = weakref.ref(data_group)
+        self._patched: list[weakref.ref[Metric]] = []
+        self._data_group = GroupRef(data_group)
         self._exchange = exchange
+        self._remember_value = remember_value
         self._is_last = is_last
-        self._is_local = False
-        self._num_microbatches = 1
-        self._shares: Iterator[float] = iter(())
-        self._share: float | None = None
+        self._is_local = False  # whether `compute()` is this rank's own
         self._epoch: Any = None
-        self._twins: dict[str, Metric] = {}
-        self._forwards: Counter[str] = Counter()
-        self._logged: dict[str, bool] = {}
+        self._full_batch_metrics: dict[str, Metric] = {}
         self._logged_on_step: dict[str, bool] = {}
+        self._batch = _Batch()
 
     def install(self) -> None:
         """Make ``compute()`` of every metric one of all ranks."""
-        _synchronise_over(self._data_group)
+        sync_metrics_over(self._data_group)
         self._find()
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
-        _synchronise_over(None)
-        for reference in self._divided:
+        sync_metrics_over(None)
+        for reference in self._patched:
             metric = reference()
             if metric is not None:
-                metric.compute = getattr(metric.compute, "undivided", metric.compute)  # type: ignore[method-assign]
-                metric.update = getattr(metric.update, "undivided", metric.update)  # type: ignore[method-assign]
-        self._divided.clear()
+                metric.compute = getattr(metric.compute, "original", metric.compute)  # type: ignore[method-assign]
+                metric.update = getattr(metric.update, "original", metric.update)  # type: ignore[method-assign]
+        self._patched.clear()
 
     def _find(self) -> None:
         """Find the metrics: hooks make new ones (a `MetricTracker` does, at each of its increments)."""
         found = {name: metric for name, metric in _named_parts(self._module) if isinstance(metric, Metric)}
-        self._twins = {name: twin for name, twin in self._twins.items() if found.get(name) is self._metrics[name]}
+        self._full_batch_metrics = {
+            name: metric for name, metric in self._full_batch_metrics.items() if found.get(name) is self._metrics[name]
+        }
         self._metrics = found
         for metric in found.values():
-            if not hasattr(metric.compute, "undivided"):
+            if not hasattr(metric.compute, "original"):
                 metric.compute = self._across_stages(metric.compute)  # type: ignore[method-assign]
                 self._count_batches(metric)
-                self._divided.append(weakref.ref(metric))
+                self._patched.append(weakref.ref(metric))
 
     def _find_again(self) -> None:
         """At the first step of each epoch, after the hooks of its start."""
-        trainer = getattr(self._module, "_trainer", None)
+        trainer = attached_trainer(self._module)
         epoch = None if trainer is None else (trainer.state.stage, trainer.current_epoch)
         if epoch != self._epoch:
             self._epoch = epoch
@@ -102,18 +136,23 @@ class MetricsAcrossStages:
                 return compute(*args, **kwargs)
             if not self._is_last:
                 return self._exchange.receive()
-            self._is_local = True  # metrics inside this metric are no affair of the other ranks
-            try:
+            with self._local():  # metrics inside this metric are no affair of the other ranks
                 value = compute(*args, **kwargs)
-            finally:
-                self._is_local = False
             return self._exchange(value)
 
-        computed.undivided = compute  # type: ignore[attr-defined]
+        computed.original = compute  # type: ignore[attr-defined]
         return computed
 
+    @contextmanager
+    def _local(self) -> Iterator[None]:
+        self._is_local = True
+        try:
+            yield
+        finally:
+            self._is_local = False
+
     def _count_batches(self, metric: nn.Module) -> None:
-        """Let a `MeanMetric` count a number that has no weight by the share that its micro-batch has in the batch."""
+        """Let a `MeanMetric` count a number that has no weight by the part that its micro-batch has in the batch."""
         if getattr(type(metric), "update", None) is not MeanMetric.update:  # of a subclass's own nothing is known
             return
         assert isinstance(metric, MeanMetric)
@@ -121,43 +160,40 @@ class MetricsAcrossStages:
 
         def updated(value: Any, weight: Any = None) -> None:
             if weight is None and getattr(value, "ndim", 0) == 0:  # else it is one of samples
-                weight = self._share
+                weight = self._batch.weight
             update(value) if weight is None else update(value, weight)
 
-        updated.undivided = update  # type: ignore[attr-defined]
+        updated.original = update  # type: ignore[attr-defined]
         metric.update = updated  # type: ignore[method-assign]
 
     @contextmanager
     def step(self, *, num_microbatches: int, counts: Sequence[int] = ()) -> Iterator[None]:
-        """While a step runs: ``compute()`` is this rank's own, and twins take part.
+        """While a step runs: ``compute()`` is this rank's own, and full-batch metrics take part.
 
         Args:
             num_microbatches: How often the user's code runs.
             counts: The samples of each micro-batch; nothing if they are not to be counted by them.
         """
         self._find_again()
-        self._give_up_twins()
-        self._is_local = True
-        self._num_microbatches = num_microbatches
-        self._shares = iter([count / sum(counts) for count in counts])
-        self._forwards.clear()
+        self._reset_full_batch_metrics()
+        batch = self._batch = _Batch(num_microbatches, iter([count / sum(counts) for count in counts]))
         handles: list[RemovableHandle] = []
         if self._is_last and num_microbatches > 1:
             for name, metric in self._metrics.items():
                 if self._logged_on_step.get(name, True):
-                    handles.append(metric.register_forward_pre_hook(self._to_twin(name), with_kwargs=True))
-                    handles.append(metric.register_forward_hook(self._with_twin(name)))
+                    handles.append(metric.register_forward_pre_hook(self._update(name), with_kwargs=True))
+                    handles.append(metric.register_forward_hook(self._remember(name, batch)))
         try:
-            yield
+            with self._local():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
-            self._is_local = False
-            self._share = None
-        for name, twin in self._twins.items():
-            if self._forwards[name]:  # also for hooks after the step, and for `self.log` in them
+            batch.weight = None
+        for name, metric in self._full_batch_metrics.items():
+            if batch.forwards[name]:  # also for hooks after the step, and for `self.log` in them
                 with torch.no_grad():
-                    self._metrics[name]._forward_cache = twin.compute()
+                    set_forward_value(self._metrics[name], metric.compute())
 
     def next_microbatch(self, *, keep: bool) -> None:
         """A micro-batch begins.
@@ -165,95 +201,72 @@ class MetricsAcrossStages:
         Args:
             keep: Whether its metrics count. Code before the body also runs on the first stage, where they do not.
         """
-        self._share = next(self._shares, None) if keep else None
+        self._batch.weight = next(self._batch.weights, None) if keep else None
 
-    def _give_up_twins(self) -> None:
+    def _reset_full_batch_metrics(self) -> None:
         """Metrics that are logged by epoch need none; one that is logged by step as well, under any name, does."""
-        for name, on_step in self._logged.items():
+        for name, on_step in self._batch.logged.items():
             self._logged_on_step[name] = on_step or self._logged_on_step.get(name, False)
             if not self._logged_on_step[name]:
-                self._twins.pop(name, None)
-        self._logged.clear()
-        for twin in self._twins.values():
-            twin.reset()
+                self._full_batch_metrics.pop(name, None)
+        for metric in self._full_batch_metrics.values():
+            metric.reset()
 
-    def _to_twin(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def _update(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        """Before a metric's `forward`: its full-batch metric sees the same."""
+
         def update(metric: nn.Module, args: Any, kwargs: Any) -> None:
             assert isinstance(metric, Metric)
-            if name not in self._twins:
-                # A window's value of a batch is that of its metric; the window itself may be shorter than a batch.
-                twin = copy.deepcopy(metric.base_metric if isinstance(metric, Running) else metric)
-                # Torchmetrics reads the second of these, which it derives from the first when a metric is made.
-                twin.sync_on_compute = twin._to_sync = metric.dist_sync_on_step
-                twin.reset()
-                for part in twin.modules():
+            if name not in self._full_batch_metrics:
+                self._full_batch_metrics[name] = batch_metric(metric)
+                for part in self._full_batch_metrics[name].modules():
                     self._count_batches(part)
-                self._twins[name] = twin
-            self._twins[name].update(*args, **metric._filter_kwargs(**kwargs))
+            self._full_batch_metrics[name].update(*args, **update_arguments(metric, kwargs))
 
         return update
 
-    def _with_twin(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def _remember(self, name: str, batch: _Batch) -> Callable[[nn.Module, Any, Any], None]:
+        """After a metric's `forward`: what it returned may be logged."""
+
         def remember(metric: nn.Module, args: Any, value: Any) -> None:
-            self._forwards[name] += 1
-            remember_value: Any = getattr(vars(self._module).get("log"), "remember_value", None)
-            if remember_value is None:
-                return
+            batch.forwards[name] += 1
             for index, leaf in enumerate(flatten(value)[0]):
-                remember_value(leaf, functools.partial(self._leaf_of_batch, name, index))
+                self._remember_value(leaf, functools.partial(self._leaf_of_batch, batch, name, index))
 
         return remember
 
-    def _leaf_of_batch(self, name: str, index: int) -> Any:
+    def _leaf_of_batch(self, batch: _Batch, name: str, index: int) -> Any:
         """For a tensor that ``forward`` returned, and the user logged: the same of the whole batch."""
-        self._logged[name] = True
-        if self._forwards[name] > self._num_microbatches:  # several in a step; the twin has seen all of them
+        batch.logged[name] = True
+        if batch.forwards[name] > batch.num_microbatches:  # twice in a step; the full-batch metric has seen all of them
             return None
-        return flatten(self._metrics[name]._forward_cache)[0][index]
+        return flatten(forward_value(self._metrics[name]))[0][index]
 
     def batch_value(self, name: str, *, on_step: bool) -> Any:
         """The value of the batch that has just run, for a metric that was logged.
 
         Args:
             name: The dotted name of the metric.
-            on_step: Whether it was logged with ``on_step=True``. Metrics that never are get no twin any more.
+            on_step: Whether it was logged with ``on_step=True``. Metrics that never are get no full-batch metric any
+                more.
 
         Returns:
             The value over all micro-batches; ``None`` if the metric's ``forward`` was not called.
         """
-        if self._num_microbatches > 1:
-            self._logged[name] = on_step or self._logged.get(name, False)
-        return self._metrics[name]._forward_cache
+        batch = self._batch
+        if batch.num_microbatches > 1:
+            batch.logged[name] = on_step or batch.logged.get(name, False)
+        return forward_value(self._metrics[name])
 
 
 def _named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module's `named_modules`, and those that it or a part of it keeps in a plain dictionary, list or tuple."""
-    seen: set[nn.Module] = set()
-    named = list(module.named_modules(seen))
+    """A module's `named_modules`, and those that it or a part of it has in a plain dictionary, list or tuple."""
+    visited: set[nn.Module] = set()
+    named = list(module.named_modules(visited))
     yield from named
     for name, part in named:
         for attribute, value in vars(part).items():
             items: Any = enumerate(value) if isinstance(value, (list, tuple)) else ()
-            for key, kept in value.items() if isinstance(value, dict) else items:
-                if isinstance(kept, nn.Module):
-                    yield from kept.named_modules(seen, f"{name}.{attribute}[{key!r}]")
-
-
-def _synchronise_over(reference: Callable[[], dist.ProcessGroup | None] | None) -> None:
-    """Let every metric of this process that names no group of its own synchronise over a group.
-
-    Args:
-        reference: Gives the group; ``None`` for torchmetrics' own choice, which is WORLD.
-    """
-    original = getattr(Metric.sync, "undivided", Metric.sync)
-    if reference is None:
-        Metric.sync = original  # type: ignore[method-assign]
-        return
-
-    def sync(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None, *args: Any, **kwargs: Any) -> None:
-        if dist_sync_fn is None and process_group is None and metric.process_group is None:
-            process_group = reference()
-        original(metric, dist_sync_fn, process_group, *args, **kwargs)
-
-    sync.undivided = original  # type: ignore[attr-defined]
-    Metric.sync = sync  # type: ignore[method-assign, assignment]
+            for key, entry in value.items() if isinstance(value, dict) else items:
+                if isinstance(entry, nn.Module):
+                    yield from entry.named_modules(visited, f"{name}.{attribute}[{key!r}]")

@@ -1,8 +1,7 @@
-"""Plain attributes and buffers in which a module keeps results: which have changed, and how they travel."""
+"""Plain attributes and buffers in which a module stores results: which have changed, and how they are sent."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import pickle
@@ -18,13 +17,15 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_hybrid.distributed.pytree import flatten, map_leaves
+from lightning_hybrid.distributed.tensor_bytes import to_host
+from lightning_hybrid.trainer.lightning_internals import lightning_attributes
 
 __all__ = [
     "assign",
     "assign_scalars",
     "attribute",
+    "attribute_versions",
     "digest",
-    "mark_attributes",
     "pack",
     "pack_scalars",
     "scalars",
@@ -39,10 +40,10 @@ _PLAIN = (*_IMMUTABLE, Tensor, list, tuple, dict, set, deque, np.ndarray)
 _METRICS = (Metric, MetricCollection, MetricTracker)
 
 
-def mark_attributes(module: LightningModule, layers: Iterable[nn.Module] = ()) -> dict[str, Any]:
-    """A mark of each plain attribute, private ones too, and of each buffer; equal marks mean that nothing has changed.
+def attribute_versions(module: LightningModule, layers: Iterable[nn.Module] = ()) -> dict[str, Any]:
+    """A version of each plain attribute, private ones too, and of each buffer; equal ones mean that nothing changed.
 
-    Those of submodules count (a loss that keeps a history). Attributes that refer to parts of the module (a list of
+    Those of submodules count (a loss that has a history). Attributes that refer to parts of the module (a list of
     layers, of parameters) are no data of their own.
 
     Args:
@@ -51,25 +52,25 @@ def mark_attributes(module: LightningModule, layers: Iterable[nn.Module] = ()) -
             when they compute.
 
     Returns:
-        Marks by dotted name.
+        Versions by dotted name.
     """
     parts = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    apart: set[nn.Module] = {part for part in module.modules() if isinstance(part, _METRICS)} | set(layers)
+    excluded: set[nn.Module] = {part for part in module.modules() if isinstance(part, _METRICS)} | set(layers)
     found = {}
-    for path, part in module.named_modules(memo=apart):
+    for path, part in module.named_modules(memo=excluded):
         prefix = f"{path}." if path else ""
         for name, value in vars(part).items():
-            if not isinstance(value, _PLAIN) or name in _lightnings():
+            if not isinstance(value, _PLAIN) or name in lightning_attributes():
                 continue
             leaves, spec = flatten(value)
             if any(isinstance(leaf, (nn.Module, nn.Parameter)) or id(leaf) in parts for leaf in leaves):
                 continue
-            marks = [_mark(leaf) for leaf in leaves]
-            if not any(mark is None for mark in marks):
-                found[prefix + name] = spec, marks
+            versions = [_version_of(leaf) for leaf in leaves]
+            if not any(version is None for version in versions):
+                found[prefix + name] = spec, versions
         for name, buffer in part.named_buffers(recurse=False):
             if not buffer.is_meta:
-                found[prefix + name] = _mark(buffer)
+                found[prefix + name] = _version_of(buffer)
     return found
 
 
@@ -85,12 +86,12 @@ def scalars(module: LightningModule) -> dict[str, Any]:
     Args:
         module: The user's module.
     """
-    known = _lightnings()
-    return {name: value for name, value in vars(module).items() if type(value) in _SCALARS and name not in known}
+    excluded = lightning_attributes()
+    return {name: value for name, value in vars(module).items() if type(value) in _SCALARS and name not in excluded}
 
 
 def pack_scalars(before: dict[str, Any], now: dict[str, Any]) -> dict[Any, Any]:
-    """What has changed, as a tree: numbers as tensors of float64, which travel with others in one message.
+    """What has changed, as a tree: numbers as tensors of float64, which are sent with others in one message.
 
     Args:
         before: What :func:`scalars` said at first.
@@ -124,21 +125,15 @@ def assign_scalars(module: LightningModule, packed: dict[Any, Any]) -> None:
         vars(module)[name] = None if kind is type(None) else kind(value)
 
 
-@functools.cache
-def _lightnings() -> frozenset[str]:
-    """What every module has."""
-    return frozenset([*vars(LightningModule()), "_log_hyperparams", "_hparams", "_hparams_initial", "_hparams_name"])
-
-
-class _TensorMark:
+class _TensorVersion:
     """A tensor is the same if it is the same object and nobody has written to it: its numbers are not read."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._reference = weakref.ref(tensor)  # a mark keeps nothing alive
+        self._reference = weakref.ref(tensor)  # a version keeps nothing alive
         self._version = tensor._version
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _TensorMark):
+        if not isinstance(other, _TensorVersion):
             return False
         tensor = self._reference()
         return tensor is not None and tensor is other._reference() and self._version == other._version
@@ -146,18 +141,18 @@ class _TensorMark:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _mark(leaf: Any) -> Any:
-    """``None`` for what cannot travel."""
+def _version_of(leaf: Any) -> Any:
+    """``None`` for what cannot be pickled."""
     if isinstance(leaf, Tensor) and not leaf.is_inference():  # those have no version
-        return _TensorMark(leaf)
+        return _TensorVersion(leaf)
     return (type(leaf), leaf) if isinstance(leaf, _IMMUTABLE) else digest(pack(leaf))
 
 
 def pack(value: Any) -> bytes | None:
-    """A value as bytes, without graphs; ``None`` if it cannot travel."""
+    """A value as bytes, without graphs; ``None`` if it cannot be pickled."""
     buffer = io.BytesIO()
     try:
-        torch.save(map_leaves(_to_host, value), buffer)
+        torch.save(map_leaves(_packed, value), buffer)
     except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError):
         return None
     return buffer.getvalue()
@@ -171,19 +166,19 @@ def unpack(packed: bytes, device: torch.device) -> Any:
         device: Where tensors shall be.
     """
 
-    def placed(leaf: Any) -> Any:
+    def unpacked(leaf: Any) -> Any:
         if isinstance(leaf, deque):
-            return deque([map_leaves(placed, entry) for entry in leaf], leaf.maxlen)
+            return deque([map_leaves(unpacked, entry) for entry in leaf], leaf.maxlen)
         return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
-    return map_leaves(placed, torch.load(io.BytesIO(packed), weights_only=False))
+    return map_leaves(unpacked, torch.load(io.BytesIO(packed), weights_only=False))
 
 
-def _to_host(leaf: Any) -> Any:
+def _packed(leaf: Any) -> Any:
     if isinstance(leaf, deque):
-        return deque([map_leaves(_to_host, entry) for entry in leaf], leaf.maxlen)
+        return deque([map_leaves(_packed, entry) for entry in leaf], leaf.maxlen)
     # A copy: a view would take all of its storage along.
-    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+    return leaf if isinstance(leaf, Tensor) and leaf.is_meta else to_host(leaf)
 
 
 def digest(packed: bytes | None) -> bytes | None:
@@ -213,7 +208,7 @@ def assign(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _restore_factories(value: Any, present: Any) -> None:
-    """What a `defaultdict` makes new entries with need not travel: the one that is there knows, or what it makes."""
+    """What a `defaultdict` makes new entries with need not be sent: the one that is there knows, or what it makes."""
     if not (isinstance(value, dict) and isinstance(present, dict)):
         return
     factory = getattr(present, "default_factory", None)

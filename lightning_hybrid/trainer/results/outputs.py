@@ -38,12 +38,10 @@ def _merge_extra(values: list[Any], counts: Sequence[int]) -> Any:
     first = values[0]
     if any(type(value) is not type(first) for value in values):
         return map_leaves(_detached, first)
-    if isinstance(first, Tensor):
-        return _merge_tensors([value.detach() for value in values], counts)
+    if isinstance(first, (Tensor, np.ndarray)):
+        return _merge_arrays([_detached(value) for value in values], counts)
     if isinstance(first, (float, np.floating)):
         return type(first)(sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts))
-    if isinstance(first, np.ndarray):
-        return _merge_arrays(values, counts)
     if isinstance(first, list) and [len(value) for value in values] == list(counts):
         return [map_leaves(_detached, entry) for value in values for entry in value]
     if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
@@ -54,21 +52,18 @@ def _merge_extra(values: list[Any], counts: Sequence[int]) -> Any:
     return map_leaves(_detached, first)
 
 
-def _merge_tensors(values: list[Tensor], counts: Sequence[int]) -> Tensor:
-    first = values[0]
-    if first.ndim > 0 and [len(value) for value in values if value.ndim > 0] == list(counts):
-        return torch.cat(values)
-    alike = all(value.shape == first.shape for value in values)
-    return weighted_mean(values, counts) if alike and first.is_floating_point() else first
-
-
 def _merge_arrays(values: list[Any], counts: Sequence[int]) -> Any:
+    """Tensors or NumPy arrays."""
     first = values[0]
+    is_tensor = isinstance(first, Tensor)
     if first.ndim > 0 and [len(value) for value in values if value.ndim > 0] == list(counts):
-        return np.concatenate(values)
-    alike = all(value.shape == first.shape for value in values)
-    averaged = alike and np.issubdtype(first.dtype, np.floating)
-    return np.average(values, axis=0, weights=counts).astype(first.dtype) if averaged else first
+        return torch.cat(values) if is_tensor else np.concatenate(values)
+    is_floating = first.is_floating_point() if is_tensor else np.issubdtype(first.dtype, np.floating)
+    if not is_floating or any(value.shape != first.shape for value in values):
+        return first
+    if is_tensor:
+        return weighted_mean(values, counts)
+    return np.average(values, axis=0, weights=counts).astype(first.dtype)
 
 
 def _detached(leaf: Any) -> Any:

@@ -14,6 +14,7 @@ from torchmetrics import SumMetric
 
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from tests.pool import Pools
+from tests.training_jobs import PP2, Regression, loader, make_trainer
 
 
 class Module(LightningModule):
@@ -246,7 +247,7 @@ def log_in_hooks() -> Any:
     other = Callback()
     trainer.callbacks = [other]
     boundary.install(trainer)
-    assert trainer.callbacks == [boundary, other]
+    assert other.log is module.log
     rank = dist.get_rank()
     module.log("tensor", torch.tensor(float(rank)), True, on_epoch=True)
     module.log("number", rank)
@@ -319,3 +320,29 @@ def log_metric() -> Any:
 
 def test_a_metric_that_is_logged_after_the_step_has_the_last_stages_value(ranks: Pools) -> None:
     assert ranks(2).run(log_metric) == [[None, None, 3.0]] * 2
+
+
+# -- in a Trainer ------------------------------------------------------------------------------------------------------
+
+
+class Order(Callback):
+    """A user's callback that looks at the callbacks of the Trainer."""
+
+    names: tuple[str, ...] = ()
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.names = tuple(type(callback).__name__ for callback in trainer.callbacks)
+
+
+def order_in_a_run() -> Any:
+    order = Order()
+    trainer = make_trainer(PP2, max_steps=1, callbacks=[order])
+    before = list(trainer.callbacks)  # type: ignore[attr-defined]
+    trainer.fit(Regression(), loader())
+    return order.names, trainer.callbacks == before  # type: ignore[attr-defined]
+
+
+def test_users_callbacks_come_after_it_and_are_alone_afterwards(ranks: Pools) -> None:
+    for names, restored in ranks(2, lightning=True).run(order_in_a_run):
+        assert names.index("SeededBatchHooks") < names.index("EpochSync") < names.index("Order")
+        assert restored

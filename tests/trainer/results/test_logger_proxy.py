@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import Tensor
 
-from lightning_hybrid.trainer.results.logger_proxy import LoggerCalls
+from lightning_hybrid.trainer.results.logger_proxy import LoggerProxy
 from tests.pool import Pools
 from tests.test_logging_features import Memory
 from tests.training_jobs import LAYOUTS, PP2, Regression, assert_same, loader, make_trainer
@@ -177,7 +177,7 @@ def test_an_argument_that_cannot_travel_is_an_error_on_every_rank(ranks: Pools) 
 def test_a_value_of_an_experiment_is_not_to_be_had_in_a_step(read: Any) -> None:
     trainer: Any = SimpleNamespace(loggers=[Album()])
     module: Any = SimpleNamespace(trainer=trainer)
-    calls = LoggerCalls(module, keeps=True)
+    calls = LoggerProxy(module, is_source=True)
     with calls() as found:
         calls.next_microbatch(keep=True)
         experiment = trainer.loggers[0].experiment

@@ -186,7 +186,7 @@ def test_values_of_metrics_become_those_of_the_batch() -> None:
         for i in range(2):
             recorder.next_microbatch(keep=True)
             value = torch.tensor(float(i))
-            vars(module)["log"].remember_value(value, lambda: whole[0])
+            recorder.remember_value(value, lambda: whole[0])
             module.log("x", value, on_step=True)
             module.log("doubled", value * 2)
     assert [log.value.item() for log in merge_logs(records, [1, 1])] == [0.5, 1.0]  # the metric knows no better

@@ -39,7 +39,9 @@ def make(module: nn.Module, data_group: dist.ProcessGroup | None = None) -> Metr
     assert world is not None
     last = dist.get_world_size() - 1
     exchange = TreeBroadcast(world, world, last, torch.device("cpu"))
-    across = MetricsAcrossStages(module, data_group or alone(), exchange, is_last=dist.get_rank() == last)
+    across = MetricsAcrossStages(
+        module, data_group or alone(), exchange, lambda value, of_batch: None, is_last=dist.get_rank() == last
+    )
     across.install()
     return across
 
@@ -83,7 +85,7 @@ def over_replicas() -> list[float]:
     assert world is not None
     own = alone()
     exchange = TreeBroadcast(own, own, 0, torch.device("cpu"))
-    across = MetricsAcrossStages(module, world, exchange, is_last=True)
+    across = MetricsAcrossStages(module, world, exchange, lambda value, of_batch: None, is_last=True)
     across.install()
     scores, labels = torch.linspace(0, 1, 8), torch.tensor([0, 1, 0, 0, 1, 0, 1, 1])
     half = slice(dist.get_rank(), None, 2)
@@ -120,10 +122,10 @@ def taken_back() -> list[Any]:
         module["mean"].compute().item() == 0.5,  # over WORLD, as torchmetrics does
         replaced.compute().item() == 0.5,
         module["mine"].dist_sync_fn is own_gather,
-        not hasattr(replaced.compute, "undivided"),
-        not hasattr(copied["mean"].compute, "undivided"),
-        not hasattr(replaced.update, "undivided"),
-        not hasattr(Metric.sync, "undivided"),
+        not hasattr(replaced.compute, "original"),
+        not hasattr(copied["mean"].compute, "original"),
+        not hasattr(replaced.update, "original"),
+        not hasattr(Metric.sync, "original"),
     ]
 
 
@@ -265,17 +267,17 @@ def test_values_that_are_no_means_are_exact_too(ranks: Pools) -> None:
     assert abs(value - expected) < 1e-5
 
 
-def twins_are_given_up() -> list[bool]:
+def full_batch_metrics_of_logged() -> list[bool]:
     batches = Batches(MeanMetric())
     found = []
     for on_step in (False, False, True, True):
         batches.run(tensors(1), tensors(3), on_step=on_step)
-        found.append(bool(batches.across._twins))
+        found.append(bool(batches.across._full_batch_metrics))
     return found
 
 
-def test_metrics_that_are_logged_by_epoch_have_no_twin(ranks: Pools) -> None:
-    assert ranks(1).run(twins_are_given_up)[0][1] is False
+def test_metrics_that_are_logged_by_epoch_have_no_full_batch_metric(ranks: Pools) -> None:
+    assert ranks(1).run(full_batch_metrics_of_logged)[0][1] is False
 
 
 def logged_twice(*order: bool) -> list[Any]:

@@ -14,8 +14,8 @@ from torchmetrics import SumMetric
 from lightning_hybrid.trainer.results.module_attributes import (
     assign,
     assign_scalars,
+    attribute_versions,
     digest,
-    mark_attributes,
     pack,
     pack_scalars,
     scalars,
@@ -41,20 +41,20 @@ class Module(LightningModule):
 
 def changed(change: Callable[[Module], Any]) -> set[str]:
     module = Module()
-    before = mark_attributes(module)
+    before = attribute_versions(module)
     change(module)
-    now = mark_attributes(module)
+    now = attribute_versions(module)
     return {name for name in now if before.get(name) != now[name]}
 
 
-def test_what_is_marked() -> None:
+def test_what_has_a_version() -> None:
     own = {"losses", "weights", "count", "table", "window", "_private"}
     module = Module()
-    assert mark_attributes(module, [module.layer]).keys() == own
+    assert attribute_versions(module, [module.layer]).keys() == own
     module.register_buffer("seen", torch.zeros(2))
     module.register_buffer("elsewhere", torch.zeros(2, device="meta"))
     module.metric = SumMetric()
-    assert mark_attributes(module).keys() == own | {"layer.in_features", "layer.out_features", "seen"}
+    assert attribute_versions(module).keys() == own | {"layer.in_features", "layer.out_features", "seen"}
 
 
 CHANGES: dict[str, tuple[Callable[[Module], Any], set[str]]] = {
@@ -79,22 +79,22 @@ def test_what_has_changed(name: str) -> None:
     assert changed(change) == expected
 
 
-def test_a_mark_does_not_keep_what_it_marks() -> None:
+def test_a_version_does_not_keep_its_value_alive() -> None:
     module = Module()
-    before = mark_attributes(module)
+    before = attribute_versions(module)
     module.losses.clear()
     module.losses.append(torch.ones(2))  # perhaps at the same address
-    assert mark_attributes(module)["losses"] != before["losses"]
+    assert attribute_versions(module)["losses"] != before["losses"]
 
 
-def test_tensors_of_inference_mode_are_marked_by_their_numbers() -> None:
+def test_tensors_of_inference_mode_have_a_version_by_their_numbers() -> None:
     module = Module()
     with torch.inference_mode():
         module.losses = [torch.zeros(2)]
-        before = mark_attributes(module)
-        assert mark_attributes(module) == before
+        before = attribute_versions(module)
+        assert attribute_versions(module) == before
         module.losses[0].add_(1)
-        assert mark_attributes(module)["losses"] != before["losses"]
+        assert attribute_versions(module)["losses"] != before["losses"]
 
 
 def test_values_travel_without_graph_or_storage() -> None:
