@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.zero.param import put, slots_of
-from lightning_hybrid.distributed.dtensor import to_local
+from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
 from lightning_hybrid.distributed.mesh import AXES
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter, most_kept
@@ -299,7 +299,7 @@ def _give_shapes(module: nn.Module) -> None:
     """Let what lies on the meta device be tensors like any others, still without memory."""
     for parameter, slots in [(each, slots_of(module)[id(each)]) for each in module.parameters() if each.is_meta]:
         made = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
-        vars(made).update({key: mark for key, mark in vars(parameter).items() if key != "_is_param"})
+        copy_attributes(parameter, made)
         put(made, slots)
     for part in module.modules():
         for name, buffer in part._buffers.items():
