@@ -169,8 +169,8 @@ class RunState:
         if is_whole or self._module is None or not self._division.is_done:
             return
         self.archive.finish()
-        if hasattr(self, "grad_sync") and self.grad_sync.wholes is not None:
-            self.grad_sync.wholes.remove()
+        if hasattr(self, "grad_sync"):
+            self.grad_sync.zero.remove()
         self._division.undo()
         self._division, self.is_gathered = self._new_division(self._module), True
         self.archive = self._new_archive(self._module)
@@ -193,13 +193,13 @@ class RunState:
         options: dict[str, Any] = {
             "sync_batch_norm": sync_batch_norm,
             "adds_up": adds_up,
-            "wholes": self._division.make_wholes(),
-            "wide": settings.float32_gradients,
+            "zero": self._division.make_zero(),
+            "float32_gradients": settings.float32_gradients,
         }
         self.grad_sync = GradientSync(module, stage_map, self.mesh, **options)
         self.grad_sync.broadcast_parameters()
         self.offload = Offload(settings.offload, self._device)
-        self.around_forwards = self._division.around_forwards(self.offload, self.grad_sync.forms)
+        self.around_forwards = self._division.around_forwards(self.offload, self.grad_sync.local_parameters)
         if not self.is_cut:
             self.pipeline = self.training = self.evaluation = None
             return
@@ -229,8 +229,7 @@ class RunState:
         self.accounting = MemoryReport(self.grad_sync, self.mesh, reckon, schedule, counts_activations=counts)
         self._callbacks = [self.continuation, self.accounting, self.batch_start]
         trainer.callbacks[:0] = self._callbacks[:2]  # type: ignore[attr-defined]
-        if self.grad_sync.wholes is not None:
-            self.grad_sync.wholes.follow(trainer.strategy.optimizers)
+        self.grad_sync.zero.follow(trainer.strategy.optimizers)
         if self.pipeline is None or self._module is None:
             return
         mesh = self.mesh

@@ -47,25 +47,20 @@ class SteppingStrategy(SavingStrategy):
         )
 
     def _uncut_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's own; whole parameters stay until after the backward, which the Trainer calls."""
+        """Lightning's own; parameters stay unsharded until after the backward, which the Trainer calls."""
         grad_sync = self._parts.grad_sync
-        wholes = grad_sync.wholes
-        if wholes is None:
-            grad_sync.forward_begins(0)
-            with self._parts.around_forwards():
-                return super().training_step(*args, **kwargs)
-        wholes.open()
+        grad_sync.zero.open()
         grad_sync.forward_begins(0)
         try:
             with self._parts.around_forwards():
                 output = super().training_step(*args, **kwargs)
         except BaseException:
-            wholes.abandon()
+            grad_sync.zero.abandon()
             raise
         loop = self._module.trainer.fit_loop.epoch_loop
         automatic = self._module.automatic_optimization
         if not automatic or output is None or loop.automatic_optimization._skip_backward:
-            wholes.close()
+            grad_sync.zero.close()
         return output
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -102,8 +97,8 @@ class SteppingStrategy(SavingStrategy):
         grad_sync.backward_ends(0, is_last=is_last, frees=True)
         if is_last:
             grad_sync.finish()
-        if grad_sync.wholes is not None and self._module.automatic_optimization:
-            grad_sync.wholes.close()
+        if self._module.automatic_optimization:
+            grad_sync.zero.close()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
