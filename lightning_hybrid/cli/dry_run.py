@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_hybrid.config import HybridConfig
-from lightning_hybrid.data_parallel.zero.param import put, slots_of
-from lightning_hybrid.distributed.dtensor import to_local
+from lightning_hybrid.data_parallel.zero.param import find_owners, set_parameter
+from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
 from lightning_hybrid.distributed.mesh import AXES
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter, most_kept
@@ -297,10 +297,10 @@ def _labelled(body: tuple[str, nn.Sequential] | None, keeping: SavedTensorMeter)
 
 def _give_shapes(module: nn.Module) -> None:
     """Let what lies on the meta device be tensors like any others, still without memory."""
-    for parameter, slots in [(each, slots_of(module)[id(each)]) for each in module.parameters() if each.is_meta]:
+    for parameter, owners in [(each, find_owners(module)[id(each)]) for each in module.parameters() if each.is_meta]:
         made = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
-        vars(made).update({key: mark for key, mark in vars(parameter).items() if key != "_is_param"})
-        put(made, slots)
+        copy_attributes(parameter, made)
+        set_parameter(made, owners)
     for part in module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.is_meta:

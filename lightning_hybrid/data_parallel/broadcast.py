@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_hybrid.distributed.tensor_bytes import as_bytes
+
 __all__ = ["broadcast_tensors"]
 
 CHUNK_BYTES = 25 * 2**20
@@ -30,7 +32,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: ProcessGroup, source: in
     if group.size() == 1:
         return
     for chunk in _chunks(tensor.detach() for tensor in tensors if not tensor.is_meta and tensor.numel() > 0):
-        if len(chunk) == 1 and chunk[0].is_contiguous():
+        if len(chunk) == 1 and chunk[0].is_contiguous() and not chunk[0].is_conj():
             _broadcast(chunk[0].view(-1), group, source)
             continue
         sizes = [tensor.numel() for tensor in chunk]
@@ -45,8 +47,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: ProcessGroup, source: in
 
 
 def _broadcast(flat: Tensor, group: ProcessGroup, source: int) -> None:
-    # As bytes: no backend knows every dtype (bool, complex, 8-bit floats).
-    dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
+    dist.broadcast(as_bytes(flat), group=group, group_src=source)
 
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -11,7 +11,7 @@ __all__ = ["Float32Gradients"]
 
 
 class Float32Gradients:
-    """While micro-batches add to them, and while they travel, gradients are float32; optimizers get what they expect.
+    """Gradients are float32 while micro-batches add to them and while they are reduced; optimizers get their own dtype.
 
     ::
 
@@ -25,28 +25,28 @@ class Float32Gradients:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        every = {id(each): each for each in parameters if each.is_floating_point() and each.element_size() < 4}
-        self._parameters = list(every.values())
+        half = {id(each): each for each in parameters if each.is_floating_point() and each.element_size() < 4}
+        self._parameters = list(half.values())
         self._has_begun = False
 
     def begin(self) -> None:
         """Gradients are added up from here on."""
         if not self._has_begun:
-            self._become(torch.float32)
+            self._set_dtype(torch.float32)
         self._has_begun = True
 
     def end(self) -> None:
         """They are final."""
         if self._has_begun:
-            self._become(None)
+            self._set_dtype(None)
         self._has_begun = False
 
     @torch.no_grad()
-    def _become(self, dtype: torch.dtype | None) -> None:
+    def _set_dtype(self, dtype: torch.dtype | None) -> None:
         for parameter in self._parameters:
-            wanted = dtype or parameter.dtype
+            grad_dtype = dtype or parameter.dtype
             gradient = parameter.grad
             parameter.grad = None
-            parameter.grad_dtype = wanted
+            parameter.grad_dtype = grad_dtype
             if gradient is not None:
-                parameter.grad = gradient.to(wanted)
+                parameter.grad = gradient.to(grad_dtype)

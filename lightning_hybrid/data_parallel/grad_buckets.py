@@ -1,11 +1,11 @@
-"""Gradients summed over a group once per optimizer step, in flat buckets that travel while backward still runs.
+"""Gradients summed over a group once per optimizer step, in flat buckets that are reduced while backward still runs.
 
 The parameters p0 ... p5 of a model get their gradients in the order p5 ... p0, so buckets are filled from the end::
 
     backward    g5  g4  g3  g2  g1  g0
                  |   |   |   |   |   |
     bucket 0   [g5  g4 | 1 1]  |   |   |     its last gradient has arrived: packed, scaled, `.grad` freed, and
-                       `- - - all-reduce - - - >         it travels while backward goes on
+                       `- - - all-reduce - - - >         reduced while backward goes on
     bucket 1             [g3  g2  g1 | 1 1 1]
                                      `- - - - >  a bucket starts after the ones before it: one order on every rank
     bucket 2                       [g0 | 1]
@@ -19,7 +19,6 @@ Training* (Li et al., 2020, https://arxiv.org/abs/2006.15704).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 
@@ -28,14 +27,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.data_parallel.bucket import Bucket, SummedBucket, too_late
+from lightning_hybrid.data_parallel.bucket import AllReduceBucket, Bucket, late_gradient_error
 from lightning_hybrid.distributed.dtensor import to_local
+from lightning_hybrid.distributed.process_group import GroupRef
 
 __all__ = ["BUCKET_BYTES", "GradientBuckets", "assign"]
 
 BUCKET_BYTES = 25 * 2**20
 
-# The first bucket is small: the sooner something travels, the more of it hides behind backward.
+# The first bucket is small: the sooner a collective starts, the more of it hides behind backward.
 FIRST_BUCKET_BYTES = 2**20
 
 
@@ -49,18 +49,15 @@ class GradientBuckets:
     them than its peers, and ends with the same bits. Freezing and thawing parameters between steps is noticed.
 
     Args:
-        parameters: The parameters in the order of the model; dense, of any dtypes and devices. Of one that is divided
+        parameters: The parameters in the order of the model; dense, of any dtypes and devices. Of one that is sharded
             over other ranks, this rank's shard takes part.
         group: The ranks that hold a copy of each of them.
         scale: What each gradient is multiplied by before it is summed; ``1 / group.size()`` gives the mean.
         bucket_bytes: The size in bytes from which a bucket is complete.
         overlap: Whether a bucket starts as soon as its last gradient is there, or all of them in :meth:`launch_rest`.
-        divide: Puts parameters into buckets, in the order in which backward should complete them; instead of
-            ``bucket_bytes``.
-        at_once: How many buckets may travel at a time; ``None`` for all.
-
-    Attributes:
-        watch: Called before something travels, when there is the most of it.
+        make_buckets: Puts trainable parameters into buckets, in the order in which backward should complete them;
+            instead of ``bucket_bytes``.
+        max_in_flight: How many buckets may be in flight at a time; ``None`` for all.
 
     Example::
 
@@ -81,32 +78,26 @@ class GradientBuckets:
         scale: float,
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
-        divide: Callable[[Sequence[nn.Parameter]], list[Bucket]] | None = None,
-        at_once: int | None = None,
+        make_buckets: Callable[[Sequence[nn.Parameter]], list[Bucket]] | None = None,
+        max_in_flight: int | None = None,
     ) -> None:
         self.parameters = list(parameters)
-        self._group = weakref.ref(group)
+        self._group = GroupRef(group)
         self.scale = scale
         self.bucket_bytes = bucket_bytes
         self.overlap = overlap
-        self._put_into_buckets = self._by_size if divide is None else divide
-        self._at_once = at_once
+        self._make_buckets = make_buckets or self._by_size
+        self._max_in_flight = max_in_flight
         self._buckets: list[Bucket] = []
         self._trainable: list[bool] = []
         self._handles: list[RemovableHandle] = []
         self._armed = False
         self._num_launched = self._num_finished = 0
-        self.watch: Callable[[None], None] | None = None
-
-    @property
-    def travelling(self) -> list[Tensor]:
-        """Gradients that are under way."""
-        return [tensor for bucket in self._buckets for tensor in bucket.travelling]
 
     def arm(self) -> None:
         """Say that the next backward is the last one of this step: each gradient that it completes is final."""
         assert self._num_launched == 0, "`finish()` comes before the next step's `arm()`"
-        self._divide()
+        self._rebuild()
         self._armed = self.overlap
 
     def launch_rest(self) -> None:
@@ -115,14 +106,14 @@ class GradientBuckets:
         Right without :meth:`arm` too: everything starts here then.
         """
         if not self._armed:
-            self._divide()
+            self._rebuild()
         self._armed = False
         for bucket in self._buckets[self._num_launched :]:
             self._launch(bucket)
 
     def launch_complete(self, parameters: Container[int]) -> None:
         """Start what consists of these parameters, by identity: they are done, whether they have a gradient or not."""
-        self._divide()
+        self._rebuild()
         for bucket in self._buckets[self._num_launched :]:
             if not all(id(parameter) in parameters for parameter in bucket.parameters):
                 break
@@ -141,11 +132,11 @@ class GradientBuckets:
         for bucket in self._buckets[self._num_finished :]:
             bucket.wait()
         for bucket in self._buckets[self._num_finished :]:
-            bucket.give_back()
+            bucket.finish()
         self._num_launched = self._num_finished = 0
 
     def abandon(self) -> None:
-        """Let go of everything that is under way, after a failure: a pending collective keeps connections open."""
+        """Let go of collectives in flight, after a failure: they keep connections open."""
         self._buckets.clear()
         self._num_launched = self._num_finished = 0
 
@@ -157,15 +148,15 @@ class GradientBuckets:
         self._trainable.clear()
         self._buckets.clear()
 
-    def _divide(self) -> None:
-        """Divides the trainable parameters into buckets, unless this is the division in use."""
+    def _rebuild(self) -> None:
+        """Put the trainable parameters into buckets, unless these are the ones in use."""
         trainable = [parameter.requires_grad for parameter in self.parameters]
         if trainable == self._trainable:
             return
         self.remove()
         self._trainable = trainable
         parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
-        self._buckets = self._put_into_buckets(parameters)
+        self._buckets = self._make_buckets(parameters)
         if self.overlap:
             for bucket in self._buckets:
                 for index, parameter in enumerate(bucket.parameters):
@@ -174,14 +165,14 @@ class GradientBuckets:
                     self._handles.append(handle)
 
     def _by_size(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-        return [SummedBucket(members) for members in assign(parameters, self.bucket_bytes)]
+        return [AllReduceBucket(members) for members in assign(parameters, self.bucket_bytes)]
 
     def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
         # Runs at every parameter in every backward of every micro-batch; only the last one counts.
         if not self._armed:
             return
         if bucket.work is not None:
-            raise too_late(parameter)
+            raise late_gradient_error(parameter)
         bucket.missing.discard(index)
         # A complete bucket waits for the ones before it: collectives of a group have one order on all ranks, and with a
         # graph that depends on the data, buckets are complete in any order.
@@ -189,21 +180,17 @@ class GradientBuckets:
             self._launch(self._buckets[self._num_launched])
 
     def _launch(self, bucket: Bucket) -> None:
-        if self.watch is not None:
-            self.watch(None)
-        group = self._group()
-        assert group is not None, "the process groups have been destroyed"
-        if self._num_launched - self._num_finished == self._at_once:
+        if self._num_launched - self._num_finished == self._max_in_flight:
             oldest = self._buckets[self._num_finished]
             oldest.wait()
-            oldest.give_back()
+            oldest.finish()
             self._num_finished += 1
-        bucket.launch(group, self.scale)
+        bucket.launch(self._group(), self.scale)
         self._num_launched += 1
 
 
 def assign(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Divides parameters into buckets, in the order in which backward should complete them.
+    """Puts parameters into buckets, in the order in which backward should complete them.
 
     Args:
         parameters: The parameters in the order of the model.

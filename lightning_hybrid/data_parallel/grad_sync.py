@@ -13,8 +13,8 @@ from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
 from lightning_hybrid.data_parallel.fp32_grads import Float32Gradients
 from lightning_hybrid.data_parallel.grad_buckets import GradientBuckets
 from lightning_hybrid.data_parallel.sync_batch_norm import synchronize_batch_norm
-from lightning_hybrid.data_parallel.zero.param import is_divided
-from lightning_hybrid.data_parallel.zero.zero import ZeroParameters
+from lightning_hybrid.data_parallel.zero.param import is_shard
+from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel, redistribute_grad, to_local
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
@@ -28,13 +28,13 @@ class GradientSync:
 
     ::
 
-        parameter of one stage              bucket of that stage     over data parallel; starts in its last backward
-        of several stages of this rank      late bucket              over data parallel; starts when all is done
-        of several ranks (tied, outside     one bucket for each      over (holders x data parallel): summed over the
-        of the body)                        set of holders           holders, averaged over the replicas, in one go
+        parameter of one stage              buckets of that stage     over data parallel; start in its last backward
+        of several stages of this rank      buckets after backward    over data parallel; start when all is done
+        of several ranks (tied, outside     buckets for each set      over (holders x data parallel): summed over the
+        of the body)                        of holders                holders, averaged over the replicas, in one go
 
-    A parameter that is divided over replicas has the same place, but each replica gets its rows of the gradient: over
-    data parallel first, and what comes to rows that several stages hold is then summed over these.
+    A parameter that replicas shard has the same place, but each replica gets its rows of the gradient: over data
+    parallel first, and what comes to rows that several stages hold is then summed over these.
 
     Every rank of the world must make this with the same module (apart from placeholders) and stages:
     groups are made.
@@ -45,8 +45,11 @@ class GradientSync:
         mesh: The ranks.
         sync_batch_norm: Whether batch norm takes its statistics over all replicas, until :meth:`remove`.
         adds_up: The names of parameters whose gradients are parts of a sum over the tensor-parallel ranks.
-        wholes: Makes parameters whole that are divided over replicas; ``None`` if none are.
-        wide: Whether gradients of parameters in half precision are added up, and travel, in float32.
+        zero: Unshards parameters that replicas shard.
+        float32_gradients: Whether gradients of parameters in half precision are added up, and reduced, in float32.
+
+    Attributes:
+        zero: Likewise.
     """
 
     def __init__(
@@ -57,63 +60,61 @@ class GradientSync:
         *,
         sync_batch_norm: bool = False,
         adds_up: Collection[str] = (),
-        wholes: ZeroParameters | None = None,
-        wide: bool = False,
+        zero: ZeroParameters | NoZero | None = None,
+        float32_gradients: bool = False,
     ) -> None:
         self._mesh = mesh
-        self.wholes = wholes
+        self.zero = zero or NoZero()
         self._has_evaluated = False
-        self._watch: Callable[[int | None], None] | None = None
         self._undo: list[Callable[[], None]] = []
         if sync_batch_norm and mesh.data_parallel_size > 1:
             self._undo.append(synchronize_batch_norm(module, mesh.data_group))
-        self._parameters = locate(module.named_parameters(remove_duplicate=False), stage_map)
+        parameters = locate(module.named_parameters(remove_duplicate=False), stage_map)
         # Buffers by name: moving a module to a device unties them, and would do so only where they are no placeholders.
         buffers = module.named_buffers(remove_duplicate=False)
-        self._buffers = [place for named in buffers for place in locate([named], stage_map)]
-        holders = sorted({place.ranks for place in (*self._parameters, *self._buffers) if len(place.ranks) > 1})
-        made = {
+        self._buffers = [location for named in buffers for location in locate([named], stage_map)]
+        holders = sorted({each.ranks for each in (*parameters, *self._buffers) if len(each.ranks) > 1})
+        groups = {
             ranks: (mesh.shared_parameter_group(ranks), mesh.shared_parameter_group(ranks, of_replica=True))
             for ranks in holders
         }
-        self._shared_by = [ranks for ranks, (group, _) in made.items() if group is not None]
-        named = dict(module.named_parameters(remove_duplicate=False))
-        self._adding_up = list({id(named[name]): named[name] for name in sorted(adds_up)}.values())
-        self._floating_buffers = [
-            place.tensor for place in self._buffers if self._mine(place) and place.tensor.is_floating_point()
-        ]
-        self._counted = {id(place.tensor) for place in self._parameters if place.ranks[0] == mesh.pipeline_rank}
+        self._shared_by = [ranks for ranks, (group, _) in groups.items() if group is not None]
+        # Placeholders are passed over here and not in each step: there may be thousands of them.
+        self._parameters = [location for location in parameters if self._is_own(location)]
+        own_buffers = (location.tensor for location in self._buffers if self._is_own(location))
+        self._floating_buffers = [buffer for buffer in own_buffers if buffer.is_floating_point()]
+        self._counted = {id(each.tensor) for each in self._parameters if each.ranks[0] == mesh.pipeline_rank}
         self._by_stage: dict[int, list[GradientBuckets]] = {}
-        self._late: list[GradientBuckets] = []
-        self._last: list[GradientBuckets] = []
+        self._after_backward: list[GradientBuckets] = []
+        self._over_holders: list[GradientBuckets] = []
         self._each_backward: set[int] = set()
-        self._wide = Float32Gradients(self.forms() if wide else ())
-        self._make_buckets()
+        self._float32 = Float32Gradients(self.local_parameters() if float32_gradients else ())
+        named = dict(module.named_parameters(remove_duplicate=False))
+        self._make_buckets(named[name] for name in sorted(adds_up))
 
-    def forms(self) -> list[Tensor]:
-        """The parameters of this rank, of divided ones the share and the whole."""
-        twins = () if self.wholes is None else self.wholes.twins.values()
-        own = [place.tensor for place in self._parameters if self._mine(place)]
-        return [*own, *(form for twin in twins for form in (twin.shard, twin.whole))]
+    def local_parameters(self) -> list[Tensor]:
+        """The parameters of this rank, of sharded ones both forms."""
+        return [*(location.tensor for location in self._parameters), *self.zero.tensors()]
 
-    def _mine(self, place: TensorStages) -> bool:
-        return self._mesh.pipeline_rank in place.ranks and not is_placeholder(place.tensor)
+    def _is_own(self, location: TensorStages) -> bool:
+        return self._mesh.pipeline_rank in location.ranks and not is_placeholder(location.tensor)
 
-    def _make_buckets(self) -> None:
-        mine = [place for place in self._parameters if self._mine(place)]
-        own = [place for place in mine if len(place.ranks) == 1]
+    def _make_buckets(self, adding_up: Iterable[Tensor]) -> None:
+        data_group = self._mesh.data_group
+        unshared = [location for location in self._parameters if len(location.ranks) == 1]
         if self._mesh.data_parallel_size > 1:
-            for stage in sorted({min(place.stages) for place in own}):
-                places = [place for place in own if place.stages == {stage}]
-                self._by_stage[stage] = self._averaged(places, self._mesh.data_group, stage)
-            self._late += self._averaged([place for place in own if len(place.stages) > 1], self._mesh.data_group)
+            for stage in sorted({min(location.stages) for location in unshared}):
+                of_stage = [location for location in unshared if location.stages == {stage}]
+                self._by_stage[stage] = self._averaged(of_stage, data_group, stage)
+            of_several = [location for location in unshared if len(location.stages) > 1]
+            self._after_backward += self._averaged(of_several, data_group)
         for ranks in self._shared_by:
-            shared = [place for place in self._parameters if place.ranks == ranks]
-            self._late += self._averaged(shared, self._group(ranks))
-            parts = [place.tensor for place in shared if is_divided(place.tensor)]
-            self._last += self._summed(parts, self._group(ranks, of_replica=True))
-        adding_up = [tensor for tensor in self._adding_up if not is_placeholder(tensor)]
-        self._last += self._summed(adding_up, self._mesh.tensor_group)
+            shared = [location for location in self._parameters if location.ranks == ranks]
+            self._after_backward += self._averaged(shared, self._group(ranks))
+            shards = [location.tensor for location in shared if is_shard(location.tensor)]
+            self._over_holders += self._summed(shards, self._group(ranks, of_replica=True))
+        parts = {id(tensor): tensor for tensor in adding_up if not is_placeholder(tensor)}
+        self._over_holders += self._summed(parts.values(), self._mesh.tensor_group)
 
     def _group(self, ranks: tuple[int, ...], *, of_replica: bool = False) -> ProcessGroup:
         group = self._mesh.shared_parameter_group(ranks, of_replica=of_replica)
@@ -121,68 +122,56 @@ class GradientSync:
         return group
 
     def _averaged(
-        self, places: list[TensorStages], group: ProcessGroup, stage: int | None = None
+        self, locations: list[TensorStages], group: ProcessGroup, stage: int | None = None
     ) -> list[GradientBuckets]:
-        """Of what is not divided over replicas, summed over a group; of the rest, each replica its rows."""
-        parameters = [place.tensor for place in places if isinstance(place.tensor, nn.Parameter)]
-        scale = 1 / self._mesh.data_parallel_size
-        alike = [each for each in parameters if not is_divided(each)]
-        parts = [each for each in parameters if is_divided(each)]
-        made = []
-        if parts:
-            assert self.wholes is not None
-            scattered = self.wholes.gradients.buckets(stage, parts, self._mesh.data_group)
-            made.append(scattered)
-            if stage is not None and self.wholes.scatters_each_backward:
-                self._each_backward.add(id(scattered))
-        if alike:
-            # Replicas that use different layers would start these at different moments: after all that has one order.
-            made.append(GradientBuckets(alike, group, scale=scale, overlap=stage is not None and not parts))
+        """Of what replicas do not shard, summed over a group; of the rest, each replica its rows."""
+        parameters = [location.tensor for location in locations if isinstance(location.tensor, nn.Parameter)]
+        made = self.zero.gradient_buckets(stage, parameters, self._mesh.data_group)
+        if stage is not None and self.zero.reduces_each_backward:
+            self._each_backward |= set(map(id, made))
+        unsharded = [parameter for parameter in parameters if not is_shard(parameter)]
+        if unsharded:
+            # Replicas that use different layers would start these at different times: after all that has one order.
+            overlap = stage is not None and not made
+            made.append(GradientBuckets(unsharded, group, scale=1 / self._mesh.data_parallel_size, overlap=overlap))
         return made
 
     def _summed(self, tensors: Iterable[Tensor], group: ProcessGroup) -> list[GradientBuckets]:
-        parameters = [each for each in tensors if isinstance(each, nn.Parameter)]
+        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         return [GradientBuckets(parameters, group, scale=1.0, overlap=False)] if parameters else []
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts the parameter, or its part of it, in the gradient norm: its first holder does."""
-        mesh = self._mesh
-        if id(parameter) not in self._counted or not (mesh.tensor_rank == 0 or is_tensor_parallel(parameter)):
+        if id(parameter) not in self._counted or not (self._mesh.tensor_rank == 0 or is_tensor_parallel(parameter)):
             return False
-        return self.wholes is None or mesh.data_rank == 0 or is_divided(parameter)
+        return self.zero.counts_in_norm(parameter)
 
     @contextmanager
     def step(self, *, evaluates: bool = False, is_cut: bool = True) -> Iterator[None]:
-        """During a step layers find whole parameters.
+        """During a step layers find unsharded parameters.
 
         Args:
             evaluates: Whether it is one of an evaluation, during which parameters stay the same.
             is_cut: Whether its batch is split into micro-batches; in an evaluation, as each replica can.
         """
-        if self.wholes is None:
-            yield
-            return
-        self.wholes.open(unchanged=evaluates and self._has_evaluated, frees_early=not (evaluates and is_cut))
+        unchanged = evaluates and self._has_evaluated
+        self.zero.open(unchanged=unchanged, reshard_after_forward=not (evaluates and is_cut))
         self._has_evaluated = evaluates
         try:
             yield
         except BaseException:
-            self.wholes.abandon()
+            self.zero.abandon()
             raise
-        self.wholes.close()
+        self.zero.close()
 
     def forward_begins(self, stage: int) -> None:
         """The layers of this stage are about to run, for one micro-batch."""
-        if self.wholes is not None:
-            self.wholes.forward_begins(stage)
-        if self._watch is not None:
-            self._watch(stage)
+        self.zero.forward_begins(stage)
 
     def backward_begins(self, stage: int, *, is_last: bool) -> None:
         """A backward of this stage begins; the gradients that come in the last one of a step are final."""
-        self._wide.begin()
-        if self.wholes is not None:
-            self.wholes.backward_begins(stage)
+        self._float32.begin()
+        self.zero.backward_begins(stage)
         for buckets in self._by_stage.get(stage, ()):
             if is_last or id(buckets) in self._each_backward:
                 buckets.arm()
@@ -195,10 +184,7 @@ class GradientSync:
             is_last: Whether they are final.
             frees: Whether the stage's layers are not needed any more in this step.
         """
-        if self._watch is not None:
-            self._watch(None)
-        if self.wholes is not None:
-            self.wholes.backward_ends(stage, is_last=frees)
+        self.zero.backward_ends(stage, is_last=frees)
         for buckets in self._by_stage.get(stage, ()):
             if is_last or id(buckets) in self._each_backward:
                 buckets.launch_rest()
@@ -207,35 +193,33 @@ class GradientSync:
 
     def finish(self) -> None:
         """All gradients of this rank are there: start what is left, and wait for everything."""
-        for buckets in self._late:
+        for buckets in self._after_backward:
             buckets.launch_rest()
-        for buckets in (*itertools.chain(*self._by_stage.values()), *self._late):
+        for buckets in (*itertools.chain(*self._by_stage.values()), *self._after_backward):
             if id(buckets) not in self._each_backward:
                 buckets.finish()
-        for buckets in self._last:
+        for buckets in self._over_holders:
             buckets.launch_rest()
             buckets.finish()
-        for place in self._parameters:
-            redistribute_grad(place.tensor)
-        self._wide.end()
-        if self._watch is not None:
-            self._watch(None)
+        for location in self._parameters:
+            redistribute_grad(location.tensor)
+        self._float32.end()
 
     def broadcast_parameters(self) -> None:
         """Give every tensor the values of its first holder on the first replica."""
-        mine = [place for place in (*self._parameters, *self._buffers) if self._mine(place)]
+        own = [*self._parameters, *filter(self._is_own, self._buffers)]
         if self._mesh.tensor_parallel_size > 1:
-            alike = [to_local(place.tensor) for place in mine if not is_tensor_parallel(place.tensor)]
+            alike = [to_local(each.tensor) for each in own if not is_tensor_parallel(each.tensor)]
             broadcast_tensors(alike, self._mesh.tensor_group)
-        whole = [place for place in mine if not is_divided(place.tensor)]
+        unsharded = [location for location in own if not is_shard(location.tensor)]
         if self._mesh.data_parallel_size > 1:
-            broadcast_tensors(
-                [to_local(place.tensor) for place in whole if len(place.ranks) == 1], self._mesh.data_group
-            )
+            unshared = [to_local(location.tensor) for location in unsharded if len(location.ranks) == 1]
+            broadcast_tensors(unshared, self._mesh.data_group)
         for ranks in self._shared_by:
-            broadcast_tensors([to_local(place.tensor) for place in whole if place.ranks == ranks], self._group(ranks))
-            parts = [to_local(place.tensor) for place in mine if place.ranks == ranks and is_divided(place.tensor)]
-            broadcast_tensors(parts, self._group(ranks, of_replica=True))
+            shared = [to_local(location.tensor) for location in unsharded if location.ranks == ranks]
+            broadcast_tensors(shared, self._group(ranks))
+            shards = [to_local(each.tensor) for each in own if each.ranks == ranks and is_shard(each.tensor)]
+            broadcast_tensors(shards, self._group(ranks, of_replica=True))
 
     def broadcast_buffers(self) -> None:
         """Give floating-point buffers the values of the first replica, as `DistributedDataParallel` does.
@@ -247,38 +231,19 @@ class GradientSync:
             broadcast_tensors(self._floating_buffers, self._mesh.data_group)
 
     @property
-    def watch(self) -> Callable[[int | None], None] | None:
-        """Called when much is held: with a stage when its layers are about to run, otherwise with ``None``."""
-        return self._watch
-
-    @watch.setter
-    def watch(self, watch: Callable[[int | None], None] | None) -> None:
-        self._watch = watch
-        for buckets in self._all:
-            buckets.watch = watch
-        if self.wholes is not None:
-            self.wholes.watch = watch
-
-    @property
-    def travelling(self) -> list[Tensor]:
-        """Gradients that are under way to other ranks."""
-        return [tensor for buckets in self._all for tensor in buckets.travelling]
-
-    @property
     def _all(self) -> list[GradientBuckets]:
-        return [*itertools.chain(*self._by_stage.values()), *self._late, *self._last]
+        return [*itertools.chain(*self._by_stage.values()), *self._after_backward, *self._over_holders]
 
     def abandon(self) -> None:
-        """Let go of collectives that are under way, after a failure."""
+        """Let go of collectives in flight, after a failure."""
         for buckets in self._all:
             buckets.abandon()
 
     def remove(self) -> None:
         """Take the hooks off the parameters, and put the user's layers back."""
-        self._wide.end()
+        self._float32.end()
         for undo in self._undo:
             undo()
         for buckets in self._all:
             buckets.remove()
-        if self.wholes is not None:
-            self.wholes.remove()
+        self.zero.remove()

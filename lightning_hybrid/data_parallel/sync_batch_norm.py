@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
+
+from lightning_hybrid.distributed.process_group import GroupRef
 
 __all__ = ["synchronize_batch_norm"]
 
@@ -26,7 +27,7 @@ def synchronize_batch_norm(module: nn.Module, group: ProcessGroup) -> Callable[[
     Returns:
         A function that puts the user's layers back.
     """
-    reference = _Reference(group)
+    reference = GroupRef(group)
     replaced = [
         (parent, name, child)
         for parent in module.modules()
@@ -45,29 +46,19 @@ def synchronize_batch_norm(module: nn.Module, group: ProcessGroup) -> Callable[[
     return undo
 
 
-class _Reference:
-    """A group that torch owns. Callbacks copy modules, and a group cannot be copied: the copy shares it."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = weakref.ref(group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Reference:
-        return self
-
-
 class _Synchronized(nn.SyncBatchNorm):
     """`SyncBatchNorm` over a group, with the parameters and buffers of another layer: their dictionaries are shared."""
 
-    def __init__(self, layer: _BatchNorm, reference: _Reference) -> None:
+    def __init__(self, layer: _BatchNorm, group: GroupRef) -> None:
         super().__init__(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         self._parameters, self._buffers = layer._parameters, layer._buffers
         self.training = layer.training
-        self._reference = reference
+        self._group = group
 
     @property
     def process_group(self) -> ProcessGroup | None:
         """The replicas; torch's layer looks here."""
-        return self._reference.group()
+        return self._group() if self._group.is_alive else None
 
     @process_group.setter
     def process_group(self, group: Any) -> None:

@@ -18,6 +18,7 @@ REPLICAS = "data_parallel"  # the axis, the last one where replicas divide a ten
 
 __all__ = [
     "all_gather_zero",
+    "copy_attributes",
     "distribute_like",
     "full_tensor",
     "give_gradient",
@@ -32,6 +33,15 @@ __all__ = [
     "shard_of",
     "to_local",
 ]
+
+
+def copy_attributes(old: Tensor, new: Tensor) -> None:
+    """Give a tensor the attributes of the one whose place it takes.
+
+    They are the user's, such as `no_weight_decay`, by which optimizers' parameter groups are chosen. Only torch's own
+    mark of a parameter stays behind: what takes the place need not be one.
+    """
+    vars(new).update({name: value for name, value in vars(old).items() if name != "_is_param"})
 
 
 @contextmanager

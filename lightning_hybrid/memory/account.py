@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from lightning_hybrid.data_parallel.zero.rows import RowShards
+from lightning_hybrid.data_parallel.zero.param import RowShards
 from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
 
@@ -90,8 +90,8 @@ def held(
             parameters += each.itemsize * size
             gradients += each.gradient * size
             continue
-        share = rows.shape_of(0).numel()
-        wholes[each.layer] += each.itemsize * num_replicas * rows.share
+        share = rows.shard_shape(0).numel()
+        wholes[each.layer] += each.itemsize * num_replicas * rows.padded_numel
         parameters += each.itemsize * share if divides == 3 else 0
         gradients += each.gradient * (share if divides > 1 else size)
         grown[each.layer] += each.gradient * (size - share if once else size)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.config import HybridConfig
-from lightning_hybrid.data_parallel.zero.param import shape_here, slots_of
-from lightning_hybrid.data_parallel.zero.rows import RowShards
+from lightning_hybrid.data_parallel.zero.param import RowShards, find_owners, unsharded_shape
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
 from lightning_hybrid.distributed.dtensor import is_zero_sharded, to_local
 from lightning_hybrid.memory.account import Held, MemoryUsage, bytes_of, held, state_bytes
@@ -47,12 +46,12 @@ def estimate(
     """
     every = locate(module.named_parameters(remove_duplicate=False), stage_map)
     own = [location.tensor for location in every if rank in location.ranks]
-    slots = slots_of(module)
+    owners = find_owners(module)
     layer_of: dict[int, Hashable] = {}
     for stage, several in layers.items():
-        for place, keys in enumerate(own_parameters(several, layers, slots)):
+        for place, keys in enumerate(own_parameters(several, layers, owners)):
             layer_of |= dict.fromkeys(keys, (stage, place))
-    members = [Held(shape_here(p), p.element_size(), _gradient(p, settings), layer_of.get(id(p))) for p in own]
+    members = [Held(unsharded_shape(p), p.element_size(), _gradient(p, settings), layer_of.get(id(p))) for p in own]
     zero_stage = settings.zero_stage if num_replicas > 1 else 0
     parameters, gradients = held(
         members,
@@ -78,8 +77,8 @@ def _gradient(parameter: Tensor, settings: HybridConfig) -> int:
 def _shape_of_share(parameter: Tensor, num_replicas: int) -> torch.Size:
     if is_zero_sharded(parameter):
         return to_local(parameter).shape
-    rows = RowShards.of(shape_here(parameter), num_replicas)
-    return shape_here(parameter) if rows is None else rows.shape_of(0)
+    rows = RowShards.of(unsharded_shape(parameter), num_replicas)
+    return unsharded_shape(parameter) if rows is None else rows.shard_shape(0)
 
 
 def _states(optimizers: Iterable[Optimizer], shapes: Mapping[int, torch.Size]) -> int | None:

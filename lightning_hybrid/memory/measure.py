@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.data_parallel.zero.zero import ZeroParameters
 from lightning_hybrid.distributed.dtensor import local_gradient
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten
@@ -59,6 +60,7 @@ class MemoryReport(Callback):
         self._visits: Counter[int] = Counter()
         self._keeping: SavedTensorMeter | None = None
         self._parameters = self._gradients = 0
+        self._wrapped: list[tuple[Any, str]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MemoryReport:
         """What is watched knows it, and callbacks copy that with the module."""
@@ -72,7 +74,7 @@ class MemoryReport(Callback):
             return
         self._say("Memory of a rank, reckoned", lambda: [self._reckoned()])
         self._module, self._first, self._looks = pl_module, trainer.global_step, True
-        self._grad_sync.watch = self._look
+        self._watch()
 
     @contextmanager
     def __call__(self, batch: Any) -> Iterator[None]:
@@ -83,19 +85,58 @@ class MemoryReport(Callback):
         self._visits.clear()
         most = 0 if self._keeping is None else self._keeping.most
         self._keeping = SavedTensorMeter(most)
-        others = (*self._grad_sync.forms(), *self._module.buffers(), *flatten(batch)[0])
+        others = (*self._grad_sync.local_parameters(), *self._module.buffers(), *flatten(batch)[0])
         self._keeping.leave_out(each for each in others if isinstance(each, Tensor))
         with self._keeping():
             yield
+
+    def _watch(self) -> None:
+        """Look before gradients are reduced, and after parameters are unsharded."""
+        sync = self._grad_sync
+        forward_begins = sync.forward_begins
+
+        def look_at_stage(stage: int) -> None:
+            forward_begins(stage)
+            self._look(stage)
+
+        sync.forward_begins = look_at_stage  # type: ignore[method-assign]
+        self._wrapped = [(sync, "forward_begins")]
+        before = [(sync, "backward_ends"), *((buckets, "_launch") for buckets in sync._all)]
+        after = [(sync, "finish"), *((each, "unshard") for each in self._prefetchers)]
+        for owner, name in (*before, *after):
+            method, looks_after = getattr(owner, name), (owner, name) in after
+
+            def wrapped(
+                *args: Any, method: Callable[..., Any] = method, looks_after: bool = looks_after, **kwargs: Any
+            ) -> None:
+                if not looks_after:
+                    self._look(None)
+                method(*args, **kwargs)
+                if looks_after:
+                    self._look(None)
+
+            setattr(owner, name, wrapped)
+            self._wrapped.append((owner, name))
+
+    @property
+    def _prefetchers(self) -> Sequence[Any]:
+        zero = self._grad_sync.zero
+        return (zero._prefetcher, *zero._stage_prefetchers.values()) if isinstance(zero, ZeroParameters) else ()
+
+    @property
+    def _groups(self) -> Sequence[Any]:
+        return self._grad_sync.zero._all if isinstance(self._grad_sync.zero, ZeroParameters) else ()
 
     def _look(self, stage: int | None) -> None:
         if stage is not None and self._keeping is not None:
             self._keeping.label = stage, self._visits[stage]
             self._visits[stage] += 1
-        members, wholes = self._grad_sync.forms(), self._grad_sync.wholes
+        members = self._grad_sync.local_parameters()
+        gathered = [shards for group in self._groups for _, shards, _ in group._in_flight]
+        reduced = [bucket._flat for buckets in self._grad_sync._all for bucket in buckets._buckets]
         gradients = [gradient for gradient in map(local_gradient, members) if gradient is not None]
-        self._parameters = max(self._parameters, bytes_of([*members, *(wholes.travelling if wholes else ())]))
-        self._gradients = max(self._gradients, bytes_of([*gradients, *self._grad_sync.travelling]))
+        self._parameters = max(self._parameters, bytes_of([*members, *gathered]))
+        self._gradients = max(self._gradients, bytes_of([*gradients, *reduced]))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Say what was measured, once all that a step needs has been there."""
@@ -109,7 +150,10 @@ class MemoryReport(Callback):
 
     def close(self) -> None:
         """Let go of everything."""
-        self._looks, self._grad_sync.watch, self._keeping = False, None, None
+        self._looks, self._keeping = False, None
+        for owner, name in self._wrapped:
+            vars(owner).pop(name, None)
+        self._wrapped = []
         self._module = cast(Any, None)
 
     def _foreseen(self) -> int | None:

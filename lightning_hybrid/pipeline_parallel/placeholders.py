@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.distributed.dtensor import copy_attributes
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 __all__ = [
@@ -156,7 +157,7 @@ def _load_into_themselves(module: nn.Module, state: dict[str, Any], prefix: str,
 def _placeholder_parameter(parameter: Tensor) -> PlaceholderParameter:
     whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     placeholder = PlaceholderParameter(whole, requires_grad=parameter.requires_grad)
-    vars(placeholder).update(vars(parameter))  # marks such as `no_weight_decay`, by which users choose parameter groups
+    copy_attributes(parameter, placeholder)
     return placeholder
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.distributed.agreement import agree
-from lightning_hybrid.distributed.dtensor import to_local
+from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, remove_placeholder_hooks
@@ -22,9 +22,6 @@ from lightning_hybrid.tensor_parallel.shard import unshard
 from lightning_hybrid.tensor_parallel.styles import ParamSplit
 
 __all__ = ["RefusedStep", "check_gathering", "gather_module"]
-
-
-_OF_TORCH = "_is_param"  # how torch marks parameters of other classes than its own
 
 
 def check_gathering(module: LightningModule, plan: Plan | None) -> None:
@@ -104,7 +101,7 @@ def gather_module(module: LightningModule, stage_map: StageMap, plan: Plan | Non
         value = value.to(module.device)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, tensor.requires_grad)
-            vars(value).update({key: mark for key, mark in vars(tensor).items() if key != _OF_TORCH})
+            copy_attributes(tensor, value)
         else:
             _, value = buffers.setdefault(id(tensor), (tensor, value))
         for name in several:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_hybrid.distributed.dtensor import copy_attributes
 from lightning_hybrid.distributed.random import RandomStreams, derive_seed, seed_generators
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
@@ -283,7 +284,7 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
         value = whole.redistribute(placements=tensor.placements).clone()  # else a part keeps the whole alive
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, tensor.requires_grad)
-    vars(value).update(vars(tensor))  # marks such as `no_weight_decay`, by which users choose parameter groups
+    copy_attributes(tensor, value)
     return value
 
 

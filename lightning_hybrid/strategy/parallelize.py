@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.weights import Source, Weights
 from lightning_hybrid.config import HybridConfig
-from lightning_hybrid.data_parallel.zero.param import is_divided
+from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.data_parallel.zero.shard_module import shard_module, unshard_module
-from lightning_hybrid.data_parallel.zero.zero import ZeroParameters
+from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.mesh import AXES, Mesh
 from lightning_hybrid.memory.account import MemoryUsage
@@ -87,7 +87,7 @@ class ModuleParallelizer:
                 plan says, or what was made on the meta device cannot get values; on every rank.
             TypeError: If the body cannot be divided; on every rank.
         """
-        if not self._settings.zero_stage and any(map(is_divided, self._module.parameters())):
+        if not self._settings.zero_stage and any(map(is_shard, self._module.parameters())):
             raise ValueError(
                 f"{type(self._module).__name__} was divided over replicas before (zero_stage), and now zero_stage=0."
                 " After the earlier run, call `trainer.strategy.gather_module()`, which makes it whole."
@@ -119,11 +119,16 @@ class ModuleParallelizer:
         return self.plan.adds_up if self.plan else ()
 
     def make_zero(self) -> ZeroParameters | NoZero:
-        """What unshards parameters that replicas have divided between them."""
+        """What unshards parameters that replicas shard."""
         if not self._settings.zero_stage or self._mesh.data_parallel_size == 1:
             return NoZero()
-        early, stage = self._settings.frees_early, self._settings.zero_stage
-        return ZeroParameters(self._module, self.own_layers(), self._mesh.data_group, stage=stage, frees_early=early)
+        return ZeroParameters(
+            self._module,
+            self.own_layers(),
+            self._mesh.data_group,
+            zero_stage=self._settings.zero_stage,
+            reshard_after_forward=self._settings.frees_early,
+        )
 
     def own_layers(self) -> dict[int, list[nn.Module]]:
         """The layers of each stage of this rank."""

@@ -271,7 +271,7 @@ class Run:
         self.evaluation_step: EvaluationStep | UncutEvaluationStep | RefusedStep
         self._context: StepContext | None = None
         self._installed = ExitStack()
-        around_forwards = parallelizer.around_forwards(self.offload, self.grad_sync.parameters)
+        around_forwards = parallelizer.around_forwards(self.offload, self.grad_sync.local_parameters)
         if not attached.is_cut:
             self.training_step = UncutTrainingStep(module, self.grad_sync, around_forwards)
             self.evaluation_step = UncutEvaluationStep(module, self.grad_sync)

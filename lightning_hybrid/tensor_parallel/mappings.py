@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_hybrid.distributed.dtensor import full_tensor
+from lightning_hybrid.distributed.process_group import all_gather_single, reduce_scatter_single
 
 __all__ = [
     "TensorGroup",
@@ -41,10 +42,6 @@ __all__ = [
     "reduce_scatter_to_sp",
     "scatter_to_tp",
 ]
-
-# The names that torch 2.13 brought; before, they were called otherwise.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TensorGroup:
@@ -149,7 +146,7 @@ def _joined(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """All-gather along any dimension."""
     first = x.movedim(dim, 0).contiguous()
     joined = first.new_empty(first.shape[0] * group.size, *first.shape[1:])
-    _all_gather(joined, first, group=group.group)
+    all_gather_single(joined, first, group=group.group)
     return joined.movedim(0, dim).contiguous()
 
 
@@ -161,7 +158,7 @@ def _summed(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """Reduce-scatter along any dimension."""
     first = x.movedim(dim, 0).contiguous()
     own = first.new_empty(first.shape[0] // group.size, *first.shape[1:])
-    _reduce_scatter(own, first, group=group.group)
+    reduce_scatter_single(own, first, group=group.group)
     return own.movedim(0, dim)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_hybrid.distributed.dtensor import copy_attributes
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 
 __all__ = ["Sharder", "unshard"]
@@ -73,7 +74,7 @@ class Sharder:
             shards = unshard.flatten(dim, dim + 1)
         assert shards.shape == parameter.shape
         made = nn.Parameter(shards, requires_grad=parameter.requires_grad)
-        vars(made).update(vars(parameter))  # marks such as `no_weight_decay`, by which users choose parameter groups
+        copy_attributes(parameter, made)
         return made
 
 

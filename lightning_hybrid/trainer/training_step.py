@@ -147,8 +147,7 @@ class TrainingStep:
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
         microbatches, counts = split_into(batch, self._num_microbatches, self._context.module)
-        wholes = self._grad_sync.wholes
-        if wholes is None or not wholes.needs_equal_microbatches or self._num_microbatches == 1:
+        if not self._grad_sync.zero.reduces_each_backward or self._num_microbatches == 1:
             return microbatches, counts
         # Replicas take part in the same collectives, so the one with the smallest batch decides.
         least = self._context.mesh.data_parallel_min(len(counts))

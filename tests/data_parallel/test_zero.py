@@ -17,7 +17,8 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.data_parallel.zero.grad_scatter import ReduceScatterBucket
-from lightning_hybrid.data_parallel.zero.rows import RowShards
+from lightning_hybrid.data_parallel.zero.param import RowShards
+from lightning_hybrid.data_parallel.zero.zero import ZeroParameters
 from lightning_hybrid.distributed.dtensor import full_tensor, to_local
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, loader, make_trainer, together
@@ -36,11 +37,11 @@ def test_rows_are_those_of_chunk(shape: tuple[int, ...], num_ranks: int) -> None
     rows = RowShards.of(whole.shape, num_ranks)
     assert rows is not None
     chunks = whole.chunk(num_ranks, rows.dim)
-    flat = torch.cat([whole.flatten(), whole.new_full((rows.num_ranks * rows.share - rows.numel,), -1)])
-    assert torch.equal(rows.whole(flat), whole)
+    flat = torch.cat([whole.flatten(), whole.new_full((rows.num_ranks * rows.padded_numel - rows.numel,), -1)])
+    assert torch.equal(rows.unsharded(flat), whole)
     for rank in range(num_ranks):
         expected = chunks[rank] if rank < len(chunks) else whole.narrow(rows.dim, 0, 0)
-        assert torch.equal(rows.part(flat, rank), expected)
+        assert torch.equal(rows.shard(flat, rank), expected)
 
 
 def test_what_has_one_row_is_not_divided() -> None:
@@ -69,12 +70,12 @@ class Held(Callback):
         self._note("in the step", pl_module)
 
     def _note(self, moment: str, module: Any) -> None:
-        wholes = module.trainer.strategy._parts.grad_sync.wholes
-        twins = [] if wholes is None else list(wholes.twins.values())
-        parameters = [*module.parameters(), *(twin.memory for twin in twins), *(twin.shard for twin in twins)]
+        zero = module.trainer.strategy._parts.grad_sync.zero
+        sharded = list(zero.parameters.values()) if isinstance(zero, ZeroParameters) else []
+        parameters = [*module.parameters(), *(each.flat for each in sharded), *(each.sharded for each in sharded)]
         self.bytes[f"parameters {moment}"] = _bytes(parameters)
-        everyone = [*module.parameters(), *(twin.whole for twin in twins), *(twin.shard for twin in twins)]
-        self.bytes[f"gradients {moment}"] = _bytes(each.grad for each in everyone if each.grad is not None)
+        both = [*module.parameters(), *zero.tensors()]
+        self.bytes[f"gradients {moment}"] = _bytes(each.grad for each in both if each.grad is not None)
 
 
 def _bytes(tensors: Any) -> int:
@@ -94,8 +95,8 @@ def expected_bytes(stage: int, replicas: int) -> dict[str, float]:
     shapes = [parameter.shape for parameter in Regression(num_layers=4).parameters()]
     whole = 8 * sum(shape.numel() for shape in shapes)
     rows = [(RowShards.of(shape, replicas), shape) for shape in shapes]
-    share = 8 * sum(shape.numel() if each is None else each.share for each, shape in rows)
-    padded = 8 * sum(shape.numel() if each is None else replicas * each.share for each, shape in rows)
+    share = 8 * sum(shape.numel() if each is None else each.padded_numel for each, shape in rows)
+    padded = 8 * sum(shape.numel() if each is None else replicas * each.padded_numel for each, shape in rows)
     small = 8 * sum(shape.numel() for each, shape in rows if each is None)  # is whole everywhere
     both = padded + share - small
     parameters = {0: (whole, whole), 1: (padded, padded), 2: (padded, padded), 3: (both, share)}[stage]
@@ -123,11 +124,11 @@ class GradientPeak(Callback):
     peak = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        twins = list(trainer.strategy._parts.grad_sync.wholes.twins.values())
+        zero = trainer.strategy._parts.grad_sync.zero
         launch = ReduceScatterBucket.launch
 
         def watched(bucket: ReduceScatterBucket, *args: Any) -> None:
-            gradients = [each.grad for twin in twins for each in (twin.whole, twin.shard) if each.grad is not None]
+            gradients = [each.grad for each in zero.tensors() if each.grad is not None]
             self.peak = max(self.peak, _bytes(gradients))
             launch(bucket, *args)
 

@@ -1,100 +1,75 @@
-"""Gradients of which each replica gets the sum of its own rows."""
+"""Gradients of unsharded parameters, of which each replica gets the mean of its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
-from lightning_hybrid.data_parallel.bucket import Bucket, flatten_gradient, gradient_dtype, too_late
+from lightning_hybrid.data_parallel.bucket import Bucket
+from lightning_hybrid.data_parallel.grad_buckets import BUCKET_BYTES, GradientBuckets, assign
 from lightning_hybrid.data_parallel.zero.param import ShardedParameter
-from lightning_hybrid.distributed.dtensor import give_gradient, local_gradient, redistribute_grad, to_local
+from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
+from lightning_hybrid.distributed.dtensor import give_gradient, local_gradient, to_local
+from lightning_hybrid.distributed.process_group import reduce_scatter_single
 
-__all__ = ["ReduceScatterBucket"]
-
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name up to torch 2.12
+__all__ = ["ReduceScatterBucket", "ZeroGradients"]
 
 
 class ReduceScatterBucket(Bucket):
-    """Some parameters, whose gradients travel as one flat tensor, to each rank its rows.
+    """A bucket of which each rank gets its rows.
 
     ::
 
         on each rank    rank 0's rows | 1 1 || rank 1's rows | 1 1 ||     the sum goes to rank 0 || to rank 1 ||
 
-    The numbers behind the bar say which gradients this rank had, as in :class:`SummedBucket`. What arrives is added to
-    the gradient of the shard: earlier micro-batches may have left something there.
+    The numbers behind the bar say which gradients this rank had, as in :class:`AllReduceBucket`. What arrives is added
+    to the gradient of the shard: earlier micro-batches may have left something there.
 
     Args:
-        twins: The parameters, in the order in which the gradients of their wholes should arrive.
+        parameters: The parameters, in the order in which the gradients of their unsharded forms should arrive.
     """
 
-    def __init__(self, twins: Sequence[ShardedParameter]) -> None:
-        super().__init__([twin.whole for twin in twins])
-        self._twins = list(twins)
-        self._own: Tensor | None = None
-        shapes = [to_local(whole).shape for whole in self.parameters]
-        strides = [to_local(whole).stride() for whole in self.parameters]
-        self._members: list[tuple[nn.Parameter, torch.Size, tuple[int, ...]]] = list(
-            zip(self.parameters, shapes, strides, strict=True)
-        )
+    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
+        super().__init__([parameter.unsharded for parameter in parameters])
+        self._sharded = list(parameters)
 
-    @property
-    def travelling(self) -> list[Tensor]:
-        """What is under way."""
-        return [] if self._own is None else [self._own]
+    def _pack(self, gradients: Iterator[Tensor], has_gradient: Tensor, num_ranks: int) -> Tensor:
+        num_elements = sum(parameter.rows.padded_numel for parameter in self._sharded)
+        flat = has_gradient.new_empty((num_ranks, num_elements + has_gradient.numel()))
+        offset = 0
+        for parameter, gradient in zip(self._sharded, gradients, strict=True):
+            _fill(flat[:, offset : offset + parameter.rows.padded_numel], gradient, parameter)
+            offset += parameter.rows.padded_numel
+        flat[:, offset:] = has_gradient
+        return flat
+
+    def _reduce(self, flat: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
+        own = flat.new_empty(flat.shape[1])
+        return own, reduce_scatter_single(own, flat.view(-1), group=group, async_op=True)
 
     @torch.no_grad()
-    def launch(self, group: ProcessGroup, scale: float) -> None:
-        """Start the sum."""
-        for parameter in self.parameters:
-            redistribute_grad(parameter)
-        self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.grad is None}
-        memory, size = self._twins[0].memory, group.size()
-        length = sum(twin.rows.share for twin in self._twins)
-        flat = memory.new_empty((size, length + len(self._twins)), dtype=gradient_dtype(self.parameters[0]))
+    def _unpack(self, flat: Tensor, used: Sequence[bool]) -> None:
         offset = 0
-        for twin, member in zip(self._twins, self._members, strict=True):
-            _fill(flat[:, offset : offset + twin.rows.share], flatten_gradient(*member), twin)
-            member[0].grad = None
-            offset += twin.rows.share
-        flat[:, length:] = 1
-        for index in self.missing:
-            flat[:, length + index] = 0
-        if scale != 1.0:
-            flat.mul_(scale)
-        self._own = flat.new_empty(flat.shape[1])
-        self.work = _reduce_scatter(self._own, flat.view(-1), group=group, async_op=True)
-
-    @torch.no_grad()
-    def give_back(self) -> None:
-        """Add this rank's rows to the gradients of the shards."""
-        assert self._own is not None
-        used = self._own[-len(self._twins) :].tolist() if self.missing else []
-        offset = 0
-        for index, twin in enumerate(self._twins):
-            if twin.whole.grad is not None:
-                raise too_late(twin.whole)
-            if index not in self.missing or used[index]:
-                shape = to_local(twin.shard).shape
-                _add(twin.shard, self._own[offset : offset + shape.numel()].view(shape))
-            offset += twin.rows.share
-        self._own = None
-        self.clear()
+        for parameter, is_used in zip(self._sharded, used, strict=True):
+            if is_used:
+                shape = to_local(parameter.sharded).shape
+                _add(parameter.sharded, flat[offset : offset + shape.numel()].view(shape))
+            offset += parameter.rows.padded_numel
 
 
-def _fill(shares: Tensor, gradient: Tensor, twin: ShardedParameter) -> None:
-    """Lay a flat gradient out as shares, ``(ranks, share)``; what is missing of the last ones is zero."""
-    rows = twin.rows
-    full = rows.numel // rows.share
-    shares[:full].copy_(gradient[: full * rows.share].view(full, rows.share))
-    if full < rows.num_ranks:
-        rest = gradient[full * rows.share :]
-        shares[full:] = 0
-        shares[full : full + 1, : rest.numel()] = rest
+def _fill(shards: Tensor, gradient: Tensor, parameter: ShardedParameter) -> None:
+    """Lay a flat gradient out as padded shards, ``(ranks, padded shard)``; the padding is zero."""
+    size = parameter.rows.padded_numel
+    full = parameter.rows.numel // size
+    shards[:full].copy_(gradient[: full * size].view(full, size))
+    if full < parameter.rows.num_ranks:
+        rest = gradient[full * size :]
+        shards[full:] = 0
+        shards[full : full + 1, : rest.numel()] = rest
 
 
 def _add(shard: nn.Parameter, gradient: Tensor) -> None:
@@ -103,3 +78,74 @@ def _add(shard: nn.Parameter, gradient: Tensor) -> None:
         give_gradient(shard, gradient)
     else:
         before.add_(gradient)
+
+
+class ZeroGradients:
+    """Puts gradients into buckets, and says when these are reduced.
+
+    Args:
+        groups: The parameters of the layers of each stage of this rank.
+        root: The parameters that are in none of them.
+        zero_stage: With 1 gradients are reduced once in a step, by size, otherwise after each backward, layer by layer.
+        reshard_after_forward: Whether parameters are gathered in backward too: then gradients are reduced at fixed
+            places of that order.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[int, Sequence[ParameterGroup]],
+        root: ParameterGroup,
+        *,
+        zero_stage: int,
+        reshard_after_forward: bool,
+    ) -> None:
+        self._groups = groups
+        self._zero_stage, self._reshard_after_forward = zero_stage, reshard_after_forward
+        layers = [group for members in groups.values() for group in members]
+        self._by_shard = {id(each.sharded): each for group in (root, *layers) for each in group.parameters}
+        self._by_unsharded = {id(each.unsharded): each for each in self._by_shard.values()}
+        self._backward_order = [*reversed(layers), root]
+        self._prefetched: dict[int, GradientBuckets] = {}  # by stage: those whose layers are gathered in backward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroGradients:
+        """A copy of the module reduces no gradients, and unsharded parameters may have no memory to copy."""
+        return self
+
+    def buckets(self, stage: int | None, shards: Sequence[Tensor], group: ProcessGroup) -> GradientBuckets:
+        """The gradients of some parameters.
+
+        Args:
+            stage: The stage that alone holds them, if one does: then they are reduced while its backward runs.
+            shards: The parameters, in the order of the model.
+            group: The replicas.
+        """
+        buckets = GradientBuckets(
+            [self._by_shard[id(shard)].unsharded for shard in shards],
+            group,
+            scale=1 / group.size(),
+            overlap=stage is not None and not self._reshard_after_forward,
+            make_buckets=self._make_buckets,
+            max_in_flight=1 if self._zero_stage > 1 else None,
+        )
+        if stage is not None and self._reshard_after_forward:
+            self._prefetched[stage] = buckets
+        return buckets
+
+    def launch_behind(self, stage: int, index: int) -> None:
+        """A backward has reached a layer: those behind it have their gradients."""
+        if stage in self._prefetched:
+            behind = self._groups[stage][index + 1 :]
+            self._prefetched[stage].launch_complete({id(p.unsharded) for group in behind for p in group.parameters})
+
+    def _make_buckets(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+        """Put unsharded parameters into buckets: by size if they are reduced once, otherwise layer by layer."""
+        layers = [list(parameters)]
+        if self._zero_stage > 1:
+            keys = {id(parameter) for parameter in parameters}
+            unsharded = [[each.unsharded for each in group.parameters] for group in self._backward_order]
+            layers = [[parameter for parameter in layer if id(parameter) in keys] for layer in unsharded]
+        return [
+            ReduceScatterBucket([self._by_unsharded[id(parameter)] for parameter in members])
+            for layer in layers
+            for members in assign(layer, BUCKET_BYTES)
+        ]

@@ -1,4 +1,4 @@
-"""A parameter in its two forms: what a rank keeps of it, and the whole that layers compute with."""
+"""A parameter that replicas shard: the rows that a rank holds between steps, and the unsharded one of a step."""
 
 from __future__ import annotations
 
@@ -13,69 +13,162 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_hybrid.data_parallel.zero.rows import RowShards
-from lightning_hybrid.distributed.dtensor import all_gather_zero, put_local, to_local
+from lightning_hybrid.distributed.dtensor import all_gather_zero, copy_attributes, put_local, to_local
 
-__all__ = ["ShardedParameter", "Slot", "is_divided", "join", "keep_rows", "put", "shape_here", "slots_of"]
+__all__ = [
+    "Owner",
+    "RowShards",
+    "ShardedParameter",
+    "find_owners",
+    "is_shard",
+    "set_parameter",
+    "shard",
+    "unshard",
+    "unsharded_shape",
+]
 
-Slot = tuple[nn.Module, str]
+Owner = tuple[nn.Module, str]
 """Where a parameter is found: the module, and its name there."""
 
-_MARK = "_whole_of"  # what a shard knows of the whole
+_UNSHARDED = "_whole_of"  # the attribute by which a shard knows what it was cut from
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """What a parameter was before it was divided over replicas.
+class RowShards:
+    """Each rank has equally many rows of a tensor, but the last ones may have fewer, or none.
+
+    ::
+
+        7 rows over 4 ranks     0 1 | 2 3 | 4 5 | 6 -     as if there were 8: with padding, all shards are equally large
+
+    Rows lie along the first dimension that has more than one of them, so those of one rank are neighbours in memory.
 
     Attributes:
-        local: The shape of what each replica's rank had: the whole, or its part of a layer that ranks share.
-        mesh: The ranks that share the layer; ``None`` if none do.
-        placements: How it was divided over these.
+        shape: The shape of the tensor.
+        dim: The dimension.
+        num_ranks: The number of replicas.
     """
 
-    local: torch.Size
-    mesh: DeviceMesh | None
-    placements: tuple[Placement, ...]
+    shape: torch.Size
+    dim: int
+    num_ranks: int
+
+    @classmethod
+    def of(cls, shape: torch.Size, num_ranks: int) -> RowShards | None:
+        """The rows of a tensor of this shape; ``None`` if there are not two of them."""
+        dim = next((dim for dim, size in enumerate(shape) if size != 1), None)
+        return None if dim is None or shape[dim] == 0 else cls(shape, dim, num_ranks)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return self.shape.numel()
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of a full shard, as `torch.chunk` divides."""
+        return -(-self.shape[self.dim] // self.num_ranks)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of a shard with its padding: of a full one."""
+        return self.rows_per_rank * (self.numel // self.shape[self.dim])
+
+    def shard_shape(self, rank: int) -> torch.Size:
+        """The shape of one rank's shard."""
+        size = self.shape[self.dim]
+        begin = min(rank * self.rows_per_rank, size)
+        sizes = list(self.shape)
+        sizes[self.dim] = min(begin + self.rows_per_rank, size) - begin
+        return torch.Size(sizes)
+
+    def shard(self, flat: Tensor, rank: int) -> Tensor:
+        """One rank's shard, as a view into all padded shards one after the other.
+
+        Args:
+            flat: Of ``num_ranks * padded_numel`` elements.
+            rank: The rank.
+        """
+        shape = self.shard_shape(rank)
+        return flat.narrow(0, rank * self.padded_numel, shape.numel()).view(shape)
+
+    def unsharded(self, flat: Tensor) -> Tensor:
+        """The tensor, as a view into all padded shards one after the other."""
+        return flat.narrow(0, 0, self.numel).view(self.shape)
 
 
-def slots_of(module: nn.Module) -> dict[int, list[Slot]]:
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+def find_owners(module: nn.Module) -> dict[int, list[Owner]]:
     """Where each parameter is found, under all its names, by the parameter's identity."""
-    slots: dict[int, list[Slot]] = {}
+    owners: dict[int, list[Owner]] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                slots.setdefault(id(parameter), []).append((part, name))
-    return slots
+                owners.setdefault(id(parameter), []).append((part, name))
+    return owners
 
 
-def put(parameter: nn.Parameter, slots: Iterable[Slot]) -> None:
-    """Let a parameter be found in these places."""
-    for part, name in slots:
+def set_parameter(parameter: nn.Parameter, owners: Iterable[Owner]) -> None:
+    """Let a parameter be found in these modules, under these names."""
+    for part, name in owners:
         if hasattr(part, "_flat_weights"):  # of recurrent layers of torch, which keep a list of their own
             setattr(part, name, parameter)
         else:
             part._parameters[name] = parameter
 
 
-def is_divided(parameter: object) -> bool:
-    """Whether replicas have different rows of a parameter."""
-    return isinstance(parameter, DTensor) and _MARK in vars(parameter)
+# -- single parameters -------------------------------------------------------------------------------------------------
 
 
-def shape_here(parameter: Tensor) -> torch.Size:
-    """The shape that a parameter has on this rank where replicas do not divide it."""
-    told: _Whole | None = vars(parameter).get(_MARK)
-    return to_local(parameter).shape if told is None else told.local
+@dataclass(frozen=True)
+class _Unsharded:
+    """What a parameter was before replicas sharded it.
+
+    Attributes:
+        shape: The shape on this rank: of all of it, or of its part of a layer that tensor-parallel ranks share.
+        mesh: The ranks that share the layer; ``None`` if none do.
+        placements: How it is sharded over these.
+    """
+
+    shape: torch.Size
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...]
+
+    def parameter(self, local: Tensor, shard: nn.Parameter) -> nn.Parameter:
+        """A parameter with these values, and with the attributes of its shard."""
+        if self.mesh is not None:
+            local = DTensor.from_local(
+                local, self.mesh, self.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+            )
+        parameter = nn.Parameter(local, shard.requires_grad)
+        copy_attributes(shard, parameter)
+        del vars(parameter)[_UNSHARDED]
+        return parameter
+
+
+def is_shard(parameter: object) -> bool:
+    """Whether :func:`shard` has made this parameter: replicas have different rows of it."""
+    return isinstance(parameter, DTensor) and _UNSHARDED in vars(parameter)
+
+
+def unsharded_shape(parameter: Tensor) -> torch.Size:
+    """The shape that a parameter has on this rank where replicas do not shard it."""
+    before: _Unsharded | None = vars(parameter).get(_UNSHARDED)
+    return to_local(parameter).shape if before is None else before.shape
 
 
 @torch.no_grad()
-def keep_rows(parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: int) -> nn.Parameter:
-    """What one replica keeps of a parameter.
+def shard(parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: int) -> nn.Parameter:
+    """One replica's shard of a parameter.
 
     Args:
-        parameter: Plain, or divided over the ranks that share its layer.
-        mesh: The ranks that share a layer, if there are several, times the replicas.
+        parameter: Plain, or sharded over the tensor-parallel ranks.
+        mesh: The tensor-parallel ranks, if there are several, times the replicas.
         rank: Of this replica.
         num_ranks: The number of replicas.
 
@@ -86,141 +179,128 @@ def keep_rows(parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: i
     rows = RowShards.of(local.shape, num_ranks)
     if rows is None:
         return parameter
-    shape = rows.shape_of(rank)
-    part = local.narrow(rows.dim, min(rank * rows.per_rank, local.shape[rows.dim]), shape[rows.dim])
-    whole = _Whole(local.shape, None, ())
-    before: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1)
+    shape = rows.shard_shape(rank)
+    own = local.narrow(rows.dim, min(rank * rows.rows_per_rank, local.shape[rows.dim]), shape[rows.dim])
+    before = _Unsharded(local.shape, None, ())
+    placements: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1)
     if isinstance(parameter, DTensor):
-        before = parameter.placements
-        whole = _Whole(local.shape, parameter.device_mesh, before)
+        placements = parameter.placements
+        before = _Unsharded(local.shape, parameter.device_mesh, placements)
     value = DTensor.from_local(
-        part.clone(memory_format=torch.contiguous_format),
+        own.clone(memory_format=torch.contiguous_format),
         mesh,
-        [*before, Shard(rows.dim)],
+        [*placements, Shard(rows.dim)],
         run_check=False,
         shape=parameter.shape,
         stride=torch.empty(parameter.shape, device="meta").stride(),
     )
-    shard = nn.Parameter(value, parameter.requires_grad)
-    vars(shard).update({key: mark for key, mark in vars(parameter).items() if key != "_is_param"})
-    vars(shard)[_MARK] = whole
-    return shard
+    made = nn.Parameter(value, parameter.requires_grad)
+    copy_attributes(parameter, made)
+    vars(made)[_UNSHARDED] = before
+    return made
 
 
 @torch.no_grad()
-def join(shard: nn.Parameter) -> nn.Parameter:
-    """The parameter that was divided by :func:`keep_rows`; a collective of the replicas."""
-    told: _Whole = vars(shard)[_MARK]
-    local = all_gather_zero(shard)
-    parameter = nn.Parameter(_restored(local, shard, told), shard.requires_grad)
-    marks = {key: mark for key, mark in vars(shard).items() if key not in ("_is_param", _MARK)}
-    vars(parameter).update(marks)
-    return parameter
-
-
-def _restored(local: Tensor, shard: nn.Parameter, told: _Whole) -> Tensor:
-    if told.mesh is None:
-        return local
-    return DTensor.from_local(
-        local, told.mesh, told.placements, run_check=False, shape=shard.shape, stride=shard.stride()
-    )
+def unshard(shard: nn.Parameter) -> nn.Parameter:
+    """The parameter that :func:`shard` was given; a collective of the replicas."""
+    before: _Unsharded = vars(shard)[_UNSHARDED]
+    return before.parameter(all_gather_zero(shard), shard)
 
 
 class ShardedParameter:
-    """A shard of a parameter, and the whole.
+    """A parameter in its two forms: this rank's shard, and the unsharded parameter that layers compute with.
 
-    The whole lies in a flat tensor of all shares, so that shares which arrive are copied at once::
+    The unsharded one lies in a flat tensor of the shards of all ranks, so that what was gathered is copied at once::
 
-        memory      rank 0's rows | rank 1's rows | rank 2's rows and padding
-        whole       ------------------------------------------       a view
-        shard                     ---------------                    on rank 1: a view too, or memory of its own
+        flat        rank 0's rows | rank 1's rows | rank 2's rows and padding
+        unsharded   ------------------------------------------       a view
+        sharded                   ---------------                    on rank 1: a view too, or memory of its own
 
     Args:
-        shard: What :func:`keep_rows` made.
-        slots: Where it is found.
+        sharded: What :func:`shard` made.
+        owners: Where it is found.
         rank: Of this replica.
-        aliased: Whether the shard is a view into the memory of the whole, which is then always there.
+        aliased: Whether the shard is a view into the flat tensor, which then always has memory.
     """
 
-    def __init__(self, shard: nn.Parameter, slots: Sequence[Slot], rank: int, *, aliased: bool) -> None:
-        told: _Whole = vars(shard)[_MARK]
-        mesh = shard.device_mesh  # type: ignore[attr-defined]
-        rows = RowShards.of(told.local, mesh.size(mesh.ndim - 1))
+    def __init__(self, sharded: nn.Parameter, owners: Sequence[Owner], rank: int, *, aliased: bool) -> None:
+        before: _Unsharded = vars(sharded)[_UNSHARDED]
+        mesh = sharded.device_mesh  # type: ignore[attr-defined]
+        rows = RowShards.of(before.shape, mesh.size(mesh.ndim - 1))
         assert rows is not None
-        self.shard, self.slots, self.rows, self._rank = shard, slots, rows, rank
-        self._trains = shard.requires_grad
-        own = to_local(shard)
-        self.memory = own.new_zeros(rows.num_ranks * rows.share)
-        # Of a version counter of its own: what arrives while a graph needs the whole is what the graph has seen.
-        self.whole = nn.Parameter(_restored(rows.whole(self.memory.data), shard, told), shard.requires_grad)
-        vars(self.whole).update({key: mark for key, mark in vars(shard).items() if key not in ("_is_param", _MARK)})
+        self.sharded, self.owners, self.rows, self._rank = sharded, owners, rows, rank
+        self._requires_grad = sharded.requires_grad
+        own = to_local(sharded)
+        self.flat = own.new_zeros(rows.num_ranks * rows.padded_numel)
+        # Of a version counter of its own: what arrives while a graph needs the parameter is what the graph has saved.
+        self.unsharded = before.parameter(rows.unsharded(self.flat.data), sharded)
         if aliased:
-            part = rows.part(self.memory, rank)
-            part.copy_(own)
-            put_local(shard, part)
+            view = rows.shard(self.flat, rank)
+            view.copy_(own)
+            put_local(sharded, view)
         else:
             self.free()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        """A twin of the copied shard, which is not a view; the whole, which may have no memory, is not copied."""
-        twin = object.__new__(ShardedParameter)
-        memo[id(self)] = twin  # hooks of the modules in which it is found know it
-        twin.__init__(copy.deepcopy(self.shard, memo), copy.deepcopy(self.slots, memo), self._rank, aliased=False)  # type: ignore[misc]
-        memo[id(self.whole)] = twin.whole
-        return twin
+        """The same of the copied shard, which is no view; the flat tensor, which may have no memory, is not copied."""
+        made = object.__new__(ShardedParameter)
+        memo[id(self)] = made  # hooks of the modules in which it is found know it
+        sharded, owners = copy.deepcopy(self.sharded, memo), copy.deepcopy(self.owners, memo)
+        made.__init__(sharded, owners, self._rank, aliased=False)  # type: ignore[misc]
+        memo[id(self.unsharded)] = made.unsharded
+        return made
 
-    def share(self) -> Tensor:
-        """What this rank gives to the others: a full share, flat."""
-        own = to_local(self.shard)
+    def all_gather_input(self) -> Tensor:
+        """What this rank gives to the others: its shard with padding, flat."""
+        own = to_local(self.sharded)
         if self._is_aliased(own):
-            return self.memory.narrow(0, self._rank * self.rows.share, self.rows.share)
-        return torch.nn.functional.pad(own.reshape(-1), (0, self.rows.share - own.numel()))
+            return self.flat.narrow(0, self._rank * self.rows.padded_numel, self.rows.padded_numel)
+        return torch.nn.functional.pad(own.reshape(-1), (0, self.rows.padded_numel - own.numel()))
 
     def _is_aliased(self, own: Tensor) -> bool:
-        """Whether the shard is a view of the whole; in a copy of the module, whose tensors are copied, it is not."""
-        there = self.memory.untyped_storage().data_ptr()
-        return there != 0 and own.untyped_storage().data_ptr() == there
+        """Whether the shard is a view of the flat tensor; in a copy of the module, which copies both, it is not."""
+        address = self.flat.untyped_storage().data_ptr()
+        return address != 0 and own.untyped_storage().data_ptr() == address
 
-    def put_whole(self) -> None:
-        """Let layers find the whole."""
-        self.freeze_or_thaw()
-        put(self.whole, self.slots)
-
-    def freeze_or_thaw(self) -> None:
-        """Both need gradients, or neither: between steps users change that of the shard, in a step of the whole."""
-        changed = self.whole if self.whole.requires_grad != self._trains else self.shard
-        self._trains = changed.requires_grad
-        self.whole.requires_grad_(self._trains)
-        self.shard.requires_grad_(self._trains)
-
-    def put_shard(self) -> None:
-        """Let everybody else find the shard."""
-        self.freeze_or_thaw()
-        put(self.shard, self.slots)
-
-    def take(self, shares: Tensor) -> None:
-        """Take the shares of all ranks, ``(ranks, share)``."""
-        self.allocate()
-        there = self.memory.view(self.rows.num_ranks, self.rows.share)
-        if self._is_aliased(to_local(self.shard)):  # own rows are there, and may be newer than what travelled
-            there[: self._rank].copy_(shares[: self._rank])
-            there[self._rank + 1 :].copy_(shares[self._rank + 1 :])
+    def copy_out(self, shards: Tensor) -> None:
+        """Copy the gathered shards of all ranks, ``(ranks, padded shard)``, to where the unsharded parameter lies."""
+        self._allocate()
+        flat = self.flat.view(self.rows.num_ranks, self.rows.padded_numel)
+        if self._is_aliased(to_local(self.sharded)):  # own rows are there, and may be newer than what was gathered
+            flat[: self._rank].copy_(shards[: self._rank])
+            flat[self._rank + 1 :].copy_(shards[self._rank + 1 :])
         else:
-            there.copy_(shares)
+            flat.copy_(shards)
 
-    def allocate(self) -> None:
-        """Memory for the whole."""
-        storage = self.memory.untyped_storage()
-        size = self.memory.numel() * self.memory.element_size()
-        if storage.size() != size:
-            storage.resize_(size)
+    def _allocate(self) -> None:
+        storage, num_bytes = self.flat.untyped_storage(), self.flat.nbytes
+        if storage.size() != num_bytes:
+            storage.resize_(num_bytes)
 
     def free(self) -> None:
-        """Let go of the memory of the whole, which graphs refer to: it comes back in the same place."""
-        self.memory.untyped_storage().resize_(0)
+        """Free the memory of the unsharded parameter, to which graphs refer: it comes back in the same place."""
+        self.flat.untyped_storage().resize_(0)
 
-    def detach(self) -> None:
-        """Give the shard memory of its own."""
-        own = to_local(self.shard)
+    def to_unsharded(self) -> None:
+        """Let layers find the unsharded parameter."""
+        self.sync_requires_grad()
+        set_parameter(self.unsharded, self.owners)
+
+    def to_sharded(self) -> None:
+        """Let everybody else find the shard."""
+        self.sync_requires_grad()
+        set_parameter(self.sharded, self.owners)
+
+    def sync_requires_grad(self) -> None:
+        """Both need gradients, or neither: users change the shard between steps, the unsharded parameter in a step."""
+        changed = self.unsharded if self.unsharded.requires_grad != self._requires_grad else self.sharded
+        self._requires_grad = changed.requires_grad
+        self.unsharded.requires_grad_(self._requires_grad)
+        self.sharded.requires_grad_(self._requires_grad)
+
+    def remove(self) -> None:
+        """Leave the module with the shard, in memory of its own."""
+        self.to_sharded()
+        own = to_local(self.sharded)
         if self._is_aliased(own):
-            put_local(self.shard, own.clone())
+            put_local(self.sharded, own.clone())

@@ -1,113 +1,106 @@
-"""Parameters that are made whole together: one all-gather for those of a layer."""
+"""Parameters that are unsharded together: one all-gather for those of a layer."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from lightning_hybrid.data_parallel.zero.param import ShardedParameter
+from lightning_hybrid.distributed.process_group import GroupRef, all_gather_single
 
 __all__ = ["ParameterGroup"]
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name up to torch 2.12
-
 
 class ParameterGroup:
-    """The parameters of a layer, which are whole or are not.
+    """The parameters of a layer, which are unsharded or are not.
 
     ::
 
-        request()       shares travel                       not waited for: the layer before computes
-        make_whole()    they have arrived, and are in place
-        close()         not needed for now                  memory goes, unless it is kept
-        free()          out of date
+        unshard_async()         all-gather                      not waited for: the layer before computes
+        wait_for_unshard()      the shards are there, and are copied out
+        release()               not needed for now              resharded, unless memory stays
+        reshard()               out of date
 
     Args:
-        twins: The parameters.
+        parameters: The parameters.
         group: The replicas.
-        keeps: Whether wholes have memory all the time, or only while they are needed; only then they can be found.
+        keeps_memory: Whether unsharded parameters have memory all the time, or only while they are needed; only then
+            layers can find them.
 
     Attributes:
-        keeps: Likewise.
-        is_whole: Whether what layers find is up to date.
+        keeps_memory: Likewise.
+        is_unsharded: Whether what layers find is up to date.
         in_backward: Whether a backward goes through the layer.
     """
 
-    def __init__(self, twins: Sequence[ShardedParameter], group: ProcessGroup, *, keeps: bool) -> None:
-        self.twins = list(twins)
-        self.is_whole = self.in_backward = False
-        self.keeps = keeps
-        self._group = weakref.ref(group)
-        kinds = dict.fromkeys((twin.memory.dtype, twin.memory.device) for twin in twins)
-        self._kinds = [[t for t in twins if (t.memory.dtype, t.memory.device) == kind] for kind in kinds]
-        self._arriving: list[tuple[list[ShardedParameter], Tensor, Work]] = []
-
-    @property
-    def travelling(self) -> list[Tensor]:
-        """What is under way."""
-        return [shares for _, shares, _ in self._arriving]
+    def __init__(self, parameters: Sequence[ShardedParameter], group: ProcessGroup, *, keeps_memory: bool) -> None:
+        self.parameters = list(parameters)
+        self.is_unsharded = self.in_backward = False
+        self.keeps_memory = keeps_memory
+        self._group = GroupRef(group)
+        kinds: dict[object, list[ShardedParameter]] = {}
+        for parameter in parameters:
+            kinds.setdefault((parameter.flat.dtype, parameter.flat.device), []).append(parameter)
+        self._kinds = list(kinds.values())
+        self._in_flight: list[tuple[list[ShardedParameter], Tensor, Work]] = []
 
     @torch.no_grad()
-    def request(self) -> None:
-        """Let shares travel, unless they do already, or the parameters are whole."""
-        if self.is_whole or self._arriving:
+    def unshard_async(self) -> None:
+        """Start to gather shards, unless that was done, or the parameters are unsharded."""
+        if self.is_unsharded or self._in_flight:
             return
         group = self._group()
-        assert group is not None, "the process groups have been destroyed"
-        for twins in self._kinds:
-            own = torch.cat([twin.share() for twin in twins])
-            shares = own.new_empty(group.size() * own.numel())
-            work = _all_gather(shares, own, group=group, async_op=True)
-            self._arriving.append((twins, shares.view(group.size(), -1), work))
+        for parameters in self._kinds:
+            own = torch.cat([parameter.all_gather_input() for parameter in parameters])
+            shards = own.new_empty(group.size() * own.numel())
+            work = all_gather_single(shards, own, group=group, async_op=True)
+            self._in_flight.append((parameters, shards.view(group.size(), -1), work))
 
     @torch.no_grad()
-    def make_whole(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Have all values in place."""
-        if self.is_whole:
+        if self.is_unsharded:
             return
-        self.request()
-        for twins, shares, work in self._arriving:
+        self.unshard_async()
+        for parameters, shards, work in self._in_flight:
             work.wait()
-            offset = 0
-            for twin in twins:
-                twin.take(shares[:, offset : offset + twin.rows.share])
-                offset += twin.rows.share
-        self._arriving.clear()
-        self.is_whole = True
-        if not self.keeps:
-            self.put_whole()
+            sizes = [parameter.rows.padded_numel for parameter in parameters]
+            for parameter, gathered in zip(parameters, torch.split(shards, sizes, 1), strict=True):
+                parameter.copy_out(gathered)
+        self._in_flight.clear()
+        self.is_unsharded = True
+        if not self.keeps_memory:
+            self.to_unsharded()
 
-    def close(self) -> None:
-        """The values are not needed for now: memory goes that is not kept."""
+    def release(self) -> None:
+        """The values are not needed for now: free memory that does not stay."""
         self.in_backward = False
-        if not self.keeps:
-            self.free()
+        if not self.keeps_memory:
+            self.reshard()
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """The values are not needed any more, or out of date."""
-        if self._arriving:  # nobody came
-            self.make_whole()
-        if self.is_whole and not self.keeps:
-            self.put_shards()  # what has no memory must not be found
-            for twin in self.twins:
-                twin.free()
-        self.is_whole = False
+        if self._in_flight:  # no layer has waited for them
+            self.wait_for_unshard()
+        if self.is_unsharded and not self.keeps_memory:
+            self.to_sharded()  # what has no memory must not be found
+            for parameter in self.parameters:
+                parameter.free()
+        self.is_unsharded = False
 
-    def put_whole(self) -> None:
-        """Let layers find wholes."""
-        for twin in self.twins:
-            twin.put_whole()
+    def to_unsharded(self) -> None:
+        """Let layers find unsharded parameters."""
+        for parameter in self.parameters:
+            parameter.to_unsharded()
 
-    def put_shards(self) -> None:
+    def to_sharded(self) -> None:
         """Let everybody else find shards."""
-        for twin in self.twins:
-            twin.put_shard()
+        for parameter in self.parameters:
+            parameter.to_sharded()
 
     def abandon(self) -> None:
-        """Let go of what is under way, after a failure."""
-        self._arriving.clear()
+        """Let go of collectives in flight, after a failure."""
+        self._in_flight.clear()

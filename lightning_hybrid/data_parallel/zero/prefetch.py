@@ -1,99 +1,135 @@
-"""The order in which layers become whole: the same on every replica, whichever layers it uses."""
+"""The order in which layers are unsharded: the same on every replica, whichever layers it uses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
+from lightning_hybrid.distributed.pytree import flatten, unflatten
 
-__all__ = ["Prefetcher"]
+__all__ = ["Prefetcher", "post_backward_hook"]
 
 
 class Prefetcher:
-    """Layers become whole one after the other, and the next one travels while one computes.
+    """Unshards layers one after the other, each while the one before it computes.
 
-    Collectives of a group have one order on all ranks. So a layer that this replica skips becomes whole all the same,
-    and goes at once; and what else travels while a backward walks does so at fixed places of the walk::
+    Collectives of a group have one order on all ranks. So a layer that this replica skips is unsharded all the same,
+    and resharded at once; and what else a backward sends is sent at fixed places of that order::
 
         layers used here            2           0
         of another replica          2     1     0
-        backwards, on both          gather 2, gather 1, [scatter 2], gather 0, [scatter 1], and after it [scatter 0]
+        backward, on both           gather 2, gather 1, [scatter 2], gather 0, [scatter 1], and after it [scatter 0]
 
     Args:
-        units: The layers, in the order of the model.
-        keeps: Whether what is whole stays so until it is freed from elsewhere; then there is one walk in each step.
-        arrive: Called in a backward with each place that the walk comes to: what lies behind it is done, if layers are
-            used in their order.
+        groups: The parameters of each layer, in the order of the model.
+        keeps_unsharded: Whether layers stay unsharded until they are resharded from elsewhere; then each step goes
+            through them once.
+        on_unshard: Called in a backward with the index of each layer that is reached: those behind it are done, if
+            layers are used in their order.
 
     Attributes:
-        is_orderly: Whether they have been: each at most once. To be set when a step begins.
+        is_in_order: Whether they have been: each at most once. To be set when a step begins.
     """
 
     def __init__(
-        self, units: Sequence[ParameterGroup], *, keeps: bool, arrive: Callable[[int], None] = lambda place: None
+        self,
+        groups: Sequence[ParameterGroup],
+        *,
+        keeps_unsharded: bool,
+        on_unshard: Callable[[int], None] = lambda index: None,
     ) -> None:
-        self._units = units
-        self._keeps = keeps
-        self._arrive = arrive
-        self._backwards = False
-        self.is_orderly = True
-        self._rest: list[int] = []  # what has not been gathered yet, in order
-        self._ahead: int | None = None  # travels, and nobody has asked for it
+        self._groups = groups
+        self._keeps_unsharded = keeps_unsharded
+        self._on_unshard = on_unshard
+        self._is_backward = False
+        self.is_in_order = True
+        self._pending: list[int] = []  # not gathered yet, in order
+        self._in_flight: int | None = None  # being gathered, and not asked for
 
-    def begin(self, *, backwards: bool = False) -> None:
+    def begin(self, *, is_backward: bool = False) -> None:
         """A forward or a backward begins; the one before is over."""
         self.finish()
-        self._backwards = backwards
-        self._rest = list(range(len(self._units)))
-        if backwards:
-            self._rest.reverse()
+        self._is_backward = is_backward
+        self._pending = list(range(len(self._groups)))
+        if is_backward:
+            self._pending.reverse()
 
-    def to(self, place: int) -> None:
-        """Make a layer whole.
+    def unshard(self, index: int) -> None:
+        """Unshard a layer.
 
         Args:
-            place: Of the layer. If it was passed already, the layers run again, as they may outside of training.
+            index: Of the layer. If it was passed already, the layers run again, as they may outside of training.
         """
-        unit = self._units[place]
-        if unit.is_whole:
+        group = self._groups[index]
+        if group.is_unsharded:
             return
-        if place != self._ahead and place not in self._rest:
-            self.is_orderly = False
+        if index != self._in_flight and index not in self._pending:
+            self.is_in_order = False
             self.begin()
-        while self._next() != place:
-            self._pass()
-        self._come(place)
-        unit.make_whole()
-        self._next()
+        while self._prefetch() != index:
+            self._skip()
+        self._reach(index)
+        group.wait_for_unshard()
+        self._prefetch()
 
     def finish(self) -> None:
-        """Nobody asks for more: take part in what is left."""
-        while self._next() is not None:
-            self._pass()
+        """This replica uses no more layers: take part in what is left."""
+        while self._prefetch() is not None:
+            self._skip()
 
-    def forget(self) -> None:
+    def abandon(self) -> None:
         """Something failed: nothing is waited for."""
-        self._rest.clear()
-        self._ahead = None
+        self._pending.clear()
+        self._in_flight = None
 
-    def _next(self) -> int | None:
-        """Let the next layer travel, unless one does already."""
-        if self._ahead is None and self._rest:
-            self._ahead = self._rest.pop(0)
-            self._units[self._ahead].request()
-        return self._ahead
+    def _prefetch(self) -> int | None:
+        """Start to gather the next layer, unless one is in flight."""
+        if self._in_flight is None and self._pending:
+            self._in_flight = self._pending.pop(0)
+            self._groups[self._in_flight].unshard_async()
+        return self._in_flight
 
-    def _come(self, place: int) -> None:
-        self._ahead = None
-        if self._backwards and self.is_orderly:
-            self._arrive(place)
+    def _reach(self, index: int) -> None:
+        self._in_flight = None
+        if self._is_backward and self.is_in_order:
+            self._on_unshard(index)
 
-    def _pass(self) -> None:
-        """Nobody asked for what travels."""
-        place = self._ahead
-        assert place is not None
-        self._come(place)
-        if self._keeps:
-            self._units[place].make_whole()
+    def _skip(self) -> None:
+        """This replica does not use the layer in flight."""
+        index = self._in_flight
+        assert index is not None
+        self._reach(index)
+        if self._keeps_unsharded:
+            self._groups[index].wait_for_unshard()
         else:
-            self._units[place].free()
+            self._groups[index].reshard()
+
+
+def post_backward_hook(tree: Any, hook: Callable[[], None]) -> Any:
+    """The inputs of a layer; `hook` is called when the gradients of all of them have been computed."""
+    leaves, spec = flatten(tree)
+    indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not indices or not torch.is_grad_enabled():
+        return tree
+    passed = _PostBackward.apply(hook, *(leaves[index] for index in indices))  # type: ignore[no-untyped-call]
+    for index, leaf in zip(indices, passed, strict=True):
+        leaves[index] = leaf
+    return unflatten(leaves, spec)
+
+
+class _PostBackward(torch.autograd.Function):
+    """The identity, where a backward leaves a layer: its nodes run after all of the layer's own, which are younger."""
+
+    @staticmethod
+    def forward(ctx: Any, hook: Callable[[], None], *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.hook = hook
+        return tuple(leaf.view_as(leaf) for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.hook()
+        return (None, *gradients)

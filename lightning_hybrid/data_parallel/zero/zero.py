@@ -1,8 +1,9 @@
-"""ZeRO: what replicas would hold several times is divided over them, and made whole where it is needed."""
+"""ZeRO: what replicas would hold several times is sharded over them, and unsharded where it is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,29 +12,47 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.data_parallel.zero.leaving import post_backward_hook
-from lightning_hybrid.data_parallel.zero.param import ShardedParameter, is_divided, slots_of
+from lightning_hybrid.data_parallel.grad_buckets import GradientBuckets
+from lightning_hybrid.data_parallel.zero.grad_scatter import ZeroGradients
+from lightning_hybrid.data_parallel.zero.param import ShardedParameter, find_owners, is_shard
 from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
-from lightning_hybrid.data_parallel.zero.prefetch import Prefetcher
-from lightning_hybrid.data_parallel.zero.scattering import ZeroGradients
+from lightning_hybrid.data_parallel.zero.prefetch import Prefetcher, post_backward_hook
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
 from lightning_hybrid.distributed.pytree import flatten
 
-__all__ = ["ZeroParameters"]
+__all__ = ["NoZero", "ZeroParameters"]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer whose parameters are unsharded together.
+
+    Attributes:
+        group: Its parameters.
+        stage: Its stage.
+        index: Among the layers of the stage that have parameters.
+        position: Among those of all stages of this rank.
+    """
+
+    group: ParameterGroup
+    stage: int
+    index: int
+    position: int
 
 
 class ZeroParameters:
-    """The parameters of this rank, divided over replicas, and made whole for each step.
+    """The parameters of this rank, sharded over replicas, and unsharded for each step.
 
-    Between steps everybody finds shards: optimizers, callbacks, checkpoints. During a step layers find wholes::
+    Between steps everybody finds shards: optimizers, callbacks, checkpoints. During a step layers find unsharded
+    parameters::
 
-        stage   gradients                            wholes
-        1       whole until the step's last          always there; the shards of others arrive layer by layer while
-                backward, then each rank its rows    the first forward of a step runs
+        stage   gradients                            unsharded parameters
+        1       unsharded until the step's last      always have memory; the rows of others are gathered layer by layer
+                backward, then each rank its rows    while the first forward of a step runs
         2       each rank its rows after each        likewise
                 layer of each backward
-        3       likewise                             there from a layer's first forward to its last backward; or, with
-                                                     `frees_early`, for each forward and each backward anew
+        3       likewise                             have memory from a layer's first forward to its last backward; or,
+                                                     with `reshard_after_forward`, in each forward and each backward
 
     The sequence of collectives is the same on every replica, whichever layers it uses: see :class:`Prefetcher`.
 
@@ -43,15 +62,15 @@ class ZeroParameters:
     Args:
         module: The user's module, with shards in the place of parameters.
         layers: Of each stage of this rank the layers, in order, by stage; parameters that lie in several of them, or in
-            none, are made whole together when a step begins.
+            none, are unsharded together when a step begins: the root group.
         group: The replicas.
-        stage: 1, 2 or 3.
-        frees_early: Whether wholes go after each forward and each backward of a layer.
+        zero_stage: 1, 2 or 3.
+        reshard_after_forward: Whether stage 3 reshards a layer after each forward, and after each backward.
 
     Attributes:
-        twins: The parameters that are divided, by the identity of the share.
-        gradients: Sends theirs.
-        watch: Called when much is whole.
+        parameters: The parameters that are sharded, by the identity of the shard.
+        reduces_each_backward: Whether gradients are reduced after each backward, and not only after the last one of a
+            step; replicas have to run equally many micro-batches then.
     """
 
     def __init__(
@@ -60,217 +79,222 @@ class ZeroParameters:
         layers: Mapping[int, Sequence[nn.Module]],
         group: ProcessGroup,
         *,
-        stage: int,
-        frees_early: bool,
+        zero_stage: int,
+        reshard_after_forward: bool,
     ) -> None:
-        self._stage = stage
-        self._frees_early = self._frees_now = frees_early and stage == 3
+        self.reduces_each_backward = zero_stage > 1
+        self._is_first = group.rank() == 0
+        self._reshard_after_forward = self._reshards_now = reshard_after_forward and zero_stage == 3
         self._is_open = False
-        self.watch: Callable[[None], None] | None = None
         self._opened_by: nn.Module | None = None
         self._handles: list[RemovableHandle] = []
-        slots = slots_of(module)
-        keeps = stage < 3
-        self.twins = {
-            id(each): ShardedParameter(each, slots[id(each)], group.rank(), aliased=keeps)
+        owners, keeps = find_owners(module), zero_stage < 3
+        self.parameters = {
+            id(each): ShardedParameter(each, owners[id(each)], group.rank(), aliased=keeps)
             for each in module.parameters()
-            if is_divided(each)
+            if is_shard(each)
         }
-        self._units: list[ParameterGroup] = []
-        self._units_of_stage: dict[int, list[ParameterGroup]] = {}
-        for index, members in sorted(layers.items()):
-            for layer, keys in zip(members, own_parameters(members, layers, slots), strict=True):
-                own = [self.twins[key] for key in keys if key in self.twins]
+        self._groups: list[ParameterGroup] = []
+        self._stage_groups: dict[int, list[ParameterGroup]] = {}
+        layer_of: dict[int, _Layer] = {}  # by the identity of its parameters
+        for stage, members in sorted(layers.items()):
+            for child, keys in zip(members, own_parameters(members, layers, owners), strict=True):
+                own = [self.parameters[key] for key in keys if key in self.parameters]
                 if own:
-                    unit = ParameterGroup(own, group, keeps=keeps)
-                    units = self._units_of_stage.setdefault(index, [])
-                    self._watch(layer, unit, index, len(units), len(self._units))
-                    units.append(unit)
-                    self._units.append(unit)
-        inside = {id(twin) for unit in self._units for twin in unit.twins}
-        self._outside = ParameterGroup([t for t in self.twins.values() if id(t) not in inside], group, keeps=keeps)
-        self.gradients = ZeroGradients(self._units_of_stage, self._outside, stage=stage, frees_early=self._frees_early)
-        self._walk = Prefetcher(self._units, keeps=True)
-        self._walks = {
-            index: Prefetcher(units, keeps=False, arrive=partial(self.gradients.arrive, index))
-            for index, units in self._units_of_stage.items()
+                    groups = self._stage_groups.setdefault(stage, [])
+                    layer = _Layer(
+                        ParameterGroup(own, group, keeps_memory=keeps), stage, len(groups), len(self._groups)
+                    )
+                    self._hook_layer(child, layer)
+                    groups.append(layer.group)
+                    self._groups.append(layer.group)
+                    layer_of |= dict.fromkeys(map(id, own), layer)
+        rest = [parameter for parameter in self.parameters.values() if id(parameter) not in layer_of]
+        self._root = ParameterGroup(rest, group, keeps_memory=keeps)
+        self._gradients = ZeroGradients(
+            self._stage_groups,
+            self._root,
+            zero_stage=zero_stage,
+            reshard_after_forward=self._reshard_after_forward,
+        )
+        self._prefetcher = Prefetcher(self._groups, keeps_unsharded=True)
+        self._stage_prefetchers = {
+            stage: Prefetcher(groups, keeps_unsharded=False, on_unshard=partial(self._gradients.launch_behind, stage))
+            for stage, groups in self._stage_groups.items()
         }
-        self._settle_before_calls()
+        self._hook_owners(layer_of)
         self._handles += [
             module.register_forward_pre_hook(self._open_for, prepend=True),
             module.register_forward_hook(self._close_for, always_call=True),
         ]
 
-    @property
-    def scatters_each_backward(self) -> bool:
-        """Whether gradients travel after each backward, and not only after the last one of a step."""
-        return self._stage > 1
+    def tensors(self) -> list[Tensor]:
+        """Both forms of all parameters."""
+        return [form for parameter in self.parameters.values() for form in (parameter.sharded, parameter.unsharded)]
 
-    @property
-    def needs_equal_microbatches(self) -> bool:
-        """Whether replicas have to run equally many micro-batches."""
-        return self._stage > 1
+    def counts_in_norm(self, parameter: nn.Parameter) -> bool:
+        """Whether this replica counts a parameter, or its rows of it, in the gradient norm."""
+        return self._is_first or is_shard(parameter)
 
-    @property
-    def travelling(self) -> list[Tensor]:
-        """Parameters that are under way."""
-        return [tensor for unit in self._all for tensor in unit.travelling]
+    def gradient_buckets(
+        self, stage: int | None, parameters: Sequence[nn.Parameter], group: ProcessGroup
+    ) -> list[GradientBuckets]:
+        """The gradients of those of some parameters that are sharded.
+
+        Args:
+            stage: The stage that alone holds the parameters, if one does.
+            parameters: The parameters, in the order of the model.
+            group: The replicas.
+        """
+        shards = [parameter for parameter in parameters if is_shard(parameter)]
+        return [self._gradients.buckets(stage, shards, group)] if shards else []
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def open(self, *, unchanged: bool = False, frees_early: bool | None = None) -> None:
-        """A step begins: layers find wholes.
+    def open(self, *, unchanged: bool = False, reshard_after_forward: bool = True) -> None:
+        """A step begins: layers find unsharded parameters.
 
         Args:
             unchanged: Whether parameters are the same as in the step before.
-            frees_early: Whether wholes go after each use in this step, if not as in general: replicas have to run
+            reshard_after_forward: Whether layers may be resharded after each use in this step: replicas have to run
                 equally many micro-batches then.
         """
         if self._is_open:
             return
         self._is_open = True
-        self._frees_now = self._frees_early if frees_early is None else self._frees_early and frees_early
-        for unit in self._all:
+        self._reshards_now = self._reshard_after_forward and reshard_after_forward
+        for group in self._all:
             if not unchanged:
-                unit.free()
-            if unit.keeps or unit.is_whole:
-                unit.put_whole()
-        self._outside.make_whole()
-        for walk in self._walks.values():
-            walk.is_orderly = True
-        if not self._frees_now:
-            self._walk.begin()
-
-    def refresh(self) -> None:
-        """Parameters have changed in the middle of a step."""
-        if self._is_open:
-            self.close()
-            self.open()
+                group.reshard()
+            if group.keeps_memory or group.is_unsharded:
+                group.to_unsharded()
+        self._root.wait_for_unshard()
+        for prefetcher in self._stage_prefetchers.values():
+            prefetcher.is_in_order = True
+        if not self._reshards_now:
+            self._prefetcher.begin()
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
         """Whoever steps one of these in the middle of a step finds new values in what follows."""
         for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_post_hook(lambda *_: self.refresh()))
+            self._handles.append(optimizer.register_step_post_hook(lambda *_: self._reopen()))
+
+    def _reopen(self) -> None:
+        if self._is_open:
+            self.close()
+            self.open()
 
     def close(self) -> None:
         """A step ends: everybody finds shards."""
         if not self._is_open:
             return
         self._is_open = False
-        for walk in (self._walk, *self._walks.values()):
-            walk.finish()
-        for unit in self._all:
-            unit.close()
-            unit.put_shards()
+        for prefetcher in (self._prefetcher, *self._stage_prefetchers.values()):
+            prefetcher.finish()
+        for group in self._all:
+            group.release()
+            group.to_sharded()
 
     def abandon(self) -> None:
         """End a step in which something failed: nothing is waited for."""
         self._is_open = False
-        for walk in (self._walk, *self._walks.values()):
-            walk.forget()
-        for unit in self._all:
-            unit.abandon()
-            unit.put_shards()
+        for prefetcher in (self._prefetcher, *self._stage_prefetchers.values()):
+            prefetcher.abandon()
+        for group in self._all:
+            group.abandon()
+            group.to_sharded()
 
     @property
     def _all(self) -> tuple[ParameterGroup, ...]:
-        return (self._outside, *self._units)
+        return (self._root, *self._groups)
 
     def forward_begins(self, stage: int) -> None:
         """The layers of a stage are about to run, for one micro-batch."""
-        if self._frees_now and stage in self._walks:
-            self._walks[stage].begin()
+        if self._reshards_now and stage in self._stage_prefetchers:
+            self._stage_prefetchers[stage].begin()
 
     def backward_begins(self, stage: int) -> None:
         """A backward of a stage begins."""
-        if not self._frees_now:
-            self._walk.finish()  # gradients travel from now on
-        elif stage in self._walks:
-            self._walks[stage].begin(backwards=True)
+        if not self._reshards_now:
+            self._prefetcher.finish()  # gradients are reduced from now on
+        elif stage in self._stage_prefetchers:
+            self._stage_prefetchers[stage].begin(is_backward=True)
 
     def backward_ends(self, stage: int, *, is_last: bool) -> None:
         """A backward of a stage is over; after the last one of a step its layers are not needed any more."""
-        if self._frees_now and stage in self._walks:
-            self._walks[stage].finish()
-        if is_last or self._frees_now:
-            for unit in self._units_of_stage.get(stage, ()):
-                unit.close()
+        if self._reshards_now and stage in self._stage_prefetchers:
+            self._stage_prefetchers[stage].finish()
+        if is_last or self._reshards_now:
+            for group in self._stage_groups.get(stage, ()):
+                group.release()
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
-    def _watch(self, layer: nn.Module, unit: ParameterGroup, stage: int, place: int, position: int) -> None:
-        before = partial(self._before, unit, stage, place, position)
-        after = partial(self._after, unit, stage, place)
+    def _hook_layer(self, module: nn.Module, layer: _Layer) -> None:
         self._handles += [
-            layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            layer.register_forward_hook(after, always_call=True),
+            module.register_forward_pre_hook(partial(self._before_layer, layer), prepend=True, with_kwargs=True),
+            module.register_forward_hook(partial(self._after_layer, layer), always_call=True),
         ]
 
-    def _settle_before_calls(self) -> None:
+    def _hook_owners(self, layer_of: Mapping[int, _Layer]) -> None:
         """Parts of layers may be called by themselves, and parts outside of them freeze and thaw in a step."""
-        reach: dict[int, partial[None]] = {}
-        position = 0
-        for stage, units in self._units_of_stage.items():
-            for place, unit in enumerate(units):
-                reach |= dict.fromkeys(map(id, unit.twins), partial(self._reach, unit, stage, place, position))
-                position += 1
         owned: dict[nn.Module, list[ShardedParameter]] = {}
-        for twin in self.twins.values():
-            for part, _ in twin.slots:
-                owned.setdefault(part, []).append(twin)
-        for part, twins in owned.items():
-            settle = partial(self._settle, twins, reach.get(id(twins[0])))
-            self._handles.append(part.register_forward_pre_hook(settle))
+        for parameter in self.parameters.values():
+            for owner, _ in parameter.owners:
+                owned.setdefault(owner, []).append(parameter)
+        for owner, parameters in owned.items():
+            hook = partial(self._before_owner, parameters, layer_of.get(id(parameters[0])))
+            self._handles.append(owner.register_forward_pre_hook(hook))
 
-    def _settle(self, twins: Sequence[ShardedParameter], reach: Callable[[], None] | None, *_: Any) -> None:
-        for twin in twins:
-            twin.freeze_or_thaw()
-        if reach is not None and self._is_open:
-            reach()
+    def _before_owner(self, parameters: Sequence[ShardedParameter], layer: _Layer | None, *_: Any) -> None:
+        for parameter in parameters:
+            parameter.sync_requires_grad()
+        if layer is not None and self._is_open:
+            self._unshard(layer)
 
-    def _reach(self, unit: ParameterGroup, stage: int, place: int, position: int) -> None:
-        """Make a layer whole."""
-        if not unit.is_whole:
-            self._walks[stage].to(place) if self._frees_now else self._walk.to(position)
+    def _unshard(self, layer: _Layer) -> None:
+        if not layer.group.is_unsharded:
+            if self._reshards_now:
+                self._stage_prefetchers[layer.stage].unshard(layer.index)
+            else:
+                self._prefetcher.unshard(layer.position)
 
-    def _before(
-        self, unit: ParameterGroup, stage: int, place: int, position: int, layer: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
+    def _before_layer(self, layer: _Layer, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._is_open:
-            self._open_for(layer)
-        for twin in unit.twins:
-            twin.freeze_or_thaw()
-        if unit.in_backward and self._frees_now:  # what is recomputed belongs to it
+            self._open_for(module)
+        group = layer.group
+        for parameter in group.parameters:
+            parameter.sync_requires_grad()
+        if group.in_backward and self._reshards_now:  # what is recomputed belongs to it
             return None
-        self._reach(unit, stage, place, position)
-        if self.watch is not None:
-            self.watch(None)
-        return post_backward_hook((args, kwargs), unit.close) if self._frees_now else None
+        self._unshard(layer)
+        return post_backward_hook((args, kwargs), group.release) if self._reshards_now else None
 
-    def _after(self, unit: ParameterGroup, stage: int, place: int, layer: nn.Module, args: Any, output: Any) -> None:
-        if self._frees_now and not unit.in_backward:
+    def _after_layer(self, layer: _Layer, module: nn.Module, args: Any, output: Any) -> None:
+        group = layer.group
+        if self._reshards_now and not group.in_backward:
 
-            def backward_begins(_: Tensor) -> None:
-                if not unit.in_backward:
-                    self._walks[stage].to(place)
-                    unit.in_backward = True
+            def pre_backward_hook(_: Tensor) -> None:
+                if not group.in_backward:
+                    self._stage_prefetchers[layer.stage].unshard(layer.index)
+                    group.in_backward = True
 
             for leaf in flatten(output)[0]:
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(backward_begins)  # type: ignore[no-untyped-call]
-            unit.close()
-        self._close_for(layer)
+                    leaf.register_hook(pre_backward_hook)  # type: ignore[no-untyped-call]
+            group.release()
+        self._close_for(module)
 
-    def _open_for(self, layer: nn.Module, *_: Any) -> None:
+    def _open_for(self, module: nn.Module, *_: Any) -> None:
         """Outside of steps a layer, or the module, can be called too."""
-        for twin in self._outside.twins:
-            twin.freeze_or_thaw()
+        for parameter in self._root.parameters:
+            parameter.sync_requires_grad()
         if not self._is_open:
             self.open()
-            self._opened_by = layer
+            self._opened_by = module
 
-    def _close_for(self, layer: nn.Module, *_: Any) -> None:
-        if self._opened_by is layer:
+    def _close_for(self, module: nn.Module, *_: Any) -> None:
+        if self._opened_by is module:
             self._opened_by = None
             self.close()
 
@@ -281,11 +305,36 @@ class ZeroParameters:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for twin in self.twins.values():
-            twin.put_shard()
-            twin.detach()
-        self.twins.clear()
-        self._units.clear()
-        self._units_of_stage.clear()
-        self._walks.clear()
-        self._outside.twins.clear()
+        for parameter in self.parameters.values():
+            parameter.remove()
+        self.parameters.clear()
+        self._groups.clear()
+        self._stage_groups.clear()
+        self._stage_prefetchers.clear()
+        self._root.parameters.clear()
+
+
+class NoZero:
+    """In the place of :class:`ZeroParameters` where replicas shard nothing."""
+
+    reduces_each_backward = False
+
+    def tensors(self) -> list[Tensor]:
+        """None."""
+        return []
+
+    def counts_in_norm(self, parameter: nn.Parameter) -> bool:
+        """Each replica counts everything, and finds the norm by itself."""
+        return True
+
+    def gradient_buckets(
+        self, stage: int | None, parameters: Sequence[nn.Parameter], group: ProcessGroup
+    ) -> list[GradientBuckets]:
+        """None."""
+        assert not any(map(is_shard, parameters))
+        return []
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    open = close = abandon = follow = forward_begins = backward_begins = backward_ends = remove = _nothing
