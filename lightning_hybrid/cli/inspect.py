@@ -17,6 +17,8 @@ from lightning_hybrid.checkpoint.metadata import RECORD
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from lightning_hybrid.checkpoint.tree_paths import leaves
 from lightning_hybrid.cli.consolidate import read_outline
+from lightning_hybrid.distributed.module_names import fold_numbered
+from lightning_hybrid.strategy.summary import text_table
 
 __all__ = ["Inspection", "inspect_checkpoint"]
 
@@ -177,30 +179,12 @@ def _table(state: Mapping[str, Any], *, every_name: bool) -> str:
         (name, "x".join(map(str, value.shape)) or "-", str(value.dtype).removeprefix("torch."))
         for name, value in tensors.items()
     ]
-    lines = [("name", "shape", "dtype"), *(rows if every_name else _folded(rows))]
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    table.insert(1, "-" * max(map(len, table)))
-    aliases = _folded([(name, stored) for name, stored in tied.items() if name != stored])
-    table += [f"{name} tied to {stored}" for name, stored in aliases]
-    others = [name for name, value in state.items() if not isinstance(value, Tensor)]
-    table += [f"{name}: {_value(state[name])}" for name in others]
-    return "\n".join([f"state_dict: {_sum(tensors.values())}", *table])
-
-
-def _folded(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Rows that differ only in the first number of their names, under a name with `*`."""
-    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for row in rows:
-        parts = row[0].split(".")
-        number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
-        if number is not None:
-            parts[number] = "*"
-        groups.setdefault((".".join(parts), *row[1:]), []).append(row)
-    return [
-        members[0] if len(members) == 1 else (f"{pattern} ({len(members)})", *rest)
-        for (pattern, *rest), members in groups.items()
-    ]
+    lines = [f"state_dict: {_sum(tensors.values())}"]
+    lines.append(text_table([("name", "shape", "dtype"), *(rows if every_name else fold_numbered(rows))]))
+    aliases = fold_numbered((name, stored) for name, stored in tied.items() if name != stored)
+    lines += [f"{name} tied to {stored}" for name, stored in aliases]
+    lines += [f"{name}: {_value(value)}" for name, value in state.items() if not isinstance(value, Tensor)]
+    return "\n".join(lines)
 
 
 def _optimizers(states: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -1,10 +1,16 @@
-"""Dotted names of modules and parameters: patterns."""
+"""Dotted names of modules and parameters: patterns, and names alike but for a number."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-__all__ = ["name_matches"]
+__all__ = ["fold_numbered", "join_names", "name_matches"]
+
+
+def join_names(prefix: str, name: str) -> str:
+    """The dotted name of what a module has under a name; the root module's own is empty."""
+    return f"{prefix}.{name}" if prefix else name
 
 
 def name_matches(name: str, pattern: str) -> bool:
@@ -16,3 +22,23 @@ def name_matches(name: str, pattern: str) -> bool:
     """
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def fold_numbered(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows that begin with a dotted name: those that differ only in its first number become one, with their count.
+
+    Example:
+        >>> fold_numbered([("body.0.weight", "8x8"), ("body.1.weight", "8x8"), ("head.weight", "1x8")])
+        [('body.*.weight (2)', '8x8'), ('head.weight', '1x8')]
+    """
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        parts = row[0].split(".")
+        number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+        if number is not None:
+            parts[number] = "*"
+        groups.setdefault((".".join(parts), *row[1:]), []).append(row)
+    return [
+        members[0] if len(members) == 1 else (f"{pattern} ({len(members)})", *rest)
+        for (pattern, *rest), members in groups.items()
+    ]

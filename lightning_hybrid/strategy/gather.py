@@ -30,8 +30,8 @@ def check_gathering(module: LightningModule, plan: Plan | None) -> None:
     Raises:
         ValueError: If not.
     """
-    known = set(plan.divisions()) if plan else set()
-    others = [*(plan.foreign if plan else ())]
+    known = set(plan.param_splits()) if plan else set()
+    others = [*(plan.torch_styles if plan else ())]
     others += [
         name
         for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -81,7 +81,7 @@ def gather_module(module: LightningModule, stage_map: StageMap, plan: Plan | Non
     agree(lambda: check_gathering(module, plan))
     ownership = Ownership(module, stage_map, mesh)
     owners, first = ownership.owners(ownership.tensors()), ownership.first_names()
-    divisions = plan.divisions() if plan else {}
+    divisions = plan.param_splits() if plan else {}
     names: dict[str, list[str]] = {}
     for name in owners:
         names.setdefault(first[name], []).append(name)

@@ -15,7 +15,7 @@ from lightning_hybrid.pipeline_parallel.partition import partition
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.pipeline_parallel.timeline import simulate
-from lightning_hybrid.strategy.summary import layout_text, stage_rows, stage_table
+from lightning_hybrid.strategy.summary import layout_text, plan_table, stage_rows, stage_table
 from lightning_hybrid.tensor_parallel.plan import Plan, make_plan
 from lightning_hybrid.trainer.module_hooks import find_hook
 
@@ -61,7 +61,7 @@ def describe(module: LightningModule, settings: HybridConfig, sizes: tuple[int, 
     if pipeline > 1:
         body, stage_map = find_stages(module, settings, pipeline)
     text = layout(settings, dict(zip(("dp", "tp", "pp"), sizes, strict=True)), body, stage_map)
-    return text if tensor == 1 else f"{text}\n{find_plan(module, settings, tensor).text()}"
+    return text if tensor == 1 else f"{text}\n{plan_table(find_plan(module, settings, tensor))}"
 
 
 def find_stages(

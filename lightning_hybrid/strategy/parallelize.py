@@ -36,6 +36,7 @@ from lightning_hybrid.strategy.layout import (
     layout,
 )
 from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
+from lightning_hybrid.strategy.summary import plan_table
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.plan import Plan
 
@@ -116,7 +117,7 @@ class ModuleParallelizer:
     @property
     def adds_up(self) -> Collection[str]:
         """Names of parameters whose gradients are parts of a sum over the tensor-parallel ranks."""
-        return self.plan.adds_up if self.plan else ()
+        return self.plan.partial_grads if self.plan else ()
 
     def make_zero(self) -> ZeroParameters | NoZero:
         """What unshards parameters that replicas shard."""
@@ -216,14 +217,15 @@ class ModuleParallelizer:
         self.plan = agree(self._plan_layers) if known is None else known
         if known is None:
             vars(self._module)[_PLAN] = requested, self.plan
-            rank_zero_info(self.plan.text() if self.num_stages > 1 else f"{self.text()}\n{self.plan.text()}")
+            table = plan_table(self.plan)
+            rank_zero_info(table if self.num_stages > 1 else f"{self.text()}\n{table}")
 
     def _apply_plan(self, prepare: Callable[[str], None] = lambda name: None) -> None:
         if self.plan is None:
             return
         group = TensorGroup(self._mesh.tensor_group)
         if self._was_parallelized:
-            self.plan.join(self._module, group)
+            self.plan.set_tensor_group(self._module, group)
         else:
             self.plan.apply(self._module, self._mesh.device_mesh[AXES["tp"]], group, self._device, prepare)
 

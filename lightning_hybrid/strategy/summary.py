@@ -1,16 +1,28 @@
-"""What runs where: the table of stages, the layout and the effective batch, as data and as text."""
+"""What runs where, as text: the layout, the tables of stages, shared layers and memory, and the effective batch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import groupby
 
 from torch import nn
 
+from lightning_hybrid.distributed.module_names import fold_numbered
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.schedules import Schedule
+from lightning_hybrid.tensor_parallel.plan import Plan
 
-__all__ = ["StageRow", "batch_text", "layout_text", "memory_table", "stage_rows", "stage_table"]
+__all__ = [
+    "StageRow",
+    "batch_text",
+    "layout_text",
+    "memory_table",
+    "plan_table",
+    "stage_rows",
+    "stage_table",
+    "text_table",
+]
 
 
 @dataclass(frozen=True)
@@ -56,13 +68,7 @@ def _count(layers: Sequence[nn.Module]) -> int:
 
 
 def _kinds(body: nn.Sequential, layers: range) -> str:
-    runs: list[tuple[str, int]] = []
-    for index in layers:
-        kind = type(body[index]).__name__
-        if runs and runs[-1][0] == kind:
-            runs[-1] = kind, runs[-1][1] + 1
-        else:
-            runs.append((kind, 1))
+    runs = [(kind, len(list(run))) for kind, run in groupby(type(body[index]).__name__ for index in layers)]
     text = ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in runs)
     return text if len(text) <= 48 else f"{text[:45]}..."
 
@@ -79,7 +85,27 @@ def stage_table(rows: Sequence[StageRow], body: str) -> str:
         layers = f"{row.layers.start}-{row.layers.stop - 1}" if len(row.layers) > 1 else f"{row.layers.start}"
         share = f"{100 * row.share:.1f} %"
         cells.append((str(row.stage), str(row.rank), layers, row.kinds, f"{row.num_parameters:,}", share))
-    return _table(cells, left=(2, 3))
+    return text_table(cells, left=(2, 3))
+
+
+def plan_table(plan: Plan) -> str:
+    """How layers are shared by the tensor-parallel ranks, as text: module, style, full and local shape.
+
+    Args:
+        plan: The plan; layers alike are in one line.
+    """
+    rows: list[tuple[str, ...]] = []
+    for row in plan.rows:
+        shapes = [(plan.shapes[name], split.dim) for name, split in row.parameters().items()]
+        local = [(*shape[:dim], shape[dim] // plan.size, *shape[dim + 1 :]) for shape, dim in shapes]
+        rows.append((row.name, row.style, " ".join(_shape(shape) for shape, _ in shapes), " ".join(map(_shape, local))))
+    rows = fold_numbered(rows) + [(name, type(style).__name__, "", "") for name, style in plan.torch_styles.items()]
+    table = text_table([("module", "style", "full", "local"), *rows])
+    return "\n".join([table, *(f"{name} stays whole: it {reason}" for name, reason in plan.reasons.items())])
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def memory_table(accounts: Sequence[MemoryUsage], measured: Sequence[MemoryUsage] = ()) -> str:
@@ -99,22 +125,27 @@ def memory_table(accounts: Sequence[MemoryUsage], measured: Sequence[MemoryUsage
             seen = [_mebibytes(getattr(measured[rank], name)) for name in names]
             texts = [f"{now} ({text})" for now, text in zip(seen, texts, strict=True)]
         cells.append((f"pipeline rank {rank}", *texts))
-    return _table(cells, left=(0,))
+    return text_table(cells, left=(0,))
 
 
 def _mebibytes(value: int | None) -> str:
     return "?" if value is None else f"{value / 2**20:,.2f}"
 
 
-def _table(cells: Sequence[Sequence[str]], left: Collection[int]) -> str:
-    """Cells in columns, of which some are aligned to the left, below a line of titles."""
-    widths = [max(len(cell[column]) for cell in cells) for column in range(len(cells[0]))]
+def text_table(rows: Sequence[Sequence[str]], left: Collection[int] | None = None) -> str:
+    """Rows in columns, below a line of titles.
+
+    Args:
+        rows: The titles, then the cells of each row.
+        left: The columns that are aligned to the left, by index; ``None`` for all of them.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if left is None or column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for line in cells
+        for row in rows
     ]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 

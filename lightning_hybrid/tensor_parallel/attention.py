@@ -1,9 +1,9 @@
-"""`nn.MultiheadAttention` with its heads divided over the tensor-parallel ranks."""
+"""`nn.MultiheadAttention` with its heads sharded over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,11 @@ __all__ = ["ParallelAttention"]
 
 
 class ParallelAttention(ParallelLayer):
-    """An `nn.MultiheadAttention` that computes this rank's share of the heads; its class and arguments are torch's.
+    """An `nn.MultiheadAttention` that computes this rank's heads; its class and arguments are torch's.
 
     ::
 
-        query, key, value     whole on every rank (in regions of sequence parallelism: shares, made whole)
+        query, key, value     replicated (in regions of sequence parallelism: shards, gathered)
         in-projection         rows of this rank's heads, of q, of k and of v
         attention             this rank's heads
         out-projection        columns of this rank's heads; the results are summed
@@ -40,8 +40,8 @@ class ParallelAttention(ParallelLayer):
     k_proj_weight: Tensor | None
     v_proj_weight: Tensor | None
     out_proj: nn.Linear
-    #: Under sequence parallelism: whether keys and values are whole, as the memory of a decoder is.
-    whole_memory = False
+    #: Under sequence parallelism: whether keys and values are replicated, as the memory of a decoder is.
+    memory_is_replicated = False
 
     def forward(
         self,
@@ -58,7 +58,7 @@ class ParallelAttention(ParallelLayer):
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         is_batched = query.dim() == 3
-        query, key, value = self._enter(query, key, value)
+        query, key, value = self._gather_inputs(query, key, value)
         q, k, v = self._project(query, key, value)
         if not is_batched:
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
@@ -70,28 +70,28 @@ class ParallelAttention(ParallelLayer):
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else self._mask(attn_mask, key_padding_mask, heads[0])
         mixed, weights = self._attend(heads, mask, causal=causal, need_weights=need_weights)
-        joined = mixed.transpose(1, 2).flatten(2)
+        concatenated = mixed.transpose(1, 2).flatten(2)
         if not is_batched:
-            joined = joined.squeeze(0)
+            concatenated = concatenated.squeeze(0)
         elif not self.batch_first:
-            joined = joined.transpose(0, 1)
-        out = self.leave(F.linear(joined, shard_of(self.out_proj.weight)))
+            concatenated = concatenated.transpose(0, 1)
+        out = self.reduce_output(F.linear(concatenated, shard_of(self.out_proj.weight)))
         if self.out_proj.bias is not None:
             out = out + self.out_proj.bias
-        return out, self._whole_weights(weights, average=average_attn_weights, is_batched=is_batched)
+        return out, self._gather_weights(weights, average=average_attn_weights, is_batched=is_batched)
 
-    def _enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        whole = self.enter(query)
-        if self.whole_memory:
-            return whole, copy_to_tp(key, self.tensor_group), copy_to_tp(value, self.tensor_group)
-        k, v = (whole if _same(other, query) else self.enter(other) for other in (key, value))
-        return whole, k, v
+    def _gather_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gathered = self.gather_input(query)
+        if self.memory_is_replicated:
+            return gathered, copy_to_tp(key, self.tensor_group), copy_to_tp(value, self.tensor_group)
+        k, v = (gathered if _same(other, query) else self.gather_input(other) for other in (key, value))
+        return gathered, k, v
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         bias = shard_of(self.in_proj_bias)
         biases = (None, None, None) if bias is None else bias.chunk(3)
         if self.in_proj_weight is None:
-            weights = [shard_of(each) for each in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
+            weights = [shard_of(w) for w in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
         else:
             packed = shard_of(self.in_proj_weight)
             if key is query and value is query:
@@ -104,32 +104,27 @@ class ParallelAttention(ParallelLayer):
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """Both masks as one that is added to the scores; ``(batch or 1, heads or 1, L or 1, S)``."""
-        mask = None if attn_mask is None else _added(attn_mask, q.dtype)
+        mask = None if attn_mask is None else _additive(attn_mask, q.dtype)
         if mask is not None and mask.dim() == 3:  # one for each head: (batch * all heads, L, S)
-            mask = mask.view(-1, self.num_heads, *mask.shape[1:]).chunk(self.tensor_group.size, 1)[
-                self.tensor_group.rank
-            ]
+            mask = self.tensor_group.local_chunk(mask.view(-1, self.num_heads, *mask.shape[1:]), 1)
         if padding is None:
             return mask
-        added = _added(padding, q.dtype)[:, None, None, :]
-        return added if mask is None else mask + added
+        padding = _additive(padding, q.dtype)[:, None, None, :]
+        return padding if mask is None else mask + padding
 
     def _attend(
         self, heads: list[Tensor], mask: Tensor | None, *, causal: bool, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = heads
         dropout = self.dropout if self.training else 0.0
-        with self._numbers(q) if dropout else nullcontext():
+        with own_numbers(self.tensor_group.rank, q.device) if dropout else nullcontext():
             if not need_weights:
                 return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
             scores = (q * math.sqrt(1.0 / self.head_dim)) @ k.transpose(-2, -1)
             weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
             return weights @ v, weights
 
-    def _numbers(self, q: Tensor) -> AbstractContextManager[None]:
-        return own_numbers(self.tensor_group.rank, q.device)
-
-    def _whole_weights(self, weights: Tensor | None, *, average: bool, is_batched: bool) -> Tensor | None:
+    def _gather_weights(self, weights: Tensor | None, *, average: bool, is_batched: bool) -> Tensor | None:
         """The attention weights of all heads, or their average."""
         if weights is None:
             return None
@@ -144,11 +139,11 @@ def _same(one: Tensor, other: Tensor) -> bool:
     """Whether these are one tensor, perhaps handed on by a hook of the layer, which makes a new one of each."""
     if one is other:
         return True
-    handed_on = one.grad_fn is not None and one.grad_fn is other.grad_fn
-    return handed_on and one.data_ptr() == other.data_ptr() and one.shape == other.shape
+    is_handed_on = one.grad_fn is not None and one.grad_fn is other.grad_fn
+    return is_handed_on and one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask to be added to scores; ``True`` forbids."""
     if mask.dtype != torch.bool:
         return mask

@@ -1,4 +1,4 @@
-r"""Losses over classes that are divided over the tensor-parallel ranks.
+r"""Losses over classes that are sharded over the tensor-parallel ranks.
 
 For logits z of V classes, with target class y, all of cross-entropy follows from three sums over the classes,
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hybrid.tensor_parallel.mappings import TensorGroup, maximum, reduce_from_tp
+from lightning_hybrid.tensor_parallel.mappings import TensorGroup, all_reduce_max, reduce_from_tp
 
 __all__ = ["argmax", "cross_entropy", "in_loss_precision", "log_sum_exp"]
 
@@ -38,17 +38,16 @@ def log_sum_exp(shard: Tensor, dim: int, group: TensorGroup) -> Tensor:
         dim: The dimension of the classes.
         group: The ranks that have the others.
     """
-    result: Tensor = _LogSumExp.apply(shard, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    return _LogSumExp.apply(shard, dim, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dim: int, group: TensorGroup) -> Tensor:
-        largest = maximum(shard.amax(dim, keepdim=True), group)
+        largest = all_reduce_max(shard.amax(dim, keepdim=True), group)
         largest = largest.masked_fill(largest.isinf(), 0.0)
         total = (shard - largest).exp_().sum(dim, keepdim=True)
-        dist.all_reduce(total, group=group.group)
+        dist.all_reduce(total, group=group())
         result = total.log_().add_(largest)
         ctx.save_for_backward(shard, result)
         return result
@@ -62,63 +61,59 @@ class _LogSumExp(torch.autograd.Function):
 
 def cross_entropy(
     shard: Tensor,
-    logarithm: Tensor | None,
     target: Tensor,
+    dim: int,
+    group: TensorGroup,
+    *,
+    are_logits: bool,
     weight: Tensor | None,
     ignore_index: int,
     reduction: str,
     label_smoothing: float,
-    dim: int,
-    group: TensorGroup,
 ) -> Tensor:
     """What `torch.nn.functional.cross_entropy` gives.
 
     Args:
         shard: This rank's classes of the logits.
-        logarithm: What :func:`log_sum_exp` says of them; ``None`` if they are logarithmic probabilities already.
         target: Classes, of the shape of `shard` without `dim`; or probabilities of all classes.
+        dim: The dimension of the classes: 1, or 0 of a vector.
+        group: The ranks that have the other classes.
+        are_logits: Whether these are logits; else they are logarithmic probabilities already.
         weight: Of all classes.
         ignore_index: The class that does not count.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         label_smoothing: The share of the target that is spread over all classes.
-        dim: The dimension of the classes: 1, or 0 of a vector.
-        group: The ranks that have the other classes.
     """
     num_classes = shard.shape[dim] * group.size
-    constant = 0.0 if logarithm is None else logarithm.squeeze(dim)
+    normalizer: Any = log_sum_exp(shard, dim, group).squeeze(dim) if are_logits else 0.0
     weights = torch.ones(num_classes, dtype=shard.dtype, device=shard.device) if weight is None else weight.to(shard)
-    shape = [1] * shard.ndim
-    shape[dim] = -1
-    along = weights.view(shape)
+    weights_along_dim = weights.view([-1 if axis == dim else 1 for axis in range(shard.ndim)])
+    losses: Tensor
     if target.is_floating_point() and target.ndim == shard.ndim:
         weighted = target.to(shard.dtype) * (1 - label_smoothing) + label_smoothing / num_classes
-        weighted = weighted * along
-        each = constant * weighted.sum(dim) - reduce_from_tp(
-            (shard * _own_classes(weighted, dim, group)).sum(dim), group
-        )
-        total: Any = each.numel()  # of probabilities, torch takes the mean over samples, whatever the weights
+        weighted = weighted * weights_along_dim
+        losses = normalizer * weighted.sum(dim) - _weighted_sum(shard, weighted, dim, group)
+        total: Any = losses.numel()  # of probabilities, torch takes the mean over samples, whatever the weights
     else:
         _check_classes(target, shard, ignore_index, num_classes, dim)
         ignored = target == ignore_index
         classes = target.long().masked_fill(ignored, 0)
-        counts = weights[classes].masked_fill(ignored, 0.0)
-        each = (constant - _pick(shard, classes, dim, group)).masked_fill(ignored, 0.0) * counts
+        sample_weights = weights[classes].masked_fill(ignored, 0.0)
+        losses = (normalizer - _pick(shard, classes, dim, group)).masked_fill(ignored, 0.0) * sample_weights
         if label_smoothing:
-            spread = constant * weights.sum() - reduce_from_tp(
-                (shard * _own_classes(along, dim, group)).sum(dim), group
-            )
-            spread = spread.masked_fill(ignored, 0.0)
-            each = each * (1 - label_smoothing) + spread * (label_smoothing / num_classes)
-        total = counts.sum()
+            smooth = normalizer * weights.sum() - _weighted_sum(shard, weights_along_dim, dim, group)
+            smooth = smooth.masked_fill(ignored, 0.0)
+            losses = losses * (1 - label_smoothing) + smooth * (label_smoothing / num_classes)
+        total = sample_weights.sum()
     if reduction == "none":
-        return each
+        return losses
     if reduction == "sum":
-        return each.sum()
+        return losses.sum()
     if not isinstance(total, Tensor):
-        mean: Tensor = each.sum() / total
+        mean: Tensor = losses.sum() / total
         return mean
     # If nothing counts, torch says NaN, and zero gradients.
-    return (each.sum() / total.clamp_min(torch.finfo(total.dtype).tiny)).masked_fill(total == 0, math.nan)
+    return (losses.sum() / total.clamp_min(torch.finfo(total.dtype).tiny)).masked_fill(total == 0, math.nan)
 
 
 def _check_classes(target: Tensor, shard: Tensor, ignore_index: int, num_classes: int, dim: int) -> None:
@@ -142,21 +137,20 @@ def argmax(shard: Tensor, dim: int, keepdim: bool, group: TensorGroup) -> Tensor
         group: The ranks that have the other classes.
     """
     value, index = shard.max(dim, keepdim=True)
-    largest = maximum(value.clone(), group)
+    largest = all_reduce_max(value.clone(), group)
     size = shard.shape[dim]
-    mine = torch.where((value == largest) | value.isnan(), index + group.rank * size, size * group.size)
-    dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=group.group)
-    return mine if keepdim else mine.squeeze(dim)
+    first = torch.where((value == largest) | value.isnan(), index + group.rank * size, size * group.size)
+    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group())
+    return first if keepdim else first.squeeze(dim)
 
 
-def _pick(logarithms: Tensor, classes: Tensor, dim: int, group: TensorGroup) -> Tensor:
+def _pick(shard: Tensor, classes: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """The value of each sample's class, wherever it is."""
-    size = logarithms.shape[dim]
-    local = classes - group.rank * size
-    elsewhere = (local < 0) | (local >= size)
-    found = logarithms.gather(dim, local.masked_fill(elsewhere, 0).unsqueeze(dim)).squeeze(dim)
+    local, elsewhere = group.local_indices(classes, shard.shape[dim])
+    found = shard.gather(dim, local.unsqueeze(dim)).squeeze(dim)
     return reduce_from_tp(found.masked_fill(elsewhere, 0.0), group)
 
 
-def _own_classes(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    return tensor.chunk(group.size, dim)[group.rank]
+def _weighted_sum(shard: Tensor, weights: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    """The sum over all classes, with weights of all of them."""
+    return reduce_from_tp((shard * group.local_chunk(weights, dim)).sum(dim), group)

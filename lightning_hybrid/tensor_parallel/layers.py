@@ -27,54 +27,56 @@ from lightning_hybrid.tensor_parallel.mappings import (
 from lightning_hybrid.tensor_parallel.vocab_parallel import VocabParallelLogits
 
 __all__ = [
-    "ColumnLinear",
+    "ColumnParallelLinear",
     "OnShards",
     "ParallelLayer",
-    "RowLinear",
+    "RowParallelLinear",
     "SequenceGathered",
     "SequenceRegion",
-    "VocabularyEmbedding",
-    "VocabularyHead",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "disable_fastpath",
     "parallelize_layer",
+    "restore_fastpath",
     "restore_layer",
 ]
 
 
 class ParallelLayer:
-    """What all of these layers know.
+    """What all of these layers have.
 
     Attributes:
         tensor_group: The ranks that share the layer.
-        sequence_dim: The dimension of an activation along which sequences are divided outside of the layer; ``None`` if
+        sequence_dim: The dimension of an activation along which sequences are sharded outside of the layer; ``None`` if
             activations are replicated there.
     """
 
     tensor_group: TensorGroup
     sequence_dim: int | None
 
-    def enter(self, x: Tensor) -> Tensor:
-        """What comes in, whole, about to be used with a shard of the weights."""
+    def gather_input(self, x: Tensor) -> Tensor:
+        """The full input, about to be used with a shard of the weights."""
         if self.sequence_dim is None:
             return copy_to_tp(x, self.tensor_group)
         return gather_from_sp(x, self.sequence_dim, self.tensor_group)
 
-    def leave(self, x: Tensor) -> Tensor:
-        """What goes out: the sum over the ranks."""
+    def reduce_output(self, x: Tensor) -> Tensor:
+        """The output, from partial sums: replicated, or this rank's shard of the sequence."""
         if self.sequence_dim is None:
             return reduce_from_tp(x, self.tensor_group)
         return reduce_scatter_to_sp(x, self.sequence_dim, self.tensor_group)
 
 
-def parallelize_layer(layer: nn.Module, kind: type, **attributes: Any) -> None:
+def parallelize_layer(layer: nn.Module, mixin: type, **attributes: Any) -> None:
     """Turn a layer into a parallel one.
 
     Args:
         layer: The layer; changed in place.
-        kind: A mixin class of this module.
-        attributes: What the mixin needs.
+        mixin: A class of this module.
+        attributes: Attributes of that class.
     """
-    if not isinstance(layer, kind):
-        layer.__class__ = _mixed(kind, type(layer))
+    if not isinstance(layer, mixin):
+        layer.__class__ = _mixed(mixin, type(layer))
     vars(layer).setdefault(_ADDED, set()).update(attributes)
     vars(layer).update(attributes)
 
@@ -87,57 +89,83 @@ def restore_layer(layer: nn.Module) -> None:
         vars(layer).pop(attribute, None)
 
 
-_ADDED = "_added_by_sharing"  # where a layer remembers the attributes that it has got
+_ADDED = "_tensor_parallel_attributes"  # where a layer remembers the attributes that it has got
 _MIXED: dict[tuple[type, type], type] = {}
 
 
-def _mixed(kind: type, base: type) -> type:
-    if (kind, base) not in _MIXED:
-        _MIXED[kind, base] = type(base.__name__, (kind, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-    return _MIXED[kind, base]
+def _mixed(mixin: type, base: type) -> type:
+    if (mixin, base) not in _MIXED:
+        namespace = {"__module__": base.__module__, "__doc__": base.__doc__}
+        _MIXED[mixin, base] = type(base.__name__, (mixin, base), namespace)
+    return _MIXED[mixin, base]
 
 
-class ColumnLinear(ParallelLayer):
-    """A linear layer that makes this rank's share of the output features.
+def disable_fastpath(module: nn.Module) -> None:
+    """Switch off torch's fused inference of transformer layers: it reads weights directly, and these are shards."""
+    for layer in module.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            if isinstance(layer.self_attn, ParallelLayer) or isinstance(layer.linear1, ParallelLayer):
+                _set(layer, "activation_relu_or_gelu", 0)
+        elif isinstance(layer, nn.TransformerEncoder):
+            _set(layer, "use_nested_tensor", False)
+
+
+def restore_fastpath(module: nn.Module) -> None:
+    """Switch it on again where it was on."""
+    for layer in module.modules():
+        vars(layer).update(vars(layer).pop(_FASTPATH, {}))
+
+
+_FASTPATH = "_fastpath_before_tensor_parallel"  # where a layer remembers what it was set to
+
+
+def _set(layer: nn.Module, attribute: str, value: Any) -> None:
+    vars(layer).setdefault(_FASTPATH, {attribute: getattr(layer, attribute)})
+    setattr(layer, attribute, value)
+
+
+class ColumnParallelLinear(ParallelLayer):
+    """A linear layer that makes this rank's shard of the output features.
 
     Attributes:
-        gathers_output: Whether the shares are joined.
+        gather_output: Whether the output is gathered.
+        input_is_gathered: Whether a module around the layer has prepared the input already.
     """
 
     weight: Tensor
     bias: Tensor | None
-    gathers_output: bool
-    enters: bool
+    gather_output: bool
+    input_is_gathered: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features)`` to ``(..., out_features / T)``."""
-        if self.enters:
-            x = self.enter(x)
+        if not self.input_is_gathered:
+            x = self.gather_input(x)
         y = F.linear(x, shard_of(self.weight), shard_of(self.bias))
-        return gather_from_tp(y, -1, self.tensor_group) if self.gathers_output else y
+        return gather_from_tp(y, -1, self.tensor_group) if self.gather_output else y
 
 
-class RowLinear(ParallelLayer):
-    """A linear layer that takes this rank's share of the input features; the results are summed.
+class RowParallelLinear(ParallelLayer):
+    """A linear layer that takes this rank's shard of the input features; the results are summed.
 
     Attributes:
-        splits_input: Whether the input is whole.
+        scatter_input: Whether the input is replicated, and is scattered here.
     """
 
     weight: Tensor
     bias: Tensor | None
-    splits_input: bool
+    scatter_input: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features / T)`` to ``(..., out_features)``."""
-        if self.splits_input:
+        if self.scatter_input:
             x = scatter_to_tp(x, -1, self.tensor_group)
-        y = self.leave(F.linear(x, shard_of(self.weight)))
+        y = self.reduce_output(F.linear(x, shard_of(self.weight)))
         return y if self.bias is None else y + self.bias
 
 
-class VocabularyEmbedding(ParallelLayer):
-    """An embedding that holds this rank's share of the rows."""
+class VocabParallelEmbedding(ParallelLayer):
+    """An embedding that holds this rank's shard of the rows."""
 
     weight: Tensor
     padding_idx: int | None
@@ -151,25 +179,23 @@ class VocabularyEmbedding(ParallelLayer):
             and ((indices < 0) | (indices >= len(self.weight))).any()
         ):
             raise IndexError(f"an index is out of range: the embedding has {len(self.weight)} rows")
-        first = self.tensor_group.rank * len(weight)
-        local = indices - first
-        elsewhere = (local < 0) | (local >= len(weight))
-        padding = None if self.padding_idx is None else self.padding_idx - first
-        own_padding = padding if padding is not None and 0 <= padding < len(weight) else None
-        found = F.embedding(local.masked_fill(elsewhere, 0), weight, own_padding)
+        local, elsewhere = self.tensor_group.local_indices(indices, len(weight))
+        padding = None if self.padding_idx is None else self.padding_idx - self.tensor_group.rank * len(weight)
+        local_padding = padding if padding is not None and 0 <= padding < len(weight) else None
+        found = F.embedding(local, weight, local_padding)
         return reduce_from_tp(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tensor_group)
 
 
-class VocabularyHead(ParallelLayer):
-    """A linear layer to the vocabulary: its output is never joined unless somebody needs it whole."""
+class VocabParallelHead(ParallelLayer):
+    """A linear layer to the vocabulary: its output is gathered only where somebody needs all classes."""
 
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features)`` to `VocabParallelLogits` of shape ``(..., out_features)``."""
-        y = F.linear(self.enter(x), shard_of(self.weight), shard_of(self.bias))
-        return VocabParallelLogits.of(y, self.tensor_group)
+        y = F.linear(self.gather_input(x), shard_of(self.weight), shard_of(self.bias))
+        return VocabParallelLogits.from_local(y, self.tensor_group)
 
 
 class OnShards(ParallelLayer):
@@ -185,31 +211,31 @@ class OnShards(ParallelLayer):
 
 
 class SequenceRegion(ParallelLayer):
-    """A layer inside of which sequences are divided.
+    """A layer inside of which sequences are sharded.
 
     Attributes:
-        splits: Whether the input is whole, and is divided here; else the layer before has left it divided.
-        gathers: Whether the output is made whole.
+        scatter_input: Whether the input is replicated, and is scattered here; else the layer before gives shards.
+        gather_output: Whether the output is gathered.
     """
 
-    splits: bool
-    gathers: bool
+    scatter_input: bool
+    gather_output: bool
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the layer does, on a share of the sequence."""
+        """As the layer does, on a shard of the sequence."""
         assert self.sequence_dim is not None
-        if self.splits:
+        if self.scatter_input:
             x = scatter_to_tp(x, self.sequence_dim, self.tensor_group)
         y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        return gather_from_tp(y, self.sequence_dim, self.tensor_group) if self.gathers else y
+        return gather_from_tp(y, self.sequence_dim, self.tensor_group) if self.gather_output else y
 
 
 class SequenceGathered(ParallelLayer):
-    """A layer inside of a region whose sequence is made whole before it; its row-wise layers divide it again."""
+    """A layer inside of a region that gathers the sequence; its row-wise layers reduce-scatter it again."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer does, on whole sequences."""
-        return super().forward(self.enter(x), *args, **kwargs)  # type: ignore[misc]
+        return super().forward(self.gather_input(x), *args, **kwargs)  # type: ignore[misc]
 
 
 def _device_of(args: tuple[Any, ...]) -> torch.device:

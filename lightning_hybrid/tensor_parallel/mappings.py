@@ -6,21 +6,23 @@ The functions here lead from one kind to the other (the conjugate pairs of Shoey
 https://arxiv.org/abs/1909.08053, and, for sequences, Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models", 2022, https://arxiv.org/abs/2205.05198)::
 
-                       forward          backward
-    fan_out            -                all-reduce        replicated            -> used by every rank's shard
-    fan_in             all-reduce       -                 partial sums          -> replicated
-    gather             all-gather       slice             shards                -> replicated
-    split              slice            all-gather        replicated            -> shards
-    gather_fan_out     all-gather       reduce-scatter    shards of a sequence  -> used by every rank's shard
-    fan_in_scatter     reduce-scatter   all-gather        partial sums          -> shards of a sequence
+                            forward          backward
+    copy_to_tp              -                all-reduce        replicated            -> used by every rank's shard
+    reduce_from_tp          all-reduce       -                 partial sums          -> replicated
+    gather_from_tp          all-gather       slice             shards                -> replicated
+    scatter_to_tp           slice            all-gather        replicated            -> shards
+    gather_from_sp          all-gather       reduce-scatter    shards of a sequence  -> used by every rank's shard
+    reduce_scatter_to_sp    reduce-scatter   all-gather        partial sums          -> shards of a sequence
 
-Where a user's code computes with a divided parameter itself, torch makes gradients that are DTensors; they become plain
+In Megatron-LM they are `copy_to_`, `reduce_from_`, `gather_from_` and `scatter_to_tensor_model_parallel_region`,
+`gather_from_sequence_parallel_region` and `reduce_scatter_to_sequence_parallel_region`.
+
+Where a user's code computes with a sharded parameter itself, torch makes gradients that are DTensors; they become plain
 ones here.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -30,71 +32,72 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_hybrid.distributed.dtensor import full_tensor
-from lightning_hybrid.distributed.process_group import all_gather_single, reduce_scatter_single
+from lightning_hybrid.distributed.process_group import GroupRef, all_gather_single, reduce_scatter_single
 
 __all__ = [
     "TensorGroup",
+    "all_reduce_max",
     "copy_to_tp",
     "gather_from_sp",
     "gather_from_tp",
-    "maximum",
     "reduce_from_tp",
     "reduce_scatter_to_sp",
     "scatter_to_tp",
 ]
 
 
-class TensorGroup:
-    """The ranks that share each layer, and this rank's place among them.
-
-    torch owns the group. Callbacks copy modules, and a group cannot be copied: copies of a layer share this object.
+class TensorGroup(GroupRef):
+    """The ranks that share each layer: a weak reference to their process group, and this rank's place in it.
 
     Args:
         group: The group.
     """
 
+    __slots__ = ("rank", "size")
+
     def __init__(self, group: ProcessGroup) -> None:
-        self._reference = weakref.ref(group)
+        super().__init__(group)
         self.size = group.size()
         self.rank = group.rank()
 
-    @property
-    def group(self) -> ProcessGroup:
-        """The group of torch."""
-        group = self._reference()
-        assert group is not None, "the process groups have been destroyed"
-        return group
+    def local_chunk(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor that every rank has, as a view."""
+        return x.chunk(self.size, dim)[self.rank]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorGroup:
-        return self
+    def local_indices(self, indices: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Indices into this rank's shard of `length` entries, and a mask of those that point into other ranks' shards.
+
+        Where the mask is ``True``, the index is 0.
+        """
+        local = indices - self.rank * length
+        elsewhere = (local < 0) | (local >= length)
+        return local.masked_fill(elsewhere, 0), elsewhere
 
 
 def copy_to_tp(x: Tensor, group: TensorGroup) -> Tensor:
-    """A replicated tensor, about to be used by every rank's shard; its gradient is summed.
+    """A replicated tensor, about to be used by every rank's shard; its gradient is summed over the ranks.
 
-    Several layers that take one tensor (the projections of an attention, say) share one sum.
+    Several layers that take one tensor (the projections of an attention, say) share one all-reduce.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     if x.is_leaf:
-        return _FanOut.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
-    known: tuple[int, Tensor] | None = getattr(x, "_fanned_out", None)
-    if known is None or known[0] != x._version:
-        known = x._version, _FanOut.apply(x, group)  # type: ignore[no-untyped-call]
-        x._fanned_out = known  # type: ignore[attr-defined]
-    return known[1]
+        return _CopyToTP.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
+    cached: tuple[int, Tensor] | None = getattr(x, "_copied_to_tp", None)
+    if cached is None or cached[0] != x._version:
+        cached = x._version, _CopyToTP.apply(x, group)  # type: ignore[no-untyped-call]
+        x._copied_to_tp = cached  # type: ignore[attr-defined]
+    return cached[1]
 
 
 def reduce_from_tp(x: Tensor, group: TensorGroup) -> Tensor:
     """The sum over the ranks; changes `x`, which must be the fresh result of an operation."""
-    result: Tensor = _FanIn.apply(x, group)  # type: ignore[no-untyped-call]
-    return result
+    return _ReduceFromTP.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather_from_tp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """The shards of all ranks, joined along a dimension."""
-    result: Tensor = _Gather.apply(x, dim, group, False)  # type: ignore[no-untyped-call]
-    return result
+    """The shards of all ranks, concatenated along a dimension."""
+    return _AllGather.apply(x, dim, group, False)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def scatter_to_tp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
@@ -109,22 +112,21 @@ def scatter_to_tp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
             f" be divided over tensor_parallel_size={group.size} ranks. Pad it to a multiple of {group.size}, or use"
             " sequence_parallel=False."
         )
-    result: Tensor = _Split.apply(x, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    return _ScatterToTP.apply(x, dim, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather_from_sp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """The shards of all ranks, joined, about to be used by every rank's shard of a layer; their gradient is summed.
+    """The shards of all ranks, about to be used by every rank's shard of a layer; their gradient is reduce-scattered.
 
     As in :func:`copy_to_tp`, several layers that take one tensor share the collectives.
     """
     if x.is_leaf or not (torch.is_grad_enabled() and x.requires_grad):
-        return _Gather.apply(x, dim, group, True)  # type: ignore[no-untyped-call, no-any-return]
-    known: tuple[int, Tensor] | None = getattr(x, "_gathered", None)
-    if known is None or known[0] != x._version:
-        known = x._version, _Gather.apply(x, dim, group, True)  # type: ignore[no-untyped-call]
-        x._gathered = known  # type: ignore[attr-defined]
-    return known[1]
+        return _AllGather.apply(x, dim, group, True)  # type: ignore[no-untyped-call, no-any-return]
+    cached: tuple[int, Tensor] | None = getattr(x, "_gathered_from_sp", None)
+    if cached is None or cached[0] != x._version:
+        cached = x._version, _AllGather.apply(x, dim, group, True)  # type: ignore[no-untyped-call]
+        x._gathered_from_sp = cached  # type: ignore[attr-defined]
+    return cached[1]
 
 
 def reduce_scatter_to_sp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
@@ -132,37 +134,32 @@ def reduce_scatter_to_sp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
 
     It uses up `x`, which must be the fresh result of an operation.
     """
-    result: Tensor = _FanInScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    return _ReduceScatterToSP.apply(x, dim, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def maximum(x: Tensor, group: TensorGroup) -> Tensor:
+def all_reduce_max(x: Tensor, group: TensorGroup) -> Tensor:
     """The largest value of all ranks, element by element, in place; not for autograd."""
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.group)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group())
     return x
 
 
-def _joined(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
+def _all_gather_along(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """All-gather along any dimension."""
-    first = x.movedim(dim, 0).contiguous()
-    joined = first.new_empty(first.shape[0] * group.size, *first.shape[1:])
-    all_gather_single(joined, first, group=group.group)
-    return joined.movedim(0, dim).contiguous()
+    shard = x.movedim(dim, 0).contiguous()
+    gathered = shard.new_empty(shard.shape[0] * group.size, *shard.shape[1:])
+    all_gather_single(gathered, shard, group=group())
+    return gathered.movedim(0, dim).contiguous()
 
 
-def _own(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    return x.chunk(group.size, dim)[group.rank]
-
-
-def _summed(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
+def _reduce_scatter_along(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """Reduce-scatter along any dimension."""
-    first = x.movedim(dim, 0).contiguous()
-    own = first.new_empty(first.shape[0] // group.size, *first.shape[1:])
-    reduce_scatter_single(own, first, group=group.group)
-    return own.movedim(0, dim)
+    partial = x.movedim(dim, 0).contiguous()
+    shard = partial.new_empty(partial.shape[0] // group.size, *partial.shape[1:])
+    reduce_scatter_single(shard, partial, group=group())
+    return shard.movedim(0, dim)
 
 
-class _FanOut(torch.autograd.Function):
+class _CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
@@ -172,18 +169,18 @@ class _FanOut(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = full_tensor(gradient).clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group.group)
+        dist.all_reduce(gradient, group=ctx.group())
         return gradient, None
 
 
-class _FanIn(torch.autograd.Function):
+class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
         if x._is_view() or not x.is_contiguous():
             x = x.clone(memory_format=torch.contiguous_format)
         else:
             ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group.group)
+        dist.all_reduce(x, group=group())
         return x
 
     @staticmethod
@@ -192,40 +189,42 @@ class _FanIn(torch.autograd.Function):
         return full_tensor(gradient), None
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: TensorGroup, fans_out: bool) -> Tensor:
-        ctx.dim, ctx.group, ctx.fans_out = dim, group, fans_out
-        return _joined(x, dim, group)
+    def forward(ctx: Any, x: Tensor, dim: int, group: TensorGroup, reduces_gradient: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.reduces_gradient = dim, group, reduces_gradient
+        return _all_gather_along(x, dim, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        back = _summed if ctx.fans_out else _own
-        return back(full_tensor(gradient), ctx.dim, ctx.group), None, None, None
+        gradient = full_tensor(gradient)
+        if ctx.reduces_gradient:
+            return _reduce_scatter_along(gradient, ctx.dim, ctx.group), None, None, None
+        return ctx.group.local_chunk(gradient, ctx.dim), None, None, None
 
 
-class _Split(torch.autograd.Function):
+class _ScatterToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: TensorGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _own(x, dim, group).clone(memory_format=torch.contiguous_format)
+        return group.local_chunk(x, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _joined(full_tensor(gradient), ctx.dim, ctx.group), None, None
+        return _all_gather_along(full_tensor(gradient), ctx.dim, ctx.group), None, None
 
 
-class _FanInScatter(torch.autograd.Function):
+class _ReduceScatterToSP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: TensorGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        summed = _summed(x, dim, group)
+        shard = _reduce_scatter_along(x, dim, group)
         x.untyped_storage().resize_(0)  # nobody needs it any more, and recomputation need not keep it
-        return summed
+        return shard
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _joined(full_tensor(gradient), ctx.dim, ctx.group), None, None
+        return _all_gather_along(full_tensor(gradient), ctx.dim, ctx.group), None, None

@@ -1,4 +1,4 @@
-"""Parameters divided over the tensor-parallel ranks, as DTensors: optimizers and checkpoints know every shard."""
+"""Parameters sharded over the tensor-parallel ranks, as DTensors: optimizers and checkpoints know every shard."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_hybrid.distributed.dtensor import copy_attributes
+from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 
 __all__ = ["Sharder", "unshard"]
 
 
 class Sharder:
-    """Divides parameters; one that is tied stays tied.
+    """Shards parameters; one that is tied stays tied.
 
     Args:
-        module: The whole module. Parameters without values may get some until they are divided, but no other ties.
+        module: The whole module. Parameters without values may get some until they are sharded, but no other ties.
         mesh: The tensor-parallel axis, for torch.
         group: The same ranks.
         device: Where shards live.
@@ -30,14 +31,14 @@ class Sharder:
         self._mesh = mesh
         self._group = group
         self._device = device
-        by_parameter: dict[int, list[tuple[nn.Module, str]]] = {}
+        ties: dict[int, list[tuple[nn.Module, str]]] = {}
         for layer in module.modules():
             for name, parameter in layer._parameters.items():
-                by_parameter.setdefault(id(parameter), []).append((layer, name))
-        self._places = {(id(layer), name): places for places in by_parameter.values() for layer, name in places}
+                ties.setdefault(id(parameter), []).append((layer, name))
+        self._ties = {(id(layer), name): owners for owners in ties.values() for layer, name in owners}
 
     def shard(self, module: nn.Module, name: str, dim: int, *, blocks: int = 1) -> None:
-        """Keep this rank's part of a parameter.
+        """Keep this rank's shard of a parameter.
 
         With several blocks each of them is divided, as the projections of a packed attention need it. The parameter
         ``[3 d, e]``, seen as ``[3, d, e]``, is split on its second dimension::
@@ -46,7 +47,7 @@ class Sharder:
             rank 0     q q     k k     v v
             rank 1         q q     k k     v v
 
-        Every rank takes the values of the group's first one. The undivided parameter is let go of, in all its places.
+        Every rank takes the values of the group's first one. All modules that hold the parameter get the shard.
 
         Args:
             module: Whose parameter it is.
@@ -56,36 +57,36 @@ class Sharder:
         """
         parameter = getattr(module, name)
         if parameter is None or parameter.is_meta or isinstance(parameter, DTensor):
-            return  # there is none, it lives elsewhere, or it was divided before
-        made = self._divided(parameter, dim, blocks)
-        for owner, leaf in self._places[id(module), name]:
-            setattr(owner, leaf, made)
+            return  # there is none, it lives elsewhere, or it was sharded before
+        sharded = self._sharded(parameter, dim, blocks)
+        for owner, leaf in self._ties[id(module), name]:
+            setattr(owner, leaf, sharded)
 
-    def _divided(self, parameter: nn.Parameter, dim: int, blocks: int) -> nn.Parameter:
+    def _sharded(self, parameter: nn.Parameter, dim: int, blocks: int) -> nn.Parameter:
         size = parameter.shape[dim]
         assert size % (self._group.size * blocks) == 0, "a plan divides what can be divided"
         with torch.no_grad():
             values = parameter.detach().to(self._device).contiguous()
-            dist.broadcast(values.view(-1).view(torch.uint8), group=self._group.group, group_src=0)
-            seen = values.view(*values.shape[:dim], blocks, size // blocks, *values.shape[dim + 1 :])
-            own = seen.chunk(self._group.size, dim + 1)[self._group.rank].clone(memory_format=torch.contiguous_format)
-            # Of several blocks, torch itself finds out how the flattened tensor is divided.
-            unshard: Tensor = DTensor.from_local(own, self._mesh, [Shard(dim + 1)], run_check=False)
-            shards = unshard.flatten(dim, dim + 1)
-        assert shards.shape == parameter.shape
-        made = nn.Parameter(shards, requires_grad=parameter.requires_grad)
-        copy_attributes(parameter, made)
-        return made
+            dist.broadcast(as_bytes(values), group=self._group(), group_src=0)
+            stacked = values.view(*values.shape[:dim], blocks, size // blocks, *values.shape[dim + 1 :])
+            local = self._group.local_chunk(stacked, dim + 1).clone(memory_format=torch.contiguous_format)
+            # With more than one block, torch itself finds out the placement of the flattened tensor.
+            blockwise: Tensor = DTensor.from_local(local, self._mesh, [Shard(dim + 1)], run_check=False)
+            values = blockwise.flatten(dim, dim + 1)
+        assert values.shape == parameter.shape
+        sharded = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        copy_attributes(parameter, sharded)
+        return sharded
 
 
 def unshard(shards: Sequence[Tensor], dim: int, *, blocks: int = 1) -> Tensor:
-    """The whole of a tensor that a :class:`Sharder` has divided.
+    """The full tensor, from what a :class:`Sharder` made of it.
 
     Args:
         shards: Of all ranks, in their order.
-        dim: The dimension that was divided.
-        blocks: Into how many equal blocks it had fallen.
+        dim: The dimension that is divided.
+        blocks: Into how many equal blocks it falls.
     """
     shape = shards[0].shape
-    seen = [shard.view(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :]) for shard in shards]
-    return torch.cat(seen, dim + 1).flatten(dim, dim + 1)
+    stacked = [shard.view(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :]) for shard in shards]
+    return torch.cat(stacked, dim + 1).flatten(dim, dim + 1)

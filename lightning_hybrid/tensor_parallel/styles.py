@@ -1,23 +1,24 @@
-"""The styles that a plan may name: what becomes of a layer, and of its parameters."""
+"""The styles that a plan may name: what a layer is turned into, and how its parameters are sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.tensor_parallel import layers
 from lightning_hybrid.tensor_parallel.attention import ParallelAttention
 from lightning_hybrid.tensor_parallel.layers import parallelize_layer
 
-__all__ = ["STYLES", "ParamSplit", "Style", "find_style"]
+__all__ = ["STYLES", "ParamSplit", "PlanRow", "Style", "find_style"]
 
 
 @dataclass(frozen=True)
 class ParamSplit:
-    """How a parameter is divided.
+    """How a parameter is sharded.
 
     Attributes:
         path: Its dotted name below the layer.
@@ -31,38 +32,69 @@ class ParamSplit:
 
 
 @dataclass(frozen=True)
-class Style:
-    """What becomes of a layer.
+class PlanRow:
+    """One layer of a plan.
 
     Attributes:
-        kinds: The layers that it is for; their `forward` must be torch's own.
-        mixin: What the layer becomes; ``None`` if it stays what it is.
-        divides: Its parameters that are divided, for a given layer.
-        attributes: What the mixin is told.
-        adds_up: Whether its other parameters see this rank's share of the work, so that gradients add up over ranks.
+        name: Its dotted name.
+        style: The name of its style.
+        param_splits: How its parameters are sharded.
+        divided_attributes: Its integer attributes that are divided by the number of ranks.
+        sequence_dim: The dimension of activations along which sequences are sharded around it, if they are.
+        options: Attributes of the parallel layer, beside those of the style.
+    """
+
+    name: str
+    style: str
+    param_splits: tuple[ParamSplit, ...] = ()
+    divided_attributes: tuple[str, ...] = ()
+    sequence_dim: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The name of the style, without what may follow a colon."""
+        return self.style.partition(":")[0]
+
+    def parameters(self) -> dict[str, ParamSplit]:
+        """How parameters are sharded, by their dotted names in the whole module."""
+        return {join_names(self.name, split.path): split for split in self.param_splits}
+
+
+@dataclass(frozen=True)
+class Style:
+    """How layers of some classes are parallelized.
+
+    Attributes:
+        classes: The layers that it is for; their `forward` must be torch's own.
+        mixin: The parallel layer that they are turned into; ``None`` if they stay what they are.
+        param_splits: How the parameters of a given layer are sharded.
+        attributes: Attributes of the parallel layer.
+        partial_grads: Whether its other parameters see this rank's share of the work only, so that their gradients are
+            partial sums, to be added over the ranks.
         for_sequences: Whether it matters under sequence parallelism only.
     """
 
-    kinds: tuple[type[nn.Module], ...]
+    classes: tuple[type[nn.Module], ...]
     mixin: type | None
-    divides: Callable[[nn.Module], list[ParamSplit]] = lambda layer: []
+    param_splits: Callable[[nn.Module], list[ParamSplit]] = lambda layer: []
     attributes: dict[str, Any] = field(default_factory=dict)
-    adds_up: bool = False
+    partial_grads: bool = False
     for_sequences: bool = False
 
-    def why_not(self, layer: nn.Module, size: int) -> str | None:
-        """Why this style is not possible for a layer, if so.
+    def unsupported_reason(self, layer: nn.Module, size: int) -> str | None:
+        """Why a layer cannot have this style, as the rest of a sentence; ``None`` if it can.
 
         Args:
             layer: The layer.
             size: The number of ranks.
         """
-        kind = next((kind for kind in self.kinds if isinstance(layer, kind)), None)
-        if kind is None:
-            return f"is a {type(layer).__name__}, and not one of {', '.join(kind.__name__ for kind in self.kinds)}"
-        if kind is not nn.Module and type(layer).forward is not kind.forward:
+        base = next((base for base in self.classes if isinstance(layer, base)), None)
+        if base is None:
+            return f"is a {type(layer).__name__}, and not one of {', '.join(base.__name__ for base in self.classes)}"
+        if base is not nn.Module and type(layer).forward is not base.forward:
             return f"is a {type(layer).__name__} with a `forward` of its own"
-        if self.mixin is layers.VocabularyEmbedding:
+        if self.mixin is layers.VocabParallelEmbedding:
             assert isinstance(layer, nn.Embedding)
             if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
                 return "uses max_norm, scale_grad_by_freq or sparse, which need all rows"
@@ -72,83 +104,73 @@ class Style:
                 return f"has {layer.num_heads} heads, which cannot be divided over {size} ranks"
             if layer.bias_k is not None or layer.add_zero_attn:
                 return "uses add_bias_kv or add_zero_attn"
-        for division in self.divides(layer):
-            owner, _, name = division.path.rpartition(".")
+        for split in self.param_splits(layer):
+            owner, _, name = split.path.rpartition(".")
             parameter = layer.get_submodule(owner)._parameters.get(name)
             if parameter is None:
-                return f"computes its {division.path!r} from other parameters"
+                return f"computes its {split.path!r} from other parameters"
             if parameter._backward_hooks:
-                return f"has a hook on its {division.path!r}, which would see a share of the gradient"
-            length = parameter.shape[division.dim]
-            if length % (size * division.blocks):
+                return f"has a hook on its {split.path!r}, which would see a share of the gradient"
+            length = parameter.shape[split.dim]
+            if length % (size * split.blocks):
                 return (
-                    f"has {division.path!r} of shape {tuple(parameter.shape)}, whose dimension {division.dim} cannot be"
-                    f" divided into {size * division.blocks} equal parts"
+                    f"has {split.path!r} of shape {tuple(parameter.shape)}, whose dimension {split.dim} cannot be"
+                    f" divided into {size * split.blocks} equal parts"
                 )
         return None
 
-    def transform(self, layer: nn.Module, **attributes: Any) -> None:
-        """Make the layer what this style says; its parameters are divided elsewhere."""
+    def apply(self, layer: nn.Module, **attributes: Any) -> None:
+        """Turn a layer into a parallel one; its parameters are sharded elsewhere."""
         if self.mixin is not None:
             parallelize_layer(layer, self.mixin, **{**self.attributes, **attributes})
 
 
 def _weight_and_bias(dim: int, blocks: int = 1, *, bias: bool = True) -> Callable[[nn.Module], list[ParamSplit]]:
-    def divides(layer: nn.Module) -> list[ParamSplit]:
-        found = [ParamSplit("weight", dim, blocks)]
-        if bias and getattr(layer, "bias", None) is not None:
-            found.append(ParamSplit("bias", 0, blocks))
-        return found
+    def param_splits(layer: nn.Module) -> list[ParamSplit]:
+        has_bias = bias and getattr(layer, "bias", None) is not None
+        return [ParamSplit("weight", dim, blocks), *([ParamSplit("bias", 0, blocks)] if has_bias else [])]
 
-    return divides
+    return param_splits
+
+
+_IN_PROJECTIONS = {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1, "in_proj_bias": 3}
 
 
 def _attention(layer: nn.Module) -> list[ParamSplit]:
-    found: Iterator[ParamSplit] = (
-        ParamSplit(name, 0, blocks)
-        for name, blocks in (
-            ("in_proj_weight", 3),
-            ("q_proj_weight", 1),
-            ("k_proj_weight", 1),
-            ("v_proj_weight", 1),
-            ("in_proj_bias", 3),
-        )
-    )
-    divided = [division for division in found if getattr(layer, division.path) is not None]
-    return [*divided, ParamSplit("out_proj.weight", 1)]
+    splits = [ParamSplit(name, 0, n) for name, n in _IN_PROJECTIONS.items() if getattr(layer, name) is not None]
+    return [*splits, ParamSplit("out_proj.weight", 1)]
 
 
-def _column(blocks: int = 1, *, gathers_output: bool = False) -> Style:
-    attributes = {"gathers_output": gathers_output, "enters": True}
-    return Style((nn.Linear,), layers.ColumnLinear, _weight_and_bias(0, blocks), attributes)
+def _column(blocks: int = 1, *, gather_output: bool = False) -> Style:
+    attributes = {"gather_output": gather_output, "input_is_gathered": False}
+    return Style((nn.Linear,), layers.ColumnParallelLinear, _weight_and_bias(0, blocks), attributes)
 
 
-def _row(*, splits_input: bool = False) -> Style:
-    divides = _weight_and_bias(1, bias=False)
-    return Style((nn.Linear,), layers.RowLinear, divides, {"splits_input": splits_input})
+def _row(*, scatter_input: bool = False) -> Style:
+    splits = _weight_and_bias(1, bias=False)
+    return Style((nn.Linear,), layers.RowParallelLinear, splits, {"scatter_input": scatter_input})
 
 
 #: The styles by name. Names that other libraries use for the same thing are spelled as there.
 STYLES: dict[str, Style] = {
     "replicate": Style((nn.Module,), None),
     "colwise": _column(),
-    "colwise_gather_output": _column(gathers_output=True),
+    "colwise_gather_output": _column(gather_output=True),
     "packed_colwise_2": _column(2),
     "packed_colwise_3": _column(3),
     "rowwise": _row(),
-    "rowwise_split_input": _row(splits_input=True),
+    "rowwise_split_input": _row(scatter_input=True),
     "attention": Style((nn.MultiheadAttention,), ParallelAttention, _attention),
-    "vocab": Style((nn.Embedding,), layers.VocabularyEmbedding, _weight_and_bias(0)),
-    "vocab_head": Style((nn.Linear,), layers.VocabularyHead, _weight_and_bias(0)),
-    "on_shards": Style((nn.Module,), layers.OnShards, adds_up=True),
-    "sequence_parallel": Style((nn.Module,), layers.OnShards, adds_up=True, for_sequences=True),
+    "vocab": Style((nn.Embedding,), layers.VocabParallelEmbedding, _weight_and_bias(0)),
+    "vocab_head": Style((nn.Linear,), layers.VocabParallelHead, _weight_and_bias(0)),
+    "on_shards": Style((nn.Module,), layers.OnShards, partial_grads=True),
+    "sequence_parallel": Style((nn.Module,), layers.OnShards, partial_grads=True, for_sequences=True),
     "sequence_gathered": Style((nn.Module,), layers.SequenceGathered, for_sequences=True),
-    "sequence_region": Style((nn.Module,), layers.SequenceRegion, for_sequences=True),
+    "sequence_region": Style((nn.Module,), layers.SequenceRegion, partial_grads=True, for_sequences=True),
 }
 
 
-def find_style(name: str, layer: nn.Module) -> Style | None:
+def find_style(name: str, layer: nn.Module) -> Style:
     """The style of this name; ``"vocab"`` is one thing for an embedding and another for a head."""
-    if name == "vocab" and isinstance(layer, nn.Linear):
-        name = "vocab_head"
-    return STYLES.get(name)
+    kind = name.partition(":")[0]
+    return STYLES["vocab_head" if kind == "vocab" and isinstance(layer, nn.Linear) else kind]

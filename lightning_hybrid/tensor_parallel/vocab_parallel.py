@@ -1,8 +1,8 @@
-"""Logits whose classes are divided over the tensor-parallel ranks, in the clothes of an ordinary tensor.
+"""Logits whose classes are sharded over the tensor-parallel ranks, as a subclass of an ordinary tensor.
 
 A user's step does with logits what it likes: slices, masks, `view(-1, vocabulary)`, cross-entropy in any of its forms.
 What acts on other dimensions than the classes acts on the shards. The losses need a few numbers per sample of the other
-ranks. For anything else the shards are joined, once, and an ordinary tensor goes on.
+ranks. For anything else the shards are gathered, once, and an ordinary tensor goes on.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup, gather_from_tp
 
-__all__ = ["VocabParallelLogits", "serves", "to_plain_tensors"]
+__all__ = ["VocabParallelLogits", "implements", "to_plain_tensors"]
 
 _AUTOGRAD = ("apply", "grad", "backward")
 _Operation = Callable[..., Any]
-_SERVED: dict[str, _Operation] = {}
+_HANDLED: dict[str, _Operation] = {}
 
 
 class VocabParallelLogits(torch.Tensor):
-    """Logits, or their logarithmic softmax, of shape ``(..., classes, ...)``; this rank has a share of the classes.
+    """Logits, or their logarithmic softmax, of shape ``(..., classes, ...)``; this rank has a shard of the classes.
 
     All ranks of the group must do the same with it, as they do if they run the same code.
 
@@ -37,66 +37,66 @@ class VocabParallelLogits(torch.Tensor):
 
     class_dim: int
     tensor_group: TensorGroup
-    _own: Tensor  # without a graph: the graph is that of this tensor
+    _local: Tensor  # without a graph: the graph is that of this tensor
     _shard: Tensor | None
-    _whole: Tensor | None
+    _full: Tensor | None
     _is_changed: bool
 
     @staticmethod
-    def of(shard: Tensor, group: TensorGroup, class_dim: int = -1) -> VocabParallelLogits:
-        """Wrap this rank's share."""
-        made: VocabParallelLogits = _Wrap.apply(shard, group, class_dim % shard.ndim)  # type: ignore[no-untyped-call]
-        return made
+    def from_local(shard: Tensor, group: TensorGroup, class_dim: int = -1) -> VocabParallelLogits:
+        """Wrap this rank's shard."""
+        return _Wrap.apply(shard, group, class_dim % shard.ndim)  # type: ignore[no-untyped-call, no-any-return]
 
     @staticmethod
-    def _made(own: Tensor, group: TensorGroup, class_dim: int) -> VocabParallelLogits:
-        shape = list(own.shape)
+    def _wrap(local: Tensor, group: TensorGroup, class_dim: int) -> VocabParallelLogits:
+        shape = list(local.shape)
         shape[class_dim] *= group.size
-        made = torch.Tensor._make_wrapper_subclass(VocabParallelLogits, shape, dtype=own.dtype, device=own.device)
-        assert isinstance(made, VocabParallelLogits)
-        made._own, made.class_dim, made.tensor_group, made._shard, made._whole = own, class_dim, group, None, None
-        made._is_changed = False
-        return made
+        logits = torch.Tensor._make_wrapper_subclass(VocabParallelLogits, shape, dtype=local.dtype, device=local.device)
+        assert isinstance(logits, VocabParallelLogits)
+        logits._local, logits.class_dim, logits.tensor_group = local, class_dim, group
+        logits._shard, logits._full, logits._is_changed = None, None, False
+        return logits
 
     @property
     def shard(self) -> Tensor:
-        """This rank's share, in the graph."""
+        """This rank's shard, in the graph."""
         if self._is_changed:
-            size = self.shape[self.class_dim] // self.tensor_group.size
-            return self.whole().narrow(self.class_dim, self.tensor_group.rank * size, size)
+            return self.tensor_group.local_chunk(self.full_tensor(), self.class_dim)
         if not (torch.is_grad_enabled() and self.requires_grad):
-            return self._own
+            return self._local
         if self._shard is None:
             self._shard = _Unwrap.apply(self)  # type: ignore[no-untyped-call]
         return self._shard
 
-    def like(self, shard: Tensor, class_dim: int | None = None) -> VocabParallelLogits:
-        """Another share of the same classes."""
-        return VocabParallelLogits.of(shard, self.tensor_group, self.class_dim if class_dim is None else class_dim)
+    def with_shard(self, shard: Tensor, class_dim: int | None = None) -> VocabParallelLogits:
+        """Other values for the same classes."""
+        return VocabParallelLogits.from_local(
+            shard, self.tensor_group, self.class_dim if class_dim is None else class_dim
+        )
 
-    def whole(self) -> Tensor:
-        """The joined tensor; a collective, the first time."""
+    def full_tensor(self) -> Tensor:
+        """An ordinary tensor of all classes; a collective, the first time."""
         if self._is_changed:
-            assert self._whole is not None
-            return self._whole
+            assert self._full is not None
+            return self._full
         shard = self.shard
-        if self._whole is None or shard.requires_grad > self._whole.requires_grad:
-            self._whole = gather_from_tp(shard, self.class_dim, self.tensor_group)
-        return self._whole
+        if self._full is None or shard.requires_grad > self._full.requires_grad:
+            self._full = gather_from_tp(shard, self.class_dim, self.tensor_group)
+        return self._full
 
-    def _change(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Change the values in place: from here on the joined tensor is what counts."""
+    def _apply_in_place(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Change the values in place: from here on the full tensor is what counts."""
         if not self._is_changed:
-            self._whole, self._is_changed = self.whole().clone(), True
+            self._full, self._is_changed = self.full_tensor().clone(), True
         args, kwargs = to_plain_tensors((args, kwargs))
-        result = func(self._whole, *args, **kwargs)
-        return self if result is self._whole else result
+        result = func(self._full, *args, **kwargs)
+        return self if result is self._full else result
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Serve what can be served by shards; join them for the rest."""
+        """Run on shards what can be run on them; gather them for the rest."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of an attribute
@@ -106,10 +106,10 @@ class VocabParallelLogits(torch.Tensor):
                 return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], VocabParallelLogits) else None
         if first is not None and _changes_in_place(name):
-            return first._change(func, *args[1:], **kwargs)
-        served = _SERVED.get(name)
-        if first is not None and served is not None:
-            result = served(func, *args, **kwargs)
+            return first._apply_in_place(func, *args[1:], **kwargs)
+        handler = _HANDLED.get(name)
+        if first is not None and handler is not None:
+            result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         args, kwargs = to_plain_tensors((args, kwargs))
@@ -119,47 +119,47 @@ class VocabParallelLogits(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """What autograd itself does: it hands tensors on, and adds gradients of the same classes."""
         first = next(arg for arg in args if isinstance(arg, VocabParallelLogits))
-        own = [arg._own if isinstance(arg, VocabParallelLogits) else arg for arg in args]
+        local = [arg._local if isinstance(arg, VocabParallelLogits) else arg for arg in args]
         if func is torch.ops.aten.view.default:  # `view_as` itself
-            own[1] = first._own.shape
-        result = func(*own, **(kwargs or {}))
-        return VocabParallelLogits._made(result, first.tensor_group, first.class_dim)
+            local[1] = first._local.shape
+        result = func(*local, **(kwargs or {}))
+        return VocabParallelLogits._wrap(result, first.tensor_group, first.class_dim)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without the values: those of the other ranks are not at hand."""
-        return f"VocabularyShards(shape={tuple(self.shape)}, class_dim={self.class_dim}, shard={self._own!r})"
+        return f"VocabParallelLogits(shape={tuple(self.shape)}, class_dim={self.class_dim}, shard={self._local!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as an ordinary tensor."""
-        return self.whole().detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.full_tensor().detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.whole().detach().clone()
+        return self.full_tensor().detach().clone()
 
 
 class _Wrap(torch.autograd.Function):
-    """From a share to logits in the graph, and, for gradients, back."""
+    """From a shard to logits in the graph, and, for gradients, back."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, group: TensorGroup, class_dim: int) -> VocabParallelLogits:
-        return VocabParallelLogits._made(shard.detach(), group, class_dim)
+        return VocabParallelLogits._wrap(shard.detach(), group, class_dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: VocabParallelLogits) -> tuple[Tensor, None, None]:
-        return gradient._own, None, None
+        return gradient._local, None, None
 
 
 class _Unwrap(torch.autograd.Function):
-    """From logits to this rank's share."""
+    """From logits to this rank's shard."""
 
     @staticmethod
     def forward(ctx: Any, logits: VocabParallelLogits) -> Tensor:
-        ctx.like = logits.tensor_group, logits.class_dim
-        return logits._own.detach()
+        ctx.layout = logits.tensor_group, logits.class_dim
+        return logits._local.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> VocabParallelLogits:
-        return VocabParallelLogits._made(gradient, *ctx.like)
+        return VocabParallelLogits._wrap(gradient, *ctx.layout)
 
 
 def _changes_in_place(name: str) -> bool:
@@ -171,31 +171,31 @@ def _changes_in_place(name: str) -> bool:
     )
 
 
-def serves(*names: str) -> Callable[[_Operation], _Operation]:
-    """Register what is done in the place of functions and methods of torch.
+def implements(*names: str) -> Callable[[_Operation], _Operation]:
+    """Register what replaces functions and methods of torch for logits in shards.
 
     Args:
         names: Theirs; ``"get shape"`` is that of an attribute.
 
     Returns:
         A decorator of ``operation(function, logits, *args, **kwargs)``, which may return `NotImplemented`: then the
-        shards are joined, and the function does what it always does.
+        shards are gathered, and the function does what it always does.
     """
 
     def register(operation: _Operation) -> _Operation:
-        _SERVED.update(dict.fromkeys(names, operation))
+        _HANDLED.update(dict.fromkeys(names, operation))
         return operation
 
     return register
 
 
 def to_plain_tensors(value: Any) -> Any:
-    """A tree of values, with ordinary tensors for logits in shards and for tensors that torch has divided."""
+    """A tree of values, with ordinary tensors in the place of logits in shards and of DTensors."""
     if type(value) is Tensor:
         return value
     leaves, spec = flatten(value)
     if not any(isinstance(leaf, (VocabParallelLogits, DTensor)) for leaf in leaves):
         return value
     return unflatten(
-        [leaf.whole() if isinstance(leaf, VocabParallelLogits) else full_tensor(leaf) for leaf in leaves], spec
+        [leaf.full_tensor() if isinstance(leaf, VocabParallelLogits) else full_tensor(leaf) for leaf in leaves], spec
     )

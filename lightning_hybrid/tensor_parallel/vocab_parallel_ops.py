@@ -1,4 +1,4 @@
-"""What is done with logits in shards in the place of torch's functions and methods.
+"""What replaces torch's functions and methods for logits in shards.
 
 Some act on other dimensions than the classes, or element by element: then they act on the shards. The losses need a few
 numbers per sample of the other ranks.
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_hybrid.tensor_parallel import cross_entropy as losses
+from lightning_hybrid.tensor_parallel.cross_entropy import argmax, cross_entropy, in_loss_precision, log_sum_exp
 from lightning_hybrid.tensor_parallel.mappings import copy_to_tp
-from lightning_hybrid.tensor_parallel.vocab_parallel import VocabParallelLogits, serves
+from lightning_hybrid.tensor_parallel.vocab_parallel import VocabParallelLogits, implements
 
 __all__: list[str] = []  # imported for what it registers
 
@@ -36,28 +36,28 @@ _ELEMENTWISE = (
 )
 
 
-@serves(*_METADATA, *(f"get {name}" for name in _ATTRIBUTES))
+@implements(*_METADATA, *(f"get {name}" for name in _ATTRIBUTES))
 def _metadata(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-@serves("view_as")
+@implements("view_as")
 def _view_as(func: Callable[..., Any], logits: VocabParallelLogits, other: Tensor) -> Any:
     """Of itself: so autograd hands a tensor on, from a hook of a layer, say."""
     return _metadata(func, logits, other) if other is logits else NotImplemented
 
 
-@serves(*_ELEMENTWISE)
+@implements(*_ELEMENTWISE)
 def _elementwise(func: Callable[..., Any], logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     # A factor that learns, too: its gradient would be a sum over ranks.
     if any(isinstance(arg, Tensor) and (arg.ndim > 0 or arg.requires_grad) for arg in (*args, *kwargs.values())):
         return NotImplemented
     result = func(logits.shard, *args, **kwargs)
-    return logits if result is logits.shard else logits.like(result)
+    return logits if result is logits.shard else logits.with_shard(result)
 
 
-@serves("view", "reshape", "flatten", "unflatten")
+@implements("view", "reshape", "flatten", "unflatten")
 def _reshape(func: Callable[..., Any], logits: VocabParallelLogits, *shape: Any, **kwargs: Any) -> Any:
     if shape and isinstance(shape[0], torch.dtype):
         return NotImplemented
@@ -68,19 +68,19 @@ def _reshape(func: Callable[..., Any], logits: VocabParallelLogits, *shape: Any,
         if length == size and new[:dim].numel() == before:
             local = [*new]
             local[dim] //= logits.tensor_group.size
-            return logits.like(logits.shard.reshape(local), dim)
+            return logits.with_shard(logits.shard.reshape(local), dim)
     return NotImplemented
 
 
-@serves("transpose", "permute", "movedim", "moveaxis", "swapaxes", "unsqueeze", "get mT")
+@implements("transpose", "permute", "movedim", "moveaxis", "swapaxes", "unsqueeze", "get mT")
 def _move(func: Callable[..., Any], logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     """Dimensions change places: an empty tensor whose sizes tell them apart says where the classes go."""
-    marks = torch.empty([1 if dim != logits.class_dim else 2 for dim in range(logits.ndim)], device="meta")
-    moved = func(marks, *args, **kwargs)
-    return logits.like(func(logits.shard, *args, **kwargs), list(moved.shape).index(2))
+    probe = torch.empty([1 if dim != logits.class_dim else 2 for dim in range(logits.ndim)], device="meta")
+    moved = func(probe, *args, **kwargs)
+    return logits.with_shard(func(logits.shard, *args, **kwargs), list(moved.shape).index(2))
 
 
-@serves("__getitem__")
+@implements("__getitem__")
 def _index(func: Callable[..., Any], logits: VocabParallelLogits, index: Any) -> Any:
     """Slices and masks of the dimensions before the classes, where those are the last one."""
     if logits.class_dim != logits.ndim - 1:
@@ -88,16 +88,14 @@ def _index(func: Callable[..., Any], logits: VocabParallelLogits, index: Any) ->
     indices = index if isinstance(index, tuple) else (index,)
     if any(isinstance(each, (list, range)) for each in indices):
         return NotImplemented
-    taken = [
-        0 if each is None or each is Ellipsis else each.ndim if _is_mask(each) else 1 for each in indices
-    ]  # how many dimensions each of them uses
+    num_dims = sum(0 if each is None or each is Ellipsis else each.ndim if _is_mask(each) else 1 for each in indices)
     if any(each is Ellipsis for each in indices):
         if indices[-1] is not Ellipsis and not _is_everything(indices[-1]):
             return NotImplemented
-    elif sum(taken) == logits.ndim and not _is_everything(indices[-1]):
+    elif num_dims == logits.ndim and not _is_everything(indices[-1]):
         return NotImplemented
-    found = func(logits.shard, index)
-    return logits.like(found, found.ndim - 1)
+    shard = func(logits.shard, index)
+    return logits.with_shard(shard, shard.ndim - 1)
 
 
 def _is_mask(index: Any) -> bool:
@@ -111,20 +109,20 @@ def _is_everything(index: Any) -> bool:
 # -- operations that need something of the other ranks ------------------------------------------------------------
 
 
-@serves("log_softmax")
+@implements("log_softmax")
 def _log_softmax(func: Callable[..., Any], logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     names = ("dim", "_stacklevel", "dtype") if func is F.log_softmax else ("dim", "dtype")
     named = dict(zip(names, args, strict=False)) | kwargs
     dim, dtype = named.get("dim"), named.get("dtype")
     if not isinstance(dim, int) or dim % logits.ndim != logits.class_dim:
         return NotImplemented
-    shard = losses.in_loss_precision(logits.shard if dtype is None else logits.shard.to(dtype))
+    shard = in_loss_precision(logits.shard if dtype is None else logits.shard.to(dtype))
     # Every rank subtracts the same number from its own classes: the gradient of that number is a sum over ranks.
-    logarithm = copy_to_tp(losses.log_sum_exp(shard, logits.class_dim, logits.tensor_group), logits.tensor_group)
-    return logits.like(shard - logarithm)
+    normalizer = copy_to_tp(log_sum_exp(shard, logits.class_dim, logits.tensor_group), logits.tensor_group)
+    return logits.with_shard(shard - normalizer)
 
 
-@serves("cross_entropy", "nll_loss")
+@implements("cross_entropy", "nll_loss")
 def _loss_of_classes(
     func: Callable[..., Any],
     scores: VocabParallelLogits,
@@ -137,15 +135,21 @@ def _loss_of_classes(
     label_smoothing: float = 0.0,
 ) -> Any:
     """`cross_entropy` of logits, or `nll_loss` of what `log_softmax` gave."""
-    is_old = size_average is not None or reduce is not None
-    if is_old or not _is_class_dim(scores) or isinstance(target, VocabParallelLogits) or target.requires_grad:
+    is_deprecated = size_average is not None or reduce is not None
+    if is_deprecated or not _is_class_dim(scores) or isinstance(target, VocabParallelLogits) or target.requires_grad:
         return NotImplemented
-    shard, logarithm = scores.shard, None
-    dim, group = scores.class_dim, scores.tensor_group
-    if func is F.cross_entropy:
-        shard = losses.in_loss_precision(shard)
-        logarithm = losses.log_sum_exp(shard, dim, group)
-    return losses.cross_entropy(shard, logarithm, target, weight, ignore_index, reduction, label_smoothing, dim, group)
+    shard = in_loss_precision(scores.shard) if func is F.cross_entropy else scores.shard
+    return cross_entropy(
+        shard,
+        target,
+        scores.class_dim,
+        scores.tensor_group,
+        are_logits=func is F.cross_entropy,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
 
 
 def _is_class_dim(logits: VocabParallelLogits) -> bool:
@@ -153,8 +157,8 @@ def _is_class_dim(logits: VocabParallelLogits) -> bool:
     return logits.class_dim == (0 if logits.ndim == 1 else 1)
 
 
-@serves("argmax")
+@implements("argmax")
 def _argmax(func: Callable[..., Any], logits: VocabParallelLogits, dim: Any = None, keepdim: bool = False) -> Any:
     if not isinstance(dim, int) or dim % logits.ndim != logits.class_dim:
         return NotImplemented
-    return losses.argmax(logits.shard.detach(), logits.class_dim, keepdim, logits.tensor_group)
+    return argmax(logits.shard.detach(), logits.class_dim, keepdim, logits.tensor_group)

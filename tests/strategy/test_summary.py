@@ -5,7 +5,8 @@ from torch import nn
 from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.schedules import build
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
-from lightning_hybrid.strategy.summary import batch_text, layout_text, stage_rows, stage_table
+from lightning_hybrid.strategy.summary import batch_text, layout_text, plan_table, stage_rows, stage_table
+from lightning_hybrid.tensor_parallel.plan import make_plan
 
 STAGES = [range(3), range(3, 4), range(4, 6), range(6, 7)]
 
@@ -92,3 +93,36 @@ def test_the_effective_batch_in_one_line() -> None:
     assert batch_text(10, 2, 3, num_microbatches=None) == expected
     assert batch_text(10, 2, 3, num_microbatches=4) == f"{expected}; micro-batches of 3"
     assert batch_text(None, 2, 3, num_microbatches=4).startswith("Effective batch: the loader's batch x 2 replicas")
+
+
+def pair() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+def test_the_plan_as_text() -> None:
+    module = nn.Sequential(pair(), pair(), nn.MultiheadAttention(8, 2))
+    text = plan_table(make_plan(module, "auto", 2, sequence_parallel=False))
+    assert [line.split() for line in text.splitlines()] == [
+        ["module", "style", "full", "local"],
+        [text.splitlines()[1]],
+        ["*.0", "(2)", "colwise", "16x8", "16", "8x8", "8"],
+        ["*.2", "(2)", "rowwise", "8x16", "8x8"],
+        ["2", "attention", "24x8", "24", "8x8", "12x8", "12", "8x4"],
+    ]
+
+
+def test_layers_of_other_shapes_have_lines_of_their_own() -> None:
+    wider = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    text = plan_table(make_plan(nn.Sequential(pair(), wider), "auto", 2, sequence_parallel=False))
+    assert [line.split() for line in text.splitlines()[2:]] == [
+        ["0.0", "colwise", "16x8", "16", "8x8", "8"],
+        ["0.2", "rowwise", "8x16", "8x8"],
+        ["1.0", "colwise", "32x8", "32", "16x8", "16"],
+        ["1.2", "rowwise", "8x32", "8x16"],
+    ]
+
+
+def test_the_plan_says_what_stays_whole_and_why() -> None:
+    assert "stays whole" not in plan_table(make_plan(pair(), "auto", 2, sequence_parallel=False))
+    text = plan_table(make_plan(pair(), "auto", 3, sequence_parallel=False))
+    assert text.splitlines()[2].startswith("0 stays whole: it has 'weight' of shape (16, 8)")

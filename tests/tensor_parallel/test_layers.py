@@ -155,7 +155,7 @@ def parallel_and_dense(name: str, sequence_parallel: bool, training: bool) -> di
         expected = dict(dense.named_parameters())
         for path, parameter in shared.named_parameters():
             gradient = local_gradient(parameter).clone()
-            if path in plan.adds_up:
+            if path in plan.partial_grads:
                 dist.all_reduce(gradient)
             full = parameter.grad.full_tensor() if is_sharded(parameter) else gradient
             worst[path] = float((full - expected[path].grad).abs().max())
@@ -303,7 +303,7 @@ def edges() -> dict[str, Any]:
     with torch.no_grad():
         z = shared(x)
         z[:, z.argmax(-1)] = -1e9
-        found["argmax"] = z.argmax(-1).tolist(), [int(z.whole()[row].argmax()) for row in range(4)]
+        found["argmax"] = z.argmax(-1).tolist(), [int(z.full_tensor()[row].argmax()) for row in range(4)]
     for name, call in {
         "target": lambda: F.cross_entropy(shared(x), torch.tensor([0, 1, 2, 12])),
         "shape": lambda: F.cross_entropy(shared(x), torch.tensor([1])),
