@@ -289,7 +289,7 @@ class HybridStrategy(SteppingStrategy):
         refusals.check_optimizers(self.optimizers, self._module, cut=self._parts.is_cut)
         for optimizer in self.optimizers:
             check_optimizer(self.precision_plugin, optimizer)
-            self._parts.archive.optimizers.strip(optimizer)
+            self._parts.archive.optimizers.drop_placeholders(optimizer)
 
     def model_to_device(self) -> None:
         """Move what lives here; placeholders stay where they are."""
