@@ -1,9 +1,10 @@
-"""Saving and loading of one divided module: as one file or as a directory, at once or beside training."""
+"""Saving and loading of one parallelized module: as a file or a directory, synchronously or in the background."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule, Trainer
@@ -11,10 +12,10 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.callback_state import check_values, gather_callback_tensors, name_whole_groups
-from lightning_hybrid.checkpoint.file_io import OUR_PLUGINS, local_path
+from lightning_hybrid.checkpoint.callback_state import check_values, full_finetuning_groups, gather_callback_tensors
+from lightning_hybrid.checkpoint.file_io import FILE_PLUGINS, local_path
 from lightning_hybrid.checkpoint.full import FullCheckpoint
-from lightning_hybrid.checkpoint.metadata import RECORD, make_metadata
+from lightning_hybrid.checkpoint.metadata import METADATA, make_metadata
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
@@ -34,18 +35,18 @@ __all__ = ["Checkpointer"]
 class TrainingState(Protocol):
     """Where training is, beyond what Lightning's own checkpoint says, so that a resumed run is the rest of the old."""
 
-    def add_to(self, checkpoint: dict[str, Any], name: str, trainer: Trainer) -> dict[str, Any]:
+    def add_to(self, checkpoint: dict[str, Any], name: str, trainer: Trainer, /) -> dict[str, Any]:
         """The checkpoint with the state added to its entry `name`; on every rank."""
 
-    def load(self, checkpoint: dict[str, Any], record: Mapping[str, Any], path: Any, trainer: Trainer) -> None:
-        """Take the state from the entry `record` of a checkpoint that was read at `path`."""
+    def load(self, checkpoint: dict[str, Any], metadata: Mapping[str, Any], path: Any, trainer: Trainer, /) -> None:
+        """Take the state from our entry of a checkpoint that was read at `path`."""
 
 
 class Checkpointer:
-    """What the strategy saves and loads.
+    """Saves and loads checkpoints of the undivided module, its optimizers and where training is.
 
     Args:
-        module: The user's module, divided.
+        module: The user's module, parallelized.
         stage_map: Which stage holds what.
         mesh: The ranks.
         settings: The settings.
@@ -70,24 +71,24 @@ class Checkpointer:
         self._stage_map = stage_map
         self.optimizers = OptimizerStates(module)
         self._ownership = Ownership(module, stage_map, mesh)
-        self._whole = FullCheckpoint(module, self._ownership, self.optimizers, mesh)
+        self._full = FullCheckpoint(module, self._ownership, self.optimizers, mesh)
         self._sharded = ShardedCheckpoint(module, self._ownership, self.optimizers, mesh)
         self._background = BackgroundWriter()
         self._is_in_run = False
 
     def open(self) -> None:
-        """A run begins: until :meth:`close` there is somebody who waits for what is written beside training."""
+        """A run begins: until :meth:`close` there is somebody who waits for what is written in the background."""
         self._is_in_run = True
 
     def module_state(self) -> dict[str, Any]:
-        """The undivided module's state on rank 0, or what this rank has of it where directories are written."""
-        return self._module.state_dict() if self._settings.save_distributed_checkpoint else self._whole.module_state()
+        """The full state dict of the module on rank 0, or this rank's shard of it where directories are written."""
+        return self._module.state_dict() if self._settings.save_distributed_checkpoint else self._full.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The undivided optimizer's state on rank 0, or by name what this rank has of it."""
+        """The full state of the optimizer on rank 0, or by name this rank's shard of it."""
         if self._settings.save_distributed_checkpoint:
             return self.optimizers.state(optimizer)
-        return self._whole.optimizer_state(optimizer)
+        return self._full.optimizer_state(optimizer)
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class Checkpointer:
 
         Args:
             checkpoint: As the Trainer made it.
-            path: The place.
+            path: Where.
             plugin: Writes files.
             options: For the plugin.
 
@@ -109,20 +110,20 @@ class Checkpointer:
         state = checkpoint["state_dict"]
         names = self._ownership.stored_names(state) if sharded else None
         layers = getattr(state, "_metadata", None) if sharded else None
-        checkpoint = {**checkpoint, RECORD: make_metadata(self._mesh, self._settings, self._stage_map, names, layers)}
+        checkpoint = {**checkpoint, METADATA: make_metadata(self._mesh, self._settings, self._stage_map, names, layers)}
         if "optimizer_states" in checkpoint and "loops" in checkpoint:  # not the weights only
-            checkpoint = self._training_state.add_to(checkpoint, RECORD, self._module.trainer)
+            checkpoint = self._training_state.add_to(checkpoint, METADATA, self._module.trainer)
         if self._mesh.pipeline_parallel_size > 1:
-            checkpoint = name_whole_groups(checkpoint, self._module.trainer, self.optimizers)
+            checkpoint = full_finetuning_groups(checkpoint, self._module.trainer, self.optimizers)
         if not sharded:
-            checkpoint = gather_callback_tensors(checkpoint, self._ownership, self._whole)
+            checkpoint = gather_callback_tensors(checkpoint, self._ownership, self._full)
             agree(lambda: check_values(checkpoint) if self._mesh.is_first else None)
-        wished = self._settings.async_save or (sharded and isinstance(plugin, AsyncCheckpointIO))
-        beside = wished and self._is_in_run
-        if beside and (sharded or self._mesh.is_first):
-            checkpoint = snapshot(checkpoint, None if sharded or self._whole.is_undivided else self._live())
-        write = self._writing(checkpoint, path, plugin, options)
-        if beside:
+        requested = self._settings.async_save or (sharded and isinstance(plugin, AsyncCheckpointIO))
+        is_async = requested and self._is_in_run
+        if is_async and (sharded or self._mesh.is_first):
+            checkpoint = snapshot(checkpoint, None if sharded or self._full.is_undivided else self._live())
+        write = self._prepare(checkpoint, path, plugin, options)
+        if is_async:
             self._background.submit(write)
         elif sharded:
             write()  # its ranks agree by themselves
@@ -130,16 +131,18 @@ class Checkpointer:
             agree(write)
 
     def _live(self) -> list[Tensor]:
+        """The tensors that training changes."""
         states = (state for optimizer in self._module.trainer.optimizers for state in optimizer.state.values())
         values = (value for state in states for value in state.values() if isinstance(value, Tensor))
         tensors = [*self._module.state_dict().values(), *values]
         return [to_local(tensor) for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta]
 
-    def _writing(self, checkpoint: dict[str, Any], path: Any, plugin: CheckpointIO, options: Any) -> Callable[[], None]:
+    def _prepare(self, checkpoint: dict[str, Any], path: Any, plugin: CheckpointIO, options: Any) -> Callable[[], None]:
+        """What writes this rank's part of a checkpoint."""
         if self._settings.save_distributed_checkpoint:
-            place = local_path(path)
-            assert place is not None, "others are refused"
-            return self._sharded.writing(checkpoint, place)
+            directory = local_path(path)
+            assert directory is not None, "others are refused"
+            return self._sharded.prepare(checkpoint, directory)
         if self._mesh.is_first:
             return lambda: plugin.save_checkpoint(checkpoint, path, storage_options=options)
         return lambda: None
@@ -149,12 +152,12 @@ class Checkpointer:
         if not self._mesh.is_first:
             return
         if self._background.is_busy:
-            self._background.submit(lambda: plugin.remove_checkpoint(path), if_all_went_well=True)
+            self._background.submit(lambda: plugin.remove_checkpoint(path), if_all_succeeded=True)
         else:
             plugin.remove_checkpoint(path)
 
     def finish(self) -> None:
-        """Wait for what is written beside training.
+        """Wait for what is written in the background.
 
         Raises:
             OSError: If it could not be written; on every rank.
@@ -170,7 +173,7 @@ class Checkpointer:
         agree(check)
 
     def close(self) -> None:
-        """Wait for what is written beside training, without asking the other ranks: they may be gone.
+        """Wait for what is written in the background, without asking the other ranks: they may be gone.
 
         Raises:
             OSError: If this rank could not write it.
@@ -197,24 +200,21 @@ class Checkpointer:
         self.finish()
 
         def read() -> dict[str, Any]:
-            place = local_path(path)
-            if place is not None and DistributedCheckpoint.is_at(place, or_unfinished=type(plugin) in OUR_PLUGINS):
-                found = self._sharded.load(
-                    place,
-                    strict=self._module.strict_loading,
-                    read_extra=lambda extra: plugin.load_checkpoint(extra, weights_only=weights_only),
-                )
-                if "layers" in found.get(RECORD, {}):
-                    found["state_dict"]._metadata = OrderedDict(found[RECORD]["layers"])
-                return found
-            return plugin.load_checkpoint(path, weights_only=weights_only)
+            load = partial(plugin.load_checkpoint, weights_only=weights_only)
+            local = local_path(path)
+            if local is None or not DistributedCheckpoint.is_at(local, or_unfinished=type(plugin) in FILE_PLUGINS):
+                return load(path)
+            checkpoint = self._sharded.load(local, strict=self._module.strict_loading, read_extra=load)
+            if "layers" in checkpoint.get(METADATA, {}):
+                checkpoint["state_dict"]._metadata = OrderedDict(checkpoint[METADATA]["layers"])
+            return checkpoint
 
         checkpoint = agree(read)
-        self._training_state.load(checkpoint, checkpoint.get(RECORD, {}), path, self._module.trainer)
+        self._training_state.load(checkpoint, checkpoint.get(METADATA, {}), path, self._module.trainer)
         return checkpoint
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Take this rank's part of the undivided module's state dict.
+        """Take this rank's part of the full state dict of the module.
 
         Raises:
             RuntimeError: If names or shapes do not fit; on every rank, and nothing is loaded.
@@ -222,7 +222,7 @@ class Checkpointer:
         load_module_state(self._module, state, strict=strict)
 
     def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
-        """Take this rank's part of the undivided optimizers' states.
+        """Take this rank's part of the full states of the optimizers.
 
         Raises:
             ValueError: If the optimizers, or their groups, are not those of the checkpoint; on every rank.
@@ -230,4 +230,4 @@ class Checkpointer:
         if self._sharded.wrote(states):
             agree(lambda: self._sharded.load_optimizer_states(optimizers, states))
         else:
-            self._whole.load_optimizer_states(optimizers, states)
+            self._full.load_optimizer_states(optimizers, states)

@@ -1,4 +1,4 @@
-"""Checkpoint files of the local file system: replaced at one moment, and read without a copy of the whole file."""
+"""Checkpoint files of the local file system: replaced atomically, and mapped into memory where they are large."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from torch import Tensor
 
 from lightning_hybrid.checkpoint.storage.atomic import discard, new_file
-from lightning_hybrid.checkpoint.tree_paths import leaves, replaced
+from lightning_hybrid.checkpoint.tree_paths import cloned, replaced
 
-__all__ = ["OUR_PLUGINS", "FileIO", "local_path"]
+__all__ = ["FILE_PLUGINS", "FileIO", "local_path"]
 
 _LARGE = 1 << 20  # bytes; what is smaller is read sooner than mapped
-_MAPPED = ("state_dict", "optimizer_states")  # of these, each rank takes a part
+_MAPPED = ("state_dict", "optimizer_states")  # each rank takes a part of these
 
 
 class FileIO(TorchCheckpointIO):
@@ -31,14 +30,14 @@ class FileIO(TorchCheckpointIO):
 
         Raises:
             TypeError: If there are ``storage_options``.
-            OSError: If there is no place for it; what was there is as it was.
+            OSError: If it cannot be written; what was there is as it was.
         """
-        place = local_path(path)
-        if storage_options is not None or place is None:
+        local = local_path(path)
+        if storage_options is not None or local is None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         try:
-            with new_file(place) as new:
+            with new_file(local) as new:
                 torch.save(checkpoint, new)
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             raise OSError(
@@ -68,26 +67,22 @@ class FileIO(TorchCheckpointIO):
             ) from error
         if not mapped or not isinstance(checkpoint, dict):
             return checkpoint
-        kept = {  # what callbacks may keep does not depend on the file any more
-            place: leaf.clone()
-            for place, leaf in leaves(checkpoint)
-            if isinstance(leaf, Tensor) and place[0] not in _MAPPED
-        }
-        copied: dict[str, Any] = replaced(checkpoint, kept)
+        own = {(key,): cloned(value) for key, value in checkpoint.items() if key not in _MAPPED}
+        copied: dict[str, Any] = replaced(checkpoint, own)  # callbacks may keep theirs when the file is gone
         return copied
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file or a directory; nobody sees half of it."""
-        place = local_path(path)
-        if place is not None:
-            discard(place)
+        local = local_path(path)
+        if local is not None:
+            discard(local)
         else:
             super().remove_checkpoint(path)
 
 
 def local_path(path: Any) -> Path | None:
-    """The place of a file of the local file system, given in any way that Lightning knows; ``None`` for others."""
+    """A path in the local file system, given in any way that Lightning knows; ``None`` for others."""
     return Path(get_filesystem(path)._strip_protocol(str(path))) if _is_local_file_protocol(path) else None
 
 
-OUR_PLUGINS = (FileIO, TorchCheckpointIO, AsyncCheckpointIO)  # they write files, so a directory is no plugin's
+FILE_PLUGINS = (FileIO, TorchCheckpointIO, AsyncCheckpointIO)  # they write files, so a directory is not theirs

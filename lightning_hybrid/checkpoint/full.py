@@ -1,8 +1,8 @@
-"""An ordinary Lightning checkpoint, although every rank holds only a part: collected on rank 0, picked from on all."""
+"""A checkpoint as one ordinary file of Lightning: gathered on rank 0, and each rank takes its part of it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,9 +10,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates, cloned, numbered
+from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates, check_number, numbered
 from lightning_hybrid.checkpoint.ownership import Ownership
-from lightning_hybrid.checkpoint.state_dict_match import with_versions
+from lightning_hybrid.checkpoint.tree_paths import cloned
 from lightning_hybrid.distributed.dtensor import full_tensor, is_zero_sharded
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten, unflatten
@@ -24,16 +24,16 @@ __all__ = ["FullCheckpoint"]
 class FullCheckpoint:
     """The state of the undivided model and its optimizers, on global rank 0.
 
-    It is collected stage by stage and tensor by tensor, so no rank holds more than all of it and its own part::
+    It is gathered stage by stage and tensor by tensor, so no rank holds more than all of it and its own part::
 
         rank 0 (stage 0)                            rank 2 (stage 1), and rank 3, which shares its layers
         own tensors, to the host
-        <-- what is to come ---------------------------  rank 2
+        <-- shapes and plain values -------------------  rank 2
         <-- one tensor --------------------------------  rank 2  <-- its shard -- rank 3
 
     Args:
         module: The user's module, with placeholders for what lives elsewhere.
-        ownership: Whose values count.
+        ownership: Which rank's values count.
         optimizers: The undivided optimizers.
         mesh: The ranks.
     """
@@ -54,24 +54,24 @@ class FullCheckpoint:
         state = self._module.state_dict()
         if self.is_undivided:
             return state
-        first = self._ownership.first_names()
-        found = self.on_rank_zero(self._ownership.part(state))
+        stored = self._ownership.stored_names(state)
+        found = self.gather(self._ownership.part(state))
         if not found:
             return {}
-        whole = OrderedDict((name, found[first.get(name, name)]) for name in state)
-        return with_versions(whole, state)
+        full = copy.copy(state)  # with the versions of layers
+        full.update({name: found[stored[name]] for name in state})
+        return full
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of the undivided optimizer on global rank 0, an empty one elsewhere."""
         if self.is_undivided:
             return optimizer.state_dict()
-        local = self._optimizers.state(optimizer)
-        if "param_groups" not in local:  # Lightning's placeholder for no optimizer has no state
-            return local
-        owners = self._ownership.owners_of_names()
-        mine = {name: v for name, v in local["state"].items() if owners.get(name, 0) == self._mesh.pipeline_rank}
-        state = self.on_rank_zero(mine)
-        return numbered({**local, "state": state}) if self._mesh.is_first else {}
+        named = self._optimizers.state(optimizer)
+        if "param_groups" not in named:  # Lightning's placeholder for no optimizer has no state
+            return named
+        owners, rank = self._ownership.parameter_owners(), self._mesh.pipeline_rank
+        state = self.gather({name: value for name, value in named["state"].items() if owners.get(name, 0) == rank})
+        return numbered({**named, "state": state}) if self._mesh.is_first else {}
 
     def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
         """Take this rank's part of the undivided optimizers' states.
@@ -90,56 +90,39 @@ class FullCheckpoint:
 
     # -- what callbacks put into a checkpoint --------------------------------------------------------------------------
 
-    def from_rank_zero(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Global rank 0's value, on the ranks of its model group; ``None`` elsewhere."""
-        if self._mesh.data_rank != 0:
-            return None
-        return broadcast_object(value, 0, self._mesh.control_group)
+        return broadcast_object(value, 0, self._mesh.control_group) if self._mesh.data_rank == 0 else None
 
-    def on_rank_zero(self, mine: dict[Any, Any]) -> dict[Any, Any]:
-        """The values of all pipeline ranks of its model group, whole and on the host, on global rank 0.
+    def gather(self, local: dict[Any, Any]) -> dict[Any, Any]:
+        """The values of all pipeline ranks of its model group, full and on the host, on global rank 0.
 
         Args:
-            mine: What this rank has; ranks that share layers have the same things, each its part.
+            local: What this rank has; ranks that share layers have the same things, each its shard.
 
         Returns:
             All of them; nothing on the other ranks.
         """
         mesh = self._mesh
+        leaves, spec = flatten(local)
         if mesh.data_rank != 0:
-            for leaf in flatten(mine)[0]:
-                if is_zero_sharded(leaf):
-                    full_tensor(leaf)  # the first replica asks for it
+            for leaf in filter(is_zero_sharded, leaves):
+                full_tensor(leaf)  # the first replica asks for it
             return {}
         if mesh.pipeline_rank > 0 and mesh.tensor_rank == 0:
-            send_tree(mine, mesh.rank(0, 0, 0), mesh.control_group, prepare=_whole_on_host)
+            send_tree(local, mesh.rank(0, 0, 0), mesh.control_group, prepare=_full_on_host)
             return {}
-        leaves, spec = flatten(mine)
-        kept = []
-        for leaf in leaves:  # one by one, so that only one rank has what it shares whole
-            whole = _whole_on_host(leaf)
-            kept.append(whole if mesh.is_first else None)
+        for index, leaf in enumerate(leaves):  # one by one, so that only one rank has all of what several share
+            full = _full_on_host(leaf)
+            leaves[index] = full if mesh.is_first else None
         if not mesh.is_first:
             return {}
-        values: dict[Any, Any] = unflatten(kept, spec)
+        values: dict[Any, Any] = unflatten(leaves, spec)
         for rank in range(1, mesh.pipeline_parallel_size):
             values |= receive_tree(mesh.rank(rank, 0, 0), mesh.control_group)
         return values
 
 
-def check_number(optimizers: Sequence[Any], states: Sequence[Any]) -> None:
-    """There are as many optimizers as states.
-
-    Raises:
-        ValueError: If not.
-    """
-    if len(optimizers) != len(states):
-        raise ValueError(
-            f"The checkpoint has the states of {len(states)} optimizers, but {len(optimizers)} are configured."
-            " Return as many from `configure_optimizers` as when it was saved, or load the weights alone."
-        )
-
-
-def _whole_on_host(value: Any) -> Any:
+def _full_on_host(value: Any) -> Any:
     """All of a tensor, which ranks that share it must ask for together; anything else as it is."""
     return full_tensor(value).detach().to("cpu", copy=False) if isinstance(value, Tensor) else value

@@ -12,9 +12,9 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.version import __version__
 
-__all__ = ["RECORD", "make_metadata"]
+__all__ = ["METADATA", "make_metadata"]
 
-RECORD = "hybrid_parallel"  # its name in a checkpoint
+METADATA = "hybrid_parallel"  # its key in a checkpoint
 
 
 def make_metadata(
@@ -32,8 +32,7 @@ def make_metadata(
         stage_map: Which stage holds what.
         names: All names of the state dict, in its order, and what each is stored as, where tied tensors are stored
             under one of theirs.
-        layers: What the state dict tells of the layers beside their values, such as their versions, where it is not
-            written itself.
+        layers: The `_metadata` of the state dict, such as the versions of layers, where the dict is not written itself.
     """
     layout = {
         "data_parallel_size": mesh.data_parallel_size,
@@ -47,9 +46,9 @@ def make_metadata(
         "layers_of_stages": [len(layers) for layers in stage_map.stages] if stage_map.body is not None else [],
     }
     versions = {"lightning_hybrid": __version__, "torch": str(torch.__version__)}
-    record: dict[str, Any] = {"versions": versions, "layout": layout}
+    metadata: dict[str, Any] = {"versions": versions, "layout": layout}
     if names is not None:
-        record["names"] = dict(names)
+        metadata["names"] = dict(names)
     if layers is not None:
-        record["layers"] = {name: dict(told) for name, told in layers.items()}
-    return record
+        metadata["layers"] = {name: dict(layer) for name, layer in layers.items()}
+    return metadata

@@ -1,4 +1,4 @@
-"""Whose value of a tensor counts, by name."""
+"""Which rank's value of a tensor counts, by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ownership:
         self._mesh = mesh
 
     def first_names(self) -> dict[str, str]:
-        """The names of all tensors of the module, and what a parameter with several names is stored as."""
+        """The names of all tensors of the module, and what a parameter with more than one name is stored as."""
         first: dict[int, str] = {}
         parameters = self._module.named_parameters(remove_duplicate=False)
         buffers = self._module.named_buffers(remove_duplicate=False)
@@ -45,35 +45,26 @@ class Ownership:
         return {name: first.get(name, name) for name in state}
 
     def owners(self, names: Iterable[str]) -> dict[str, int]:
-        """The pipeline rank whose value counts, for names of the module's state dict."""
-        by_parameter = self.parameter_owners()
+        """The pipeline rank whose value counts, by name: of a parameter the first that has it, of others the last."""
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        first: dict[int, int] = {}
+        for name, parameter in parameters.items():
+            rank = min(self._stage_map.ranks_of(name))
+            first[id(parameter)] = min(rank, first.get(id(parameter), rank))
         return {
-            name: by_parameter[id(parameters[name])] if name in parameters else max(self._stage_map.ranks_of(name))
+            name: first[id(parameters[name])] if name in parameters else max(self._stage_map.ranks_of(name))
             for name in names
         }
 
-    def parameter_owners(self) -> dict[int, int]:
-        """The first pipeline rank that holds each parameter, by the parameter's identity."""
-        owners: dict[int, int] = {}
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            first = min(self._stage_map.ranks_of(name))
-            owners[id(parameter)] = min(first, owners.get(id(parameter), first))
-        return owners
+    def parameter_owners(self) -> dict[str, int]:
+        """The pipeline rank whose value counts, for each parameter by its first name."""
+        return self.owners(name for name, _ in self._module.named_parameters())
 
     def part(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What counts on this pipeline rank of a state dict of the module, or of a copy of it; tied tensors once."""
-        owners, first = self.owners(state), self.first_names()
-        return {
-            name: value
-            for name, value in state.items()
-            if owners[name] == self._mesh.pipeline_rank and first.get(name, name) == name
-        }
-
-    def owners_of_names(self) -> dict[str, int]:
-        """The first pipeline rank that holds each parameter, by its first name."""
-        owners = self.parameter_owners()
-        return {name: owners[id(parameter)] for name, parameter in self._module.named_parameters()}
+        owners, stored = self.owners(state), self.stored_names(state)
+        own = (name for name in state if owners[name] == self._mesh.pipeline_rank and stored[name] == name)
+        return {name: state[name] for name in own}
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers, or their placeholders, by all their names."""

@@ -1,4 +1,4 @@
-"""A copy of a checkpoint that training does not change, for writing it beside training."""
+"""A copy of a checkpoint that training does not change, for writing it in the background."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_hybrid.checkpoint.tree_paths import leaves
+from lightning_hybrid.distributed.pytree import flatten_with_path
+from lightning_hybrid.distributed.tensor_bytes import to_host
 
 __all__ = ["snapshot"]
 
@@ -27,15 +28,15 @@ def snapshot(checkpoint: dict[str, Any], live: Collection[Tensor] | None = None)
     changing = None if live is None else {tensor.untyped_storage().data_ptr() for tensor in live}
     copies: dict[Any, Tensor] = {}
     memo: dict[int, Any] = {}
-    for place, leaf in leaves(checkpoint):
+    for path, leaf in flatten_with_path(checkpoint):
         if not isinstance(leaf, Tensor) or leaf.is_meta:
             continue
-        if changing is not None and place[0] in _COLLECTED and leaf.untyped_storage().data_ptr() not in changing:
+        if changing is not None and path[0] in _COLLECTED and leaf.untyped_storage().data_ptr() not in changing:
             memo[id(leaf)] = leaf
             continue
         key = _memory_of(leaf)
         if key not in copies:
-            copies[key] = leaf.detach().to("cpu", copy=True)
+            copies[key] = to_host(leaf)
         memo[id(leaf)] = copies[key]
     return copy.deepcopy(checkpoint, memo)
 

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.dtensor import distribute_like, is_zero_sharded
 
-__all__ = ["check_match", "load_module_state", "with_versions"]
+__all__ = ["check_match", "load_module_state", "shape_of"]
+
+
+def shape_of(value: Any) -> torch.Size | None:
+    """The shape of a tensor; nothing for another value, such as the extra state of a layer."""
+    return value.shape if isinstance(value, Tensor) else None
 
 
 def check_match(
@@ -74,7 +79,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
         changes = isinstance(value, Tensor) and name.startswith(otherwise)
         if changes:  # what a layer makes of it must not be its own memory, which the values of a directory are
             final[name] = value.clone()
-        if name in own and _shape(own[name]) == _shape(value):
+        if name in own and shape_of(own[name]) == shape_of(value):
             trial[name] = own[name].clone() if changes else own[name]
             if is_zero_sharded(own[name]):
                 final[name] = distribute_like(value, own[name])
@@ -88,18 +93,6 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
 
 def _loads_otherwise(part: nn.Module) -> bool:
     return type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
-
-
-def with_versions(state: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict that tells the versions of layers as another one does, by which layers know what they load."""
-    if hasattr(source, "_metadata"):
-        state._metadata = source._metadata  # type: ignore[attr-defined]
-    return state
-
-
-def _shape(value: Any) -> torch.Size | None:
-    """The shape of a tensor; nothing for another value, such as the extra state of a layer."""
-    return value.shape if isinstance(value, Tensor) else None
 
 
 def _hints(missing: Iterable[str], unexpected: Iterable[str]) -> str:

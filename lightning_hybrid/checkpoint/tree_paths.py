@@ -1,40 +1,32 @@
-"""Where something is in a tree of dicts, lists and tuples: keys and indices from the root."""
+"""Values at paths of a tree of dicts, lists and tuples: found, replaced, inserted, left out."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["TreePath", "leaves", "replaced", "tree_of", "value_at", "without"]
+from torch import Tensor
 
-#: Keys and indices from the root.
-TreePath = tuple[Any, ...]
+from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
 
-
-def leaves(tree: Any, place: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
-    """Everything that is no dict, list or tuple, with its place."""
-    if not isinstance(tree, (dict, list, tuple)):
-        yield place, tree
-    for key, child in _children(tree):
-        yield from leaves(child, (*place, key))
+__all__ = ["cloned", "insert", "replaced", "tree_of", "value_at", "without"]
 
 
-def value_at(tree: Any, place: TreePath) -> Any:
-    """What is at this place, or nothing."""
-    for key in place:
-        tree = dict(_children(tree)).get(key)
+def value_at(tree: Any, path: TreePath) -> Any:
+    """What is at this path, or nothing."""
+    for key in path:
+        tree = _children(tree).get(key)
     return tree
 
 
-def replaced(tree: Any, values: Mapping[TreePath, Any], place: TreePath = ()) -> Any:
-    """The tree with other values at some places; it stays as it is, and parts without changes are shared."""
-    if place in values:
-        return values[place]
-    if not isinstance(tree, (dict, list, tuple)):
-        return tree
-    children = {key: replaced(child, values, (*place, key)) for key, child in _children(tree)}
-    if all(children[key] is child for key, child in _children(tree)):
+def replaced(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -> Any:
+    """The tree with other values at some paths; it stays as it is, and parts without changes are shared."""
+    if path in values:
+        return values[path]
+    old = _children(tree)
+    children = {key: replaced(child, values, (*path, key)) for key, child in old.items()}
+    if all(children[key] is child for key, child in old.items()):
         return tree
     if isinstance(tree, tuple):
         return type(tree)(*children.values()) if hasattr(tree, "_fields") else tuple(children.values())
@@ -44,31 +36,55 @@ def replaced(tree: Any, values: Mapping[TreePath, Any], place: TreePath = ()) ->
     return new
 
 
-def without(tree: dict[str, Any], places: Collection[TreePath]) -> dict[str, Any]:
-    """A tree of dicts without what is at some places; it stays as it is."""
+def cloned(tree: Any) -> Any:
+    """The tree with tensors of its own: those of a file that is mapped change with the file."""
+    return replaced(tree, {path: leaf.clone() for path, leaf in flatten_with_path(tree) if isinstance(leaf, Tensor)})
+
+
+def without(tree: dict[str, Any], paths: Collection[TreePath]) -> dict[str, Any]:
+    """A tree of dicts without what is at some paths; it stays as it is."""
     new = dict(tree)
-    for place in places:
+    for path in paths:
         node = new
-        for key in place[:-1]:
+        for key in path[:-1]:
             node[key] = dict(node[key])
             node = node[key]
-        node.pop(place[-1], None)
+        node.pop(path[-1], None)
     return new
 
 
+def insert(tree: dict[str, Any], values: Mapping[TreePath, Any], names: Mapping[str, str]) -> None:
+    """Put values at their paths into a tree of dicts.
+
+    Args:
+        tree: The tree, which is changed.
+        values: By path.
+        names: All names of the model's tensors, and what each is stored as: whatever holds a stored one gets it under
+            all its names.
+    """
+    tables: dict[TreePath, dict[Any, Any]] = {}
+    for path, value in values.items():
+        tables.setdefault(path[:-1], {})[path[-1]] = value
+    for parent, table in tables.items():
+        node = tree
+        for key in parent:
+            node = node.setdefault(key, {})
+        node.update({name: table[stored] for name, stored in names.items() if stored in table} | table)
+
+
 def tree_of(values: Mapping[TreePath, Any]) -> Any:
-    """The tree of values with their places; containers whose keys are 0, 1, 2 ... are lists."""
+    """The tree of values with their paths; containers whose keys are 0, 1, 2 ... are lists."""
     if set(values) == {()}:
         return values[()]
     children: dict[Any, dict[TreePath, Any]] = {}
-    for place, value in values.items():
-        children.setdefault(place[0], {})[place[1:]] = value
+    for path, value in values.items():
+        children.setdefault(path[0], {})[path[1:]] = value
     if all(isinstance(key, int) for key in children):
         return [tree_of(children[key]) for key in sorted(children)]
     return {key: tree_of(child) for key, child in children.items()}
 
 
-def _children(tree: Any) -> list[tuple[Any, Any]]:
+def _children(tree: Any) -> dict[Any, Any]:
     if isinstance(tree, dict):
-        return list(tree.items())
-    return list(enumerate(tree)) if isinstance(tree, (list, tuple)) else []
+        return tree
+    return dict(enumerate(tree)) if isinstance(tree, (list, tuple)) else {}

@@ -1,4 +1,4 @@
-"""Weights from elsewhere: of a file, a directory or a state dict, each rank takes what it holds."""
+"""Weights of another training: of a file, a directory or a state dict, each rank loads its part."""
 
 from __future__ import annotations
 
@@ -74,8 +74,7 @@ class Weights:
         if self._directory is None:
             return {name: value.shape for name, value in self._state.items() if isinstance(value, Tensor)}
         directory = DistributedCheckpoint(self._directory)
-        found = directory.below("state_dict") or directory.below("model")
-        return {place[0]: entry.size for place, entry in found.items() if hasattr(entry, "size")}
+        return {path[0]: entry.size for path, entry in directory.below(directory.module_root).items() if entry}
 
     def load(self, module: LightningModule, stage_map: StageMap, mesh: Mesh) -> None:
         """Give the module its values.
@@ -100,17 +99,17 @@ def _with_ties(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    completed: Any = copy.copy(state)  # with what it tells of layers
-    for several in names.values():
-        known = next((name for name in several if name in state), None)
+    completed: Any = copy.copy(state)  # with the versions of layers
+    for tied in names.values():
+        known = next((name for name in tied if name in state), None)
         if known is not None:
-            completed.update({name: state[known] for name in several if name not in state})
-    whole: Mapping[str, Any] = completed
-    return whole
+            completed.update({name: state[known] for name in tied if name not in state})
+    full: Mapping[str, Any] = completed
+    return full
 
 
 def _check_folder(path: Path) -> None:
-    files = sorted(each.name for suffix in (_SUFFIX, ".bin") for each in path.glob(f"*{suffix}"))
+    files = sorted(file.name for suffix in (_SUFFIX, ".bin") for file in path.glob(f"*{suffix}"))
     if files:
         raise ValueError(
             f"{path} is a folder with {files[:3]}, and not a checkpoint. Give the file, or of several a state dict with"
@@ -154,7 +153,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a ``.safetensors`` file, mapped into memory.
 
     The format: the length of the header in 8 bytes, the header, which is JSON, and the bytes of the tensors at the
-    places that it gives (https://huggingface.co/docs/safetensors).
+    offsets that it gives (https://huggingface.co/docs/safetensors).
     """
     size = path.stat().st_size
     try:

@@ -14,7 +14,6 @@ import io
 import mmap
 import os
 import pickle
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,19 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.checkpoint.metadata import RECORD
+from lightning_hybrid.checkpoint.metadata import METADATA
 from lightning_hybrid.checkpoint.optimizer_state import numbered
 from lightning_hybrid.checkpoint.storage.atomic import new_file
-from lightning_hybrid.checkpoint.storage.dcp import EXTRA, DistributedCheckpoint
-from lightning_hybrid.checkpoint.tree_paths import TreePath, tree_of
+from lightning_hybrid.checkpoint.storage.dcp import MODEL, OPTIMIZERS, DistributedCheckpoint
+from lightning_hybrid.checkpoint.tree_paths import insert, tree_of
+from lightning_hybrid.distributed.pytree import TreePath
 
 __all__ = ["Outline", "consolidate", "read_outline"]
 
-_MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
-_OPTIMIZER = re.compile(r"optimizer_\d+")
-_OF_FSDP = "model"  # what Lightning's FSDP strategy calls the state of the module
-_ORDER = ("epoch", "global_step", "pytorch-lightning_version", _MODEL, "loops", "callbacks", _OPTIMIZERS)
-_OF_TRAINING = ("callbacks", _OPTIMIZERS, "lr_schedulers")  # what Lightning leaves out where only weights are saved
+_ORDER = ("epoch", "global_step", "pytorch-lightning_version", MODEL, "loops", "callbacks", OPTIMIZERS)
+_OF_TRAINING = ("callbacks", OPTIMIZERS, "lr_schedulers")  # what Lightning leaves out where only weights are saved
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Outline:
 
     Attributes:
         checkpoint: The tree; its tensors of model and optimizers have no values yet, the others do.
-        tensors: Those without values, by their places in the directory.
+        tensors: Those without values, by their paths in the directory.
     """
 
     checkpoint: dict[str, Any]
@@ -70,72 +67,54 @@ def read_outline(
     Raises:
         ValueError: If there is no module in it, or something cannot be read.
     """
-    root = _MODEL if directory.below(_MODEL) else _OF_FSDP
+    root = directory.module_root
     if not directory.below(root):
-        roots = sorted({str(place[0]) for place in directory.entries})
-        raise ValueError(f"{directory.path} holds no state of a module: it has {roots}, but no {_MODEL!r} or {root!r}.")
-    extra = directory.path / EXTRA
-    checkpoint: dict[str, Any] = (read_extra or _read_extra)(extra) if extra.is_file() else {}
-    wanted = {place: entry for place, entry in directory.entries.items() if place[0] == root or not weights_only}
-    tensors = {
-        place: torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
-        for place, entry in wanted.items()
-        if getattr(entry, "size", None) is not None
+        roots = sorted({str(path[0]) for path in directory.entries})
+        raise ValueError(f"{directory.path} holds no state of a module: it has {roots}, but no {MODEL!r} or {root!r}.")
+    extra = directory.read_extra(read_extra or _read_extra)
+    targets = {
+        path: torch.empty(entry.size, dtype=entry.properties.dtype, device=device) if entry else None
+        for path, entry in directory.entries.items()
+        if path[0] == root or not weights_only
     }
-    values: dict[TreePath, Any] = dict.fromkeys(wanted)
     try:
-        values |= tensors | directory.read({place: None for place in wanted if place not in tensors})
+        values = targets | directory.read({path: None for path, target in targets.items() if target is None})
     except Exception as error:  # whatever unpickling raises
         raise ValueError(_unreadable(directory.path, error)) from error
-    checkpoint = _joined(checkpoint, values, root)
+    checkpoint = _merged(extra, values, directory)
     if weights_only:
         checkpoint = {key: value for key, value in checkpoint.items() if key not in _OF_TRAINING}
     ordered = {key: checkpoint[key] for key in (*_ORDER, *checkpoint) if key in checkpoint}
-    return Outline(ordered, tensors)
+    return Outline(ordered, {path: target for path, target in targets.items() if target is not None})
 
 
-def _joined(extra: dict[str, Any], values: Mapping[TreePath, Any], root: str) -> dict[str, Any]:
+def _merged(extra: dict[str, Any], values: Mapping[TreePath, Any], directory: DistributedCheckpoint) -> dict[str, Any]:
     """The ordinary checkpoint of what is in ``meta.pt`` and the rest."""
-    record = dict(extra.get(RECORD, {}))
-    names, layers = record.pop("names", {}), record.pop("layers", None)
-    checkpoint = {**extra, RECORD: record} if RECORD in extra else dict(extra)
-    optimizers: dict[str, dict[TreePath, Any]] = {}
-    tables: dict[TreePath, dict[Any, Any]] = {}
-    for place, value in values.items():
-        if _OPTIMIZER.fullmatch(str(place[0])):
-            optimizers.setdefault(place[0], {})[place[1:]] = value
+    metadata = dict(extra.get(METADATA, {}))
+    names, layers = metadata.pop("names", {}), metadata.pop("layers", None)
+    checkpoint = {**extra, METADATA: metadata} if METADATA in extra else dict(extra)
+    optimizers: dict[Any, dict[TreePath, Any]] = {root: {} for root in directory.optimizer_roots}
+    others: dict[TreePath, Any] = {}
+    for path, value in values.items():
+        if path[0] in optimizers:
+            optimizers[path[0]][path[1:]] = value
         else:
-            renamed = (_MODEL, *place[1:]) if place[0] == root else place
-            tables.setdefault(renamed[:-1], {})[renamed[-1]] = value
-    for parent, table in tables.items():
-        node = checkpoint
-        for key in parent:
-            node = node.setdefault(key, {})
-        node.update(_with_all_names(table, names))
+            others[(MODEL, *path[1:]) if path[0] == directory.module_root else path] = value
+    insert(checkpoint, others, names)
     if layers is not None:
-        checkpoint[_MODEL] = OrderedDict(checkpoint[_MODEL])
-        checkpoint[_MODEL]._metadata = OrderedDict(layers)
+        checkpoint[MODEL] = OrderedDict(checkpoint[MODEL])
+        checkpoint[MODEL]._metadata = OrderedDict(layers)
     if "lr_schedulers" in extra:  # not weights alone
-        checkpoint.setdefault(_OPTIMIZERS, [])
-    if optimizers:
-        trees = [tree_of(optimizers[name]) for name in sorted(optimizers, key=_number)]
+        checkpoint.setdefault(OPTIMIZERS, [])
+    trees = [tree_of(state) for state in optimizers.values() if state]
+    if trees:
         try:
-            checkpoint[_OPTIMIZERS] = [numbered({"state": {}, **tree}) for tree in trees]
+            checkpoint[OPTIMIZERS] = [numbered({"state": {}, **tree}) for tree in trees]
         except KeyError as error:
             raise ValueError(
                 f"There is the state of an optimizer for {error}, which is in none of its groups."
             ) from error
     return checkpoint
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("_")[2])
-
-
-def _with_all_names(table: Mapping[Any, Any], names: Mapping[str, str]) -> dict[Any, Any]:
-    """A state dict of the module, or a copy of it, in which tied tensors have all their names; others stay."""
-    known = {name: table[stored] for name, stored in names.items() if stored in table}
-    return {**known, **table}
 
 
 def consolidate(
@@ -179,12 +158,12 @@ def consolidate(
     total = sum(_num_bytes(tensor) for tensor in outline.tensors.values())
     with new_file(file) as new:
         try:
-            mapped = _laid_out(outline, new)
+            mapped = _lay_out(outline, new)
         except (RuntimeError, OSError, pickle.PicklingError) as error:
             raise OSError(f"{file}, {total} bytes of tensors, cannot be written: {error}") from error
-        for place, tensor in outline.tensors.items():
+        for tree_path, tensor in outline.tensors.items():
             try:
-                directory.read({place: mapped[id(tensor)]})
+                directory.read({tree_path: mapped[id(tensor)]})
             except Exception as error:  # whatever unpickling raises
                 raise ValueError(_unreadable(directory.path, error)) from error
             if progress is not None:
@@ -192,7 +171,7 @@ def consolidate(
     return outline
 
 
-def _laid_out(outline: Outline, file: Path) -> dict[int, Tensor]:
+def _lay_out(outline: Outline, file: Path) -> dict[int, Tensor]:
     """Write a file with room for the tensors, and values of those that have some.
 
     Returns:

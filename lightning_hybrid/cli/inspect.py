@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.checkpoint.metadata import RECORD
+from lightning_hybrid.checkpoint.metadata import METADATA
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
-from lightning_hybrid.checkpoint.tree_paths import leaves
 from lightning_hybrid.cli.consolidate import read_outline
 from lightning_hybrid.distributed.module_names import fold_numbered
 from lightning_hybrid.strategy.summary import text_table
+from lightning_hybrid.distributed.pytree import flatten_with_path
 
 __all__ = ["Inspection", "inspect_checkpoint"]
 
-_KNOWN = {"state_dict", "optimizer_states", "lr_schedulers", "callbacks", "loops", "epoch", "global_step", RECORD}
+_KNOWN = {"state_dict", "optimizer_states", "lr_schedulers", "callbacks", "loops", "epoch", "global_step", METADATA}
 _KNOWN |= {"pytorch-lightning_version", "hyper_parameters", "hparams_name", "hparams_type"}
 
 
@@ -52,7 +52,8 @@ class Inspection:
         head = f"{self.path}: {self.kind}, {_size(self.num_bytes)}"
         state = tree.get("state_dict")
         if not isinstance(state, Mapping):  # not of Lightning
-            state = {".".join(map(str, place)): leaf for place, leaf in leaves(tree) if isinstance(leaf, Tensor)}
+            leaves = flatten_with_path(tree)
+            state = {".".join(map(str, path)): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
             others = [key for key, value in tree.items() if not _tensors(value)]
         else:
             others = [key for key in tree if key not in _KNOWN]
@@ -144,7 +145,7 @@ _LENIENT = SimpleNamespace(Unpickler=_Unpickler, __name__="pickle")
 
 def _origin(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Who wrote it, when in training, and how the ranks were laid out."""
-    record = tree.get(RECORD, {})
+    record = tree.get(METADATA, {})
     versions = {**record.get("versions", {}), "lightning": tree.get("pytorch-lightning_version")}
     written_by = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     if written_by:
@@ -215,7 +216,7 @@ def _identity(value: Any) -> Any:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for _, leaf in flatten_with_path(tree) if isinstance(leaf, Tensor)]
 
 
 def _sum(tensors: Iterable[Tensor]) -> str:

@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["TreeSpec", "flatten", "map_leaves", "unflatten"]
+__all__ = ["TreePath", "TreeSpec", "flatten", "flatten_with_path", "map_leaves", "unflatten"]
+
+#: Keys and indices from the root of a tree.
+TreePath = tuple[Any, ...]
 
 
 class TreeSpec:
@@ -145,3 +148,23 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same tree with ``function`` applied to each leaf."""
     leaves, spec = flatten(tree)
     return unflatten([function(leaf) for leaf in leaves], spec)
+
+
+def flatten_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[TreePath, Any]]:
+    """The leaves of a tree of dicts, lists and tuples, each with the path from the root to it.
+
+    Other containers are leaves, unlike in :func:`flatten`: each step of a path is a ``tree[key]``, and a mapping that
+    is no dict may compute its values, or refuse to.
+
+    Args:
+        tree: Any value.
+        is_leaf: Says which dicts, lists and tuples are leaves.
+
+    Example:
+        >>> flatten_with_path({"x": 1, "y": (2, None)})
+        [(('x',), 1), (('y', 0), 2), (('y', 1), None)]
+    """
+    if not isinstance(tree, (dict, list, tuple)) or (is_leaf is not None and is_leaf(tree)):
+        return [((), tree)]
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    return [((key, *path), leaf) for key, child in children for path, leaf in flatten_with_path(child, is_leaf)]

@@ -22,9 +22,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DistributedSampler
 
-from lightning_hybrid.checkpoint.tree_paths import leaves, replaced
+from lightning_hybrid.checkpoint.tree_paths import replaced
 from lightning_hybrid.cli.consolidate import consolidate
 from lightning_hybrid.cli.main import main
+from lightning_hybrid.distributed.pytree import flatten_with_path
 from tests.pool import Pools
 from tests.training_jobs import Losses, Regression, assert_same, dataset, loader, make_trainer, weights
 
@@ -218,7 +219,7 @@ def test_directories_of_lightnings_strategies(ranks: Pools, tmp_path: Path, kind
 
 def single(tree: Any) -> Any:
     """A tree with tensors of single precision instead of double."""
-    changed = {place: leaf.float() for place, leaf in leaves(tree) if isinstance(leaf, Tensor)}
+    changed = {place: leaf.float() for place, leaf in flatten_with_path(tree) if isinstance(leaf, Tensor)}
     return replaced(tree, changed)
 
 

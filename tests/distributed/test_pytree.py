@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as torch_pytree
 
-from lightning_hybrid.distributed.pytree import TreeSpec, flatten, map_leaves, unflatten
+from lightning_hybrid.distributed.pytree import TreeSpec, flatten, flatten_with_path, map_leaves, unflatten
 
 
 class Point(NamedTuple):
@@ -193,3 +193,20 @@ def test_leaves_are_those_of_torch() -> None:
         assert leaves == expected
         assert unflatten(leaves, spec) == tree
         assert flatten(unflatten(leaves, spec))[1] == spec
+
+
+def test_paths_lead_to_the_leaves() -> None:
+    tree = {"a": [1, (2, None)], 3: Point([], {"b": 4}), "c": UserDict(d=5), "e": Sample(6)}
+    found = flatten_with_path(tree)
+    assert [path for path, _ in found] == [("a", 0), ("a", 1, 0), ("a", 1, 1), (3, 1, "b"), ("c",), ("e",)]
+    for path, leaf in found:
+        node: Any = tree
+        for key in path:
+            node = node[key]
+        assert node is leaf
+    assert flatten_with_path(7) == [((), 7)]
+    assert flatten_with_path(tree, lambda node: isinstance(node, tuple))[:3] == [
+        (("a", 0), 1),
+        (("a", 1), (2, None)),
+        ((3,), tree[3]),
+    ]

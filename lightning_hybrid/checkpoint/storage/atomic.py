@@ -1,12 +1,13 @@
-"""Files and directories that change at one moment: who looks finds the old one or the new one, whole.
+"""Files and directories that are replaced atomically: a reader finds the old one or the new one, complete.
 
 ::
 
-    path                the old checkpoint ----------------.  exchanged in one operation of the file system
-    .path.unfinished    the new one, being written --------'  (where it has none: two renames)
+    path                the old checkpoint ----------------.  commit: exchanged in one operation of the file system
+    .path.unfinished    the new one, being written --------'          (where it has none: two renames)
     .path.discarded     the old one, being removed
 
-A process that is killed leaves leftovers with these hidden names, never half of something under its own name.
+A process that is killed leaves files with these hidden names, never half of a checkpoint under its own. `resolve` and
+`recover` find the one that is complete between two renames; `rollback` removes what is unfinished.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ __all__ = ["MARK", "commit", "discard", "new_file", "recover", "resolve", "rollb
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, <fcntl.h> and <linux/fs.h>
 
-
 MARK = ".metadata"  # a directory that has this file is complete
 
 
 def unfinished(path: Path) -> Path:
-    """Where what shall be at this path is written."""
+    """Where what :func:`commit` puts at this path is written."""
     return path.with_name(f".{path.name}.unfinished")
 
 
@@ -39,10 +39,10 @@ def _discarded(path: Path) -> Path:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Write a file beside its place, and put it there when it is complete and on the disk.
+    """Write a file under its hidden name, and commit it when it is complete and on the disk.
 
     Args:
-        path: The place; what is there stays until then, and for good if writing fails.
+        path: Where it shall be; what is there stays until then, and for good if writing fails.
 
     Yields:
         Where to write.
@@ -62,10 +62,10 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def commit(path: Path) -> None:
-    """Put what :func:`unfinished` names, a file or a directory, in its place; what was there is removed.
+    """Move what :func:`unfinished` names, a file or a directory, to its path; what was there is removed.
 
     Args:
-        path: The place.
+        path: Where it shall be.
     """
     new, old = unfinished(path), _discarded(path)
     _remove(old)
@@ -95,7 +95,7 @@ def discard(path: Path) -> None:
     """Remove a file or a directory; nobody sees half of it under its name.
 
     Args:
-        path: The place; nothing need be there.
+        path: Where it is; nothing need be there.
     """
     rollback(path)
     old = _discarded(path)
@@ -112,7 +112,7 @@ def resolve(path: Path) -> Path:
 
 
 def recover(path: Path) -> None:
-    """Put a directory in its place that was killed between the two renames: it may be the only one that is left."""
+    """Finish a :func:`commit` that was killed between its two renames: the directory may be the only one left."""
     if resolve(path) != path:
         unfinished(path).rename(path)
 

@@ -1,4 +1,4 @@
-"""Jobs that run beside training, one after the other."""
+"""Jobs that run in the background of training, one after the other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["BackgroundWriter"]
 
 
 class BackgroundWriter:
-    """A thread that does jobs in the order in which they were given; a failure is kept until somebody waits."""
+    """A thread that runs jobs in the order of their submission; a failure is raised to whoever waits for them."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
@@ -17,20 +17,20 @@ class BackgroundWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is a job of which nobody has heard how it ended."""
+        """Whether there are jobs whose outcome nobody has waited for."""
         return bool(self._jobs)
 
-    def submit(self, job: Callable[[], None], *, if_all_went_well: bool = False) -> None:
-        """Do a job after those before it.
+    def submit(self, job: Callable[[], None], *, if_all_succeeded: bool = False) -> None:
+        """Run a job after those before it.
 
         Args:
             job: The job.
-            if_all_went_well: Whether it is left out if one of those before it, of which nobody has heard, has failed.
+            if_all_succeeded: Whether it is left out if one of those before it has failed.
         """
         before = list(self._jobs)
 
         def run() -> None:
-            if not (if_all_went_well and any(each.exception() for each in before)):
+            if not (if_all_succeeded and any(other.exception() for other in before)):
                 job()
 
         if self._executor is None:
@@ -48,9 +48,7 @@ class BackgroundWriter:
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
-        if not errors:
-            return None
-        error = errors[0]
-        if not isinstance(error, Exception):
+        error = errors[0] if errors else None
+        if error is not None and not isinstance(error, Exception):
             raise error
         return error

@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor: rectangles, each with its place in the whole tensor."""
+"""What a rank holds of a tensor: chunks, which are rectangles, each with its offset in the full tensor."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
+from lightning_hybrid.distributed.dtensor import to_local
+
 __all__ = ["local_chunks"]
 
 
 def local_chunks(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
-    """The rectangles of a tensor that live here.
+    """The chunks of a tensor that live on this rank.
 
-    A plain tensor is one. The shard of a packed projection, whose blocks are each divided, falls into as many as there
-    are blocks::
+    A plain tensor is one. The shard of a packed projection, whose blocks are sharded one by one, falls into as many as
+    there are blocks::
 
         rows       q q q q k k k k v v v v
-        rank 1         q q     k k     v v      three pieces, at rows 2, 6 and 10
+        rank 1         q q     k k     v v      three chunks, at rows 2, 6 and 10
 
     Args:
-        tensor: Of any shape; plain, or divided over any mesh.
+        tensor: Of any shape; plain, or sharded over any mesh.
 
     Yields:
-        The offset of each piece in the whole tensor, and a view of it.
+        The offset of each chunk in the full tensor, and a view of it.
     """
     if not isinstance(tensor, DTensor):
         yield torch.Size([0] * tensor.dim()), tensor.detach()
         return
-    with torch.no_grad():
-        local = tensor.to_local()
-    mesh = tensor.device_mesh
+    local, mesh = to_local(tensor).detach(), tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is in the mesh"
     runs = _runs_of(tensor.shape, tensor.placements, tuple(coordinate), mesh.shape)
     for rectangle in itertools.product(*runs):
-        view = local.detach()
+        view = local
         for dim, (_, begin, length) in enumerate(rectangle):
             view = view.narrow(dim, begin, length)
         yield torch.Size([first for first, _, _ in rectangle]), view
@@ -48,31 +48,31 @@ def local_chunks(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
 def _runs_of(
     shape: torch.Size, placements: tuple[Placement, ...], coordinate: tuple[int, ...], sizes: tuple[int, ...]
 ) -> list[list[tuple[int, int, int]]]:
-    """For each dimension the runs of what is here of a tensor; see :func:`_runs`."""
-    divided = _indices(shape, placements, coordinate, sizes)
-    return [_runs(divided[dim]) if dim in divided else [(0, 0, size)] for dim, size in enumerate(shape)]
+    """For each dimension the runs of a shard; see :func:`_runs`."""
+    sharded = _indices(shape, placements, coordinate, sizes)
+    return [_runs(sharded[dim]) if dim in sharded else [(0, 0, size)] for dim, size in enumerate(shape)]
 
 
 def _indices(
     shape: torch.Size, placements: tuple[Placement, ...], coordinate: tuple[int, ...], sizes: tuple[int, ...]
 ) -> dict[int, Tensor]:
-    """For each divided dimension the places in the whole tensor of what is here, in the order in which it is here.
+    """For each sharded dimension the indices in the full tensor of what the shard has, in its order.
 
-    Of the mesh's axes the outermost divides first; `chunk` is how torch divides what cannot be divided evenly.
+    Of the mesh's axes the outermost shards first; `chunk` is how torch shards what cannot be divided evenly.
     """
     indices: dict[int, Tensor] = {}
-    for placement, place, size in zip(placements, coordinate, sizes, strict=True):
+    for placement, rank, size in zip(placements, coordinate, sizes, strict=True):
         dim = getattr(placement, "dim", None)  # a replica has none
         if dim is None:
             continue
         blocks = indices.get(dim, torch.arange(shape[dim])).chunk(getattr(placement, "split_factor", 1))
-        shares = [block.chunk(size) for block in blocks]
-        indices[dim] = torch.cat([share[place] if place < len(share) else share[0][:0] for share in shares])
+        shards = [block.chunk(size) for block in blocks]
+        indices[dim] = torch.cat([shard[rank] if rank < len(shard) else shard[0][:0] for shard in shards])
     return indices
 
 
 def _runs(indices: Tensor) -> list[tuple[int, int, int]]:
-    """Neighbours in the whole tensor that are neighbours here: (first place there, first place here, length)."""
+    """Neighbours in the full tensor that are neighbours in the shard: (first index there, first here, length)."""
     if indices.numel() == 0:
         return []
     breaks = ((indices[1:] - indices[:-1]) != 1).nonzero().flatten() + 1

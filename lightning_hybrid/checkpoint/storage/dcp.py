@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -49,31 +51,34 @@ from torch.futures import Future
 
 from lightning_hybrid.checkpoint.storage.atomic import MARK, commit, recover, resolve, rollback, unfinished
 from lightning_hybrid.checkpoint.storage.chunks import local_chunks
-from lightning_hybrid.checkpoint.tree_paths import TreePath
+from lightning_hybrid.distributed.pytree import TreePath
 
-__all__ = ["EXTRA", "DistributedCheckpoint", "write_directory"]
+__all__ = ["MODEL", "OPTIMIZERS", "DistributedCheckpoint", "write_directory"]
 
-EXTRA = "meta.pt"
+MODEL, OPTIMIZERS = "state_dict", "optimizer_states"  # what Lightning calls them in a checkpoint
+
+_EXTRA = "meta.pt"
+_MODEL_OF_FSDP = "model"  # what Lightning's FSDP strategy calls the state of the module in a directory
 
 
 def write_directory(path: Path, entries: Mapping[TreePath, Any], extra: Any, group: dist.ProcessGroup) -> None:
     """Write a directory that appears under its name when it is complete; called by every rank of the group.
 
     Args:
-        path: The place; what is there, a file or a directory, stays until then.
-        entries: What this rank knows; values of several ranks under one name are equal, or parts of one tensor, and are
-            written once.
+        path: Where; what is there, a file or a directory, stays until then.
+        entries: What this rank has; values of different ranks under one name are equal, or shards of one tensor, and
+            are written once.
         extra: What goes into ``meta.pt``; only the first rank's counts.
         group: The ranks, over a backend that takes tensors of the host.
 
     Raises:
         OSError: If a rank could not write; on every rank.
     """
-    names = {_name(place): place for place in entries}
-    flat = {_name(place): value for place, value in entries.items()}
+    names = {".".join(map(str, tree_path)): tree_path for tree_path in entries}
+    flat = dict(zip(names, entries.values(), strict=True))
     try:
         # Under one name: of every name at the top torch makes a note in its log.
-        save({"": flat}, storage_writer=_Writer(path, extra), planner=_Planner(names), process_group=group)
+        save({"": flat}, storage_writer=_Writer(path, extra), planner=_SavePlanner(names), process_group=group)
     except CheckpointException as error:
         if dist.get_rank(group) == 0:
             rollback(path)
@@ -84,45 +89,41 @@ def write_directory(path: Path, entries: Mapping[TreePath, Any], extra: Any, gro
 
 
 class _Writer(FileSystemWriter):
-    """Writes into a hidden directory, which the first rank makes and puts in its place when all have written.
+    """Writes into a hidden directory, which the first rank makes and renames when all have written.
 
     The first rank's part is done where torch waits for it, and tells all ranks if it fails.
     """
 
     def __init__(self, path: Path, extra: Any) -> None:
         super().__init__(unfinished(path))
-        self._place, self._extra = path, extra
+        self._path, self._extra = path, extra
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin: nobody writes before the first rank has made its plan."""
+        """Begin: no rank writes before the first one has made its plan."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_first = is_coordinator
         if is_coordinator:
-            recover(self._place)
-            rollback(self._place)
-            unfinished(self._place).mkdir(parents=True, exist_ok=True)
+            recover(self._path)
+            rollback(self._path)
+            unfinished(self._path).mkdir(parents=True, exist_ok=True)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part; what is no tensor before it, so that the disk has it by the time it is asked for."""
         if self._is_first:
-            with (unfinished(self._place) / EXTRA).open("wb") as file:  # whose errors say what is wrong
+            with (unfinished(self._path) / _EXTRA).open("wb") as file:  # whose errors say what is wrong
                 torch.save(self._extra, file)
         return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         """End, on the first rank, after all have written."""
-        with (unfinished(self._place) / EXTRA).open("rb") as file:
+        with (unfinished(self._path) / _EXTRA).open("rb") as file:
             os.fsync(file.fileno())
         super().finish(metadata, results)
-        commit(self._place)
+        commit(self._path)
 
 
-def _name(place: TreePath) -> str:
-    return ".".join(map(str, place))
-
-
-class _Planner(DefaultSavePlanner):
-    """Writes the pieces of every tensor; torch's own planner writes one rectangle per shard."""
+class _SavePlanner(DefaultSavePlanner):
+    """Writes the local chunks of every tensor; torch's own planner writes one rectangle per shard."""
 
     def __init__(self, names: dict[str, TreePath]) -> None:
         super().__init__(flatten_state_dict=True)  # that is, the plan tells where in the tree each name is
@@ -133,10 +134,10 @@ class _Planner(DefaultSavePlanner):
     ) -> None:
         """Take what is to be written."""
         self.state_dict, self.is_coordinator = state_dict[""], is_coordinator
-        self._pieces: dict[MetadataIndex, Tensor] = {}
+        self._chunks: dict[MetadataIndex, Tensor] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """One item for each piece, and for each value that is no tensor."""
+        """One item for each chunk, and for each value that is no tensor."""
         items = [item for name, value in self.state_dict.items() for item in self._items(name, value)]
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
@@ -145,17 +146,17 @@ class _Planner(DefaultSavePlanner):
         if not isinstance(value, Tensor):
             return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
         items = []
-        for offset, piece in local_chunks(value):
+        for offset, chunk in local_chunks(value):
             index = MetadataIndex(name, offset)
-            self._pieces[index] = piece
-            chunk = ChunkStorageMetadata(offset, piece.size())
-            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(piece), value.size())
+            self._chunks[index] = chunk
+            rectangle = ChunkStorageMetadata(offset, chunk.size())
+            data = TensorWriteData(rectangle, TensorProperties.create_from_tensor(chunk), value.size())
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return items
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The piece, or the value."""
-        return self._pieces[index] if index in self._pieces else self.state_dict[index.fqn]
+        """The chunk, or the value."""
+        return self._chunks[index] if index in self._chunks else self.state_dict[index.fqn]
 
 
 class DistributedCheckpoint:
@@ -165,7 +166,9 @@ class DistributedCheckpoint:
         path: The directory.
 
     Attributes:
-        entries: For each place in the tree what is known of it: shape and dtype of a tensor, nothing of another value.
+        entries: For each path of the tree the shape and dtype of a tensor, or nothing for another value.
+        module_root: The first key of the paths of the module's state.
+        optimizer_roots: Those of the optimizers' states, in their order.
 
     Raises:
         FileNotFoundError: If there is nothing.
@@ -177,7 +180,7 @@ class DistributedCheckpoint:
         """Whether there is a directory that was written by :func:`write_directory`.
 
         Args:
-            path: The place.
+            path: Where.
             or_unfinished: Whether one that is not complete, or is no checkpoint at all, counts too.
         """
         found = resolve(path)
@@ -200,7 +203,14 @@ class DistributedCheckpoint:
         names = self._metadata.planner_data or {}
         self._names = {tuple(names.get(name, (name,))): name for name in self._metadata.state_dict_metadata}
         known: dict[str, Any] = self._metadata.state_dict_metadata
-        self.entries = {place: known[name] for place, name in self._names.items()}
+        self.entries: dict[TreePath, TensorStorageMetadata | None] = {
+            tree_path: entry if isinstance(entry := known[name], TensorStorageMetadata) else None
+            for tree_path, name in self._names.items()
+        }
+        self.module_root = MODEL if self.below(MODEL) else _MODEL_OF_FSDP
+        roots = {str(tree_path[0]) for tree_path in self.entries}
+        numbers = sorted(int(root.rpartition("_")[2]) for root in roots if re.fullmatch(r"optimizer_\d+", root))
+        self.optimizer_roots = [f"optimizer_{number}" for number in numbers]
 
     def check_files(self) -> None:
         """Make sure that all is there before anything is read.
@@ -221,39 +231,48 @@ class DistributedCheckpoint:
                     f" {size} or more."
                 )
 
-    def below(self, *prefix: Any) -> dict[TreePath, Any]:
-        """What is below a place of the tree, by the rest of the path."""
-        length = len(prefix)
-        return {place[length:]: entry for place, entry in self.entries.items() if place[:length] == prefix}
+    def below(self, root: str) -> dict[TreePath, TensorStorageMetadata | None]:
+        """The entries whose paths begin with this key, by the rest of the path."""
+        return {path[1:]: entry for path, entry in self.entries.items() if path[0] == root}
+
+    def read_extra(self, read: Callable[[Path], Any]) -> dict[str, Any]:
+        """What is no tensor of the model or an optimizer.
+
+        Args:
+            read: Reads a file that `torch.save` has written.
+        """
+        extra = self.path / _EXTRA
+        found: dict[str, Any] = read(extra) if extra.is_file() else {}
+        return found
 
     def read(self, targets: Mapping[TreePath, Tensor | None]) -> dict[TreePath, Any]:
         """Read values; each rank on its own.
 
         Args:
-            targets: For each place the tensor to read into, of the shape that was written and divided in any way;
+            targets: For each path the tensor to read into, of the shape that was written and sharded in any way;
                 ``None`` for a value that is no tensor.
 
         Returns:
-            The values that are no tensors.
+            The values by path, tensors too.
         """
-        planner = _Reading({self._names[place]: target for place, target in targets.items()}, self._metadata)
+        planner = _LoadPlanner({self._names[path]: target for path, target in targets.items()}, self._metadata)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
         with torch.no_grad():
             self._reader.read_data(planner.create_local_plan(), planner).wait()
-        return {place: planner.values[self._names[place]] for place, target in targets.items() if target is None}
+        return {path: planner.values.get(self._names[path], target) for path, target in targets.items()}
 
 
-class _Reading(LoadPlanner):
-    """Reads the pieces of every target, wherever parts of them were written."""
+class _LoadPlanner(LoadPlanner):
+    """Reads the local chunks of every target, whichever chunks were written."""
 
     def __init__(self, targets: Mapping[str, Tensor | None], metadata: Metadata) -> None:
         self._targets = targets
         self._metadata = metadata
-        self._pieces: dict[MetadataIndex, Tensor] = {}
+        self._chunks: dict[MetadataIndex, Tensor] = {}
         self.values: dict[str, Any] = {}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Nothing: what is wanted was said when this was made."""
+        """Nothing: the targets were given when this was made."""
 
     def create_local_plan(self) -> LoadPlan:
         """What to read from which file."""
@@ -264,9 +283,9 @@ class _Reading(LoadPlanner):
             index, nothing = MetadataIndex(name), torch.Size((0,))
             return [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)]
         chunks = []
-        for offset, piece in local_chunks(target):
-            self._pieces[MetadataIndex(name, offset)] = piece
-            chunks.append(ChunkStorageMetadata(offset, piece.size()))
+        for offset, chunk in local_chunks(target):
+            self._chunks[MetadataIndex(name, offset)] = chunk
+            chunks.append(ChunkStorageMetadata(offset, chunk.size()))
         entry: Any = self._metadata.state_dict_metadata[name]
         return create_read_items_for_chunk_list(name, entry, chunks)
 
@@ -283,11 +302,11 @@ class _Reading(LoadPlanner):
         self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of a piece that is read from one file."""
-        piece = self._pieces[read_item.dest_index]
+        """The part of a chunk that is read from one file."""
+        chunk = self._chunks[read_item.dest_index]
         for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            piece = piece.narrow(dim, begin, length)
-        return piece
+            chunk = chunk.narrow(dim, begin, length)
+        return chunk
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing: it was read in place."""
