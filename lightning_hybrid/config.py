@@ -35,7 +35,6 @@ class HybridConfig:
     recompute: Recompute
     offload: tuple[str, ...]
     float32_gradients: bool
-    measure_activations: bool
     broadcast_batches: bool
     loss_reduction: str
     dynamic_shapes: bool

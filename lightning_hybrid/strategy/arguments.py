@@ -22,7 +22,6 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "tensor_parallel_plan": (str, dict, type(None)),
     "sequence_parallel": (bool,),
     "float32_gradients": (bool,),
-    "measure_activations": (bool,),
     "broadcast_batches": (bool,),
     "gather_module_on_teardown": (bool,),
     "initial_weights": (str, Path, type(None)),

@@ -29,9 +29,9 @@ from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.strategy.after_hook import AfterHook
 from lightning_hybrid.strategy.checks import check_trainer
 from lightning_hybrid.strategy.gather import refuse_step
-from lightning_hybrid.strategy.layout import find_schedule
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import Patches
+from lightning_hybrid.strategy.summary import memory_table
 from lightning_hybrid.trainer.batch_hooks import SeededTransfer, onlookers
 from lightning_hybrid.trainer.batch_start import BatchStart
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep
@@ -61,7 +61,6 @@ class RunState:
         board: Where failures are written.
         departure: Leaves after one.
         grad_sync: What this rank has in common with others.
-        accounting: Says what is held; there during a run.
         continuation: Goes on where a checkpoint was written.
         loading: Prepares loaders.
         archive: Saves and loads; there once the module has been divided.
@@ -223,11 +222,8 @@ class RunState:
 
     def install(self, trainer: Trainer) -> None:
         """Take the places in the Trainer and the module that are needed during a run."""
-        division, schedule = self._division, partial(find_schedule, self._settings, self.mesh.pipeline_parallel_size)
-        reckon = partial(division.reckon, trainer.strategy.optimizers)
-        counts = self._settings.measure_activations
-        self.accounting = MemoryReport(self.grad_sync, self.mesh, reckon, schedule, counts_activations=counts)
-        self._callbacks = [self.continuation, self.accounting, self.batch_start]
+        estimate = partial(self._division.estimate_memory, trainer.strategy.optimizers)
+        self._callbacks = [self.continuation, MemoryReport(estimate, memory_table, self.mesh), self.batch_start]
         trainer.callbacks[:0] = self._callbacks[:2]  # type: ignore[attr-defined]
         if self.grad_sync.wholes is not None:
             self.grad_sync.wholes.follow(trainer.strategy.optimizers)
@@ -255,8 +251,6 @@ class RunState:
         self.continuation.close(trainer)
         self.departure.remove(trainer)
         trainer.callbacks = [each for each in trainer.callbacks if each not in self._callbacks]  # type: ignore[attr-defined]
-        if self._callbacks:
-            self.accounting.close()
         if hasattr(self, "grad_sync"):
             self.grad_sync.remove()
         if self.pipeline is None or self._boundary is None or self._module is None or self._adjustments is None:

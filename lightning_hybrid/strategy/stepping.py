@@ -31,8 +31,7 @@ class SteppingStrategy(SavingStrategy):
         parts = self._parts
         parts.batch_start.close()
         parts.grad_sync.broadcast_buffers()
-        with parts.accounting(args[0]):
-            return self._uncut_step(*args, **kwargs) if parts.training is None else self._cut_step(parts.training, args)
+        return self._uncut_step(*args, **kwargs) if parts.training is None else self._cut_step(parts.training, args)
 
     def _cut_step(self, training: TrainingStep, args: tuple[Any, ...]) -> Any:
         loop = self._module.trainer.fit_loop.epoch_loop

@@ -82,7 +82,6 @@ class HybridStrategy(SteppingStrategy):
             states) or a list of both. Where the device is the host it has no effect.
         float32_gradients: Whether gradients of parameters in half precision (``precision="bf16-true"``) are added up
             over micro-batches, and over ranks, in float32.
-        measure_activations: Whether what activations take in the first step is measured, and logged with the rest.
         broadcast_batches: Whether one rank of each model group loads and the others receive. Otherwise all load, and
             checksums are compared.
         loss_reduction: How the loss of ``training_step`` reduces over the samples of a batch: ``"mean"`` or ``"sum"``.
@@ -121,7 +120,6 @@ class HybridStrategy(SteppingStrategy):
         recompute: bool | int | float | str | list[int] | list[str] = False,
         offload: str | list[str] | None = None,
         float32_gradients: bool = False,
-        measure_activations: bool = False,
         broadcast_batches: bool = True,
         loss_reduction: Literal["mean", "sum"] = "mean",
         dynamic_shapes: bool = False,

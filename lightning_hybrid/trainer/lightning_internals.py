@@ -7,7 +7,10 @@ seconds which of them moved; ``docs/lightning-internals.md`` is made from these 
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from lightning.pytorch import LightningModule
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["set_device_mesh"]
 
 # -- loops and their progress ------------------------------------------------------------------------------------------
 
@@ -18,6 +21,17 @@ __all__: list[str] = []
 # -- optimization and precision ----------------------------------------------------------------------------------------
 
 # -- modules and callbacks ---------------------------------------------------------------------------------------------
+
+
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh | None) -> None:
+    """Say what ``module.device_mesh`` is, which has no public setter.
+
+    Touches: ``LightningModule._device_mesh``.
+
+    Without: `configure_model` cannot use the mesh.
+    """
+    module._device_mesh = mesh
+
 
 # -- torchmetrics ------------------------------------------------------------------------------------------------------
 
