@@ -1,4 +1,4 @@
-"""What a run will hold, found out beforehand: without devices, without processes, without computing a number."""
+"""A run up to its first training step, without devices and processes and on shapes alone, to estimate its memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_hybrid.data_parallel.zero.param import find_owners, set_parameter
 from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
 from lightning_hybrid.distributed.mesh import AXES
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter, most_kept
+from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter, peak_activation_bytes
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -38,6 +38,7 @@ from lightning_hybrid.strategy.layout import (
 )
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
+from lightning_hybrid.trainer.lightning_internals import set_device_mesh
 from lightning_hybrid.trainer.results.logging import LogRecorder
 from lightning_hybrid.trainer.training_step import split_into
 
@@ -52,64 +53,65 @@ try:
 except ImportError:
     Store = None
 
-__all__ = ["Forecast", "forecast"]
+__all__ = ["DryRun", "dry_run"]
 
 _BEFORE, _AFTER = "before the body", "after the body"
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """What a run will be.
+class DryRun:
+    """What a dry run found out.
 
     Attributes:
-        layout: The layout, the stages and the plan of shared layers.
-        accounts: For each pipeline rank what its first tensor-parallel rank in the first replica holds.
+        layout: The layout, the stages and the tensor-parallel plan.
+        memory: By pipeline rank, what its first tensor-parallel rank in the first replica will hold.
     """
 
     layout: str
-    accounts: tuple[MemoryUsage, ...]
+    memory: tuple[MemoryUsage, ...]
 
 
-def forecast(
+def dry_run(
     make: Callable[[], tuple[LightningModule, LightningDataModule | None]],
-    settings: HybridConfig,
+    config: HybridConfig,
     sizes: tuple[int, int, int],
     *,
     precision: Precision,
     **trainer: Any,
-) -> Forecast:
-    """What the ranks of a run will hold.
+) -> DryRun:
+    """Estimate what the ranks of a run will hold.
 
-    Lightning's own loop runs up to the first training step, which is run on one micro-batch whose tensors have shapes
-    and no memory; on numbers only if it reads some. So is what `configure_model` makes. Layers are divided over
-    ranks that are not there.
+    Lightning's own loop runs up to the first training step, which runs on one micro-batch of fake tensors: they have
+    shapes and no memory. With real values it runs only if it reads some. `configure_model` is treated alike. Layers are
+    parallelized over ranks of a fake process group.
 
     Args:
         make: Makes the user's module and its data (``None`` if the module has loaders itself). It is called a second
-            time if the module cannot do without numbers.
-        settings: The settings.
+            time if the module cannot do without values.
+        config: The arguments of `HybridStrategy`.
         sizes: (data, tensor, pipeline) parallel size.
         precision: The precision plugin.
         trainer: Other arguments of the Trainer that decide about steps, such as ``accumulate_grad_batches``.
 
     Returns:
-        What was found out.
+        The layout and the estimates.
 
     Raises:
-        ValueError, TypeError: As at the start of training, or if a step needs numbers that a module on the meta device
+        ValueError, TypeError: As at the start of training, or if a step needs values that a module on the meta device
             has not.
     """
     trainer |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer |= {"logger": DummyLogger(), "num_sanity_val_steps": 0, "limit_val_batches": 0, "plugins": [precision]}
 
-    def attempt(probe: _Probe, module: LightningModule, data: LightningDataModule | None) -> Forecast:
-        dry = Trainer(accelerator="cpu", devices=1, strategy=probe, **trainer)
-        with _alone_among(math.prod(sizes)), warnings.catch_warnings():
+    def attempt(module: LightningModule, data: LightningDataModule | None, *, with_values: bool) -> DryRun:
+        strategy = _DryRunStrategy(config, sizes, with_values=with_values)
+        dry = Trainer(accelerator="cpu", devices=1, strategy=strategy, **trainer)
+        with _fake_process_group(math.prod(sizes)), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a run says them too
             try:
                 dry.fit(module, datamodule=data)
-            except _EnoughError:
-                return Forecast(probe.layout, tuple(probe.accounts))
+            except _StopAfterFirstStepError:
+                return DryRun(strategy.layout, tuple(strategy.memory))
         raise ValueError(
             f"{type(module).__name__} was not trained with any batch: its loader is empty, or limited to 0."
         )
@@ -117,15 +119,15 @@ def forecast(
     module, data = make()
     if Fake is not None and is_overridden("configure_model", module):
         try:
-            return attempt(_Probe(settings, sizes, with_values=False), module, data)
-        except Exception:  # whatever it is, with numbers it is what a run says
+            return attempt(module, data, with_values=False)
+        except Exception:  # whatever it is, with values it is what a run says
             module, data = make()
-    return attempt(_Probe(settings, sizes, with_values=True), module, data)
+    return attempt(module, data, with_values=True)
 
 
 @contextmanager
-def _alone_among(size: int) -> Iterator[None]:
-    """As one of so many processes, of which the others are not there."""
+def _fake_process_group(size: int) -> Iterator[None]:
+    """Be the first of so many processes, of which the others do not exist."""
     if Store is None:
         raise ValueError(f"torch {torch.__version__} cannot pretend that there are other processes.")
     dist.init_process_group("fake", store=Store(), rank=0, world_size=size)
@@ -135,24 +137,29 @@ def _alone_among(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _EnoughError(Exception):
-    """The first step has told what there is to know."""
+class _StopAfterFirstStepError(Exception):
+    """The first step has been run, and the dry run is over."""
 
 
-class _Probe(SingleDeviceStrategy):
-    """A strategy whose first training step is looked at, and is the last.
+class _DryRunStrategy(SingleDeviceStrategy):
+    """A strategy that measures the first training step, and stops there.
 
     Attributes:
         layout: The layout as text.
-        accounts: What was found out, by pipeline rank.
+        memory: The estimates, by pipeline rank.
     """
 
-    def __init__(self, settings: HybridConfig, sizes: tuple[int, int, int], *, with_values: bool) -> None:
+    def __init__(self, config: HybridConfig, sizes: tuple[int, int, int], *, with_values: bool) -> None:
         super().__init__(device="cpu")
-        self._settings, self._sizes, self._with_values = settings, sizes, with_values
+        self._config, self._sizes, self._with_values = config, sizes, with_values
         self._mode = Fake(allow_non_fake_inputs=True) if Fake is not None else None
         self.layout = ""
-        self.accounts: list[MemoryUsage] = []
+        self.memory: list[MemoryUsage] = []
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -169,27 +176,25 @@ class _Probe(SingleDeviceStrategy):
     def setup_environment(self) -> None:
         """Give the module the mesh that it has in a run."""
         super().setup_environment()
-        module = self.lightning_module
-        assert module is not None
         names = tuple(AXES[axis] for axis in ("dp", "tp", "pp"))
-        self._mesh = module._device_mesh = init_device_mesh("cpu", self._sizes, mesh_dim_names=names)
+        self._mesh = init_device_mesh("cpu", self._sizes, mesh_dim_names=names)
+        set_device_mesh(self._module, self._mesh)
 
     def setup(self, trainer: Trainer) -> None:
-        """Share layers as a run does, and let the user configure optimizers."""
-        module = self.lightning_module
-        assert module is not None
+        """Parallelize layers as a run does, and let the user configure optimizers."""
+        module = self._module
         self._has_values = not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-        self.layout = describe(module, self._settings, self._sizes)
+        self.layout = describe(module, self._config, self._sizes)
         self._body, self._stage_map = None, StageMap(None, (), (range(0),), 1)
         if self._sizes[2] > 1:
-            self._body, self._stage_map = find_stages(module, self._settings, self._sizes[2])
+            self._body, self._stage_map = find_stages(module, self._config, self._sizes[2])
         with nullcontext() if self._has_values else self._without_memory():
             if not self._has_values:
-                _give_shapes(module)
+                _replace_meta_tensors(module)
             if self._sizes[1] > 1:
                 mesh, device = self._mesh[AXES["tp"]], torch.device("cpu")
                 group = TensorGroup(mesh.get_group())
-                find_plan(module, self._settings, self._sizes[1]).apply(module, mesh, group, device, lambda name: None)
+                find_plan(module, self._config, self._sizes[1]).apply(module, mesh, group, device, lambda name: None)
             super().setup(trainer)
 
     def _without_memory(self) -> AbstractContextManager[Any]:
@@ -199,93 +204,92 @@ class _Probe(SingleDeviceStrategy):
         return mode
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Look at one micro-batch.
+        """Run one micro-batch, and estimate what each pipeline rank holds.
 
         Raises:
-            _EnoughError: Always.
+            _StopAfterFirstStepError: Always.
         """
-        module = self.lightning_module
-        assert module is not None
+        module, config = self._module, self._config
         data, _, pipeline = self._sizes
-        microbatches, _ = split_into(batch, self._settings.num_microbatches, module)
-        kept = self._kept(module, microbatches, args)
-        schedule = find_schedule(self._settings, pipeline, len(microbatches))
+        microbatches, _ = split_into(batch, config.num_microbatches, module)
+        activations = self._activations(microbatches[0], args)
+        schedule = find_schedule(config, pipeline, len(microbatches))
         for rank in range(pipeline):
-            layers = find_own_layers(module, self._body, self._stage_map, rank)
-            self.accounts.append(
-                estimate(
-                    module,
-                    self._stage_map,
-                    layers,
-                    self._settings,
-                    self.optimizers,
-                    rank=rank,
-                    num_replicas=data,
-                    num_batches=module.trainer.accumulate_grad_batches,
-                    activations=None if kept is None else most_kept(schedule, rank, dict(enumerate(kept))),
-                )
+            usage = estimate(
+                module,
+                self._stage_map,
+                find_own_layers(module, self._body, self._stage_map, rank),
+                self.optimizers,
+                rank=rank,
+                num_replicas=data,
+                zero_stage=config.zero_stage,
+                frees_early=config.frees_early,
+                float32_gradients=config.float32_gradients,
+                num_backwards=config.num_microbatches * module.trainer.accumulate_grad_batches,
+                activations=None if activations is None else peak_activation_bytes(schedule, rank, activations),
             )
-        raise _EnoughError
+            self.memory.append(usage)
+        raise _StopAfterFirstStepError
 
-    def _kept(self, module: LightningModule, microbatches: Sequence[Any], args: Sequence[Any]) -> list[int] | None:
-        """The bytes that autograd keeps of a micro-batch in each stage."""
+    def _activations(self, microbatch: Any, args: Sequence[Any]) -> dict[int, int] | None:
+        """The bytes that autograd saves of a micro-batch, by stage."""
+        module = self._module
         if not module.automatic_optimization:
             return None  # its step is forward and backward, as often as it likes
         if self._mode is not None:
             try:
-                return self._look(module, microbatches[0], args, self._mode)
+                return self._measure(microbatch, args, self._mode)
             except Exception as error:
                 if not self._has_values:
                     raise ValueError(
                         f"The training step of {type(module).__name__} cannot be run without numbers: {error} Make the"
                         " module's values in `__init__` for this."
                     ) from error
-        return self._look(module, microbatches[0], args, nullcontext())
+        return self._measure(microbatch, args, nullcontext())
 
-    def _look(self, module: LightningModule, microbatch: Any, args: Sequence[Any], mode: Any) -> list[int]:
-        keeping = SavedTensorMeter()
-        layers = find_recomputed(module, self._settings, self._body, self._stage_map)
-        recompute = ActivationCheckpointing(
-            layers, torch.device("cpu"), selective=self._settings.recompute == "selective"
-        )
+    def _measure(self, microbatch: Any, args: Sequence[Any], mode: Any) -> dict[int, int]:
+        module = self._module
+        layers = find_recomputed(module, self._config, self._body, self._stage_map)
+        is_selective = self._config.recompute == "selective"
+        recompute = ActivationCheckpointing(layers, torch.device("cpu"), selective=is_selective)
         with mode, LogRecorder(module)(), recompute():
             leaves, spec = flatten(microbatch)
-            leaves = [_seen(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            tensors = [to_local(tensor) for tensor in (*module.parameters(), *module.buffers())]
-            keeping.leave_out([*tensors, *(_seen(tensor, mode) for tensor in tensors)])
-            keeping.leave_out(leaf for leaf in leaves if isinstance(leaf, Tensor))
-            with self.precision_plugin.train_step_context(), keeping(), _labelled(self._body, keeping):
+            leaves = [_in_mode(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            held = [to_local(tensor) for tensor in (*module.parameters(), *module.buffers())]
+            inputs = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+            meter = SavedTensorMeter([*held, *(_in_mode(tensor, mode) for tensor in held), *inputs])
+            with self.precision_plugin.train_step_context(), meter(), _labelled_layers(self._body, meter):
                 output = to_plain_tensors(module.training_step(unflatten(leaves, spec), *args))
-            kept = _by_stage(keeping, self._stage_map)
+            by_stage = _by_stage(meter, self._stage_map)
             del output
-        return kept
+        return by_stage
 
 
-def _seen(tensor: Tensor, mode: Any) -> Tensor:
-    """What a step in this mode sees of a tensor."""
-    seen: Tensor = tensor if isinstance(mode, nullcontext) else mode.from_tensor(tensor)
-    return seen
+def _in_mode(tensor: Tensor, mode: Any) -> Tensor:
+    """What a step in this mode computes with in the place of a tensor."""
+    fake: Tensor = tensor if isinstance(mode, nullcontext) else mode.from_tensor(tensor)
+    return fake
 
 
-def _by_stage(keeping: SavedTensorMeter, stage_map: StageMap) -> list[int]:
+def _by_stage(meter: SavedTensorMeter, stage_map: StageMap) -> dict[int, int]:
     stages: list[list[Any]] = [list(layers) for layers in stage_map.stages]
     stages[0].insert(0, _BEFORE)
     stages[-1] += [_BEFORE, _AFTER]  # the last stage runs the step from its beginning, too
-    return [keeping.together(labels) for labels in stages]
+    return {stage: meter.saved_bytes(labels) for stage, labels in enumerate(stages)}
 
 
 @contextmanager
-def _labelled(body: tuple[str, nn.Sequential] | None, keeping: SavedTensorMeter) -> Iterator[None]:
-    """While this is entered, what is kept is known by the layer of the body that needs it."""
-    keeping.label = _BEFORE
+def _labelled_layers(body: tuple[str, nn.Sequential] | None, meter: SavedTensorMeter) -> Iterator[None]:
+    """While this is entered, what is saved is labelled with the position of the layer of the body that needs it."""
+    meter.label = _BEFORE
     if body is None:
         yield
         return
 
     def forward(x: Any) -> Any:
-        for keeping.label, layer in enumerate(body[1]):
+        for meter.label, layer in enumerate(body[1]):
             x = layer(x)
-        keeping.label = _AFTER
+        meter.label = _AFTER
         return x
 
     body[1].forward = forward  # type: ignore[method-assign]
@@ -295,9 +299,9 @@ def _labelled(body: tuple[str, nn.Sequential] | None, keeping: SavedTensorMeter)
         del body[1].forward
 
 
-def _give_shapes(module: nn.Module) -> None:
-    """Let what lies on the meta device be tensors like any others, still without memory."""
-    for parameter, owners in [(each, find_owners(module)[id(each)]) for each in module.parameters() if each.is_meta]:
+def _replace_meta_tensors(module: nn.Module) -> None:
+    """Inside the fake mode: put fake tensors, which are like any others, in the place of those on the meta device."""
+    for parameter, slots in [(each, find_owners(module)[id(each)]) for each in module.parameters() if each.is_meta]:
         made = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
         copy_attributes(parameter, made)
         set_parameter(made, owners)

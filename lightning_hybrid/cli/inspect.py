@@ -17,8 +17,8 @@ from lightning_hybrid.checkpoint.metadata import METADATA
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from lightning_hybrid.cli.consolidate import read_outline
 from lightning_hybrid.distributed.module_names import fold_numbered
-from lightning_hybrid.strategy.summary import text_table
 from lightning_hybrid.distributed.pytree import flatten_with_path
+from lightning_hybrid.strategy.summary import text_table
 
 __all__ = ["Inspection", "inspect_checkpoint"]
 

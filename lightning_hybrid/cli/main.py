@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from lightning_hybrid.cli.consolidate import consolidate
-from lightning_hybrid.cli.dry_run import forecast
+from lightning_hybrid.cli.dry_run import dry_run
 from lightning_hybrid.cli.inspect import inspect_checkpoint
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES, build
 from lightning_hybrid.pipeline_parallel.timeline import Timeline, simulate
@@ -172,7 +172,7 @@ def _memory(words: Sequence[str]) -> None:
     """Say what each rank would hold."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} memory",
-        description="Show what the ranks of a configuration would hold of parameters, gradients, optimizer states,"
+        description="Estimate what the ranks of a configuration would hold of parameters, gradients, optimizer states,"
         " activations and buffers. Nothing is started, and no device is needed: the step runs on shapes.",
         epilog="Other options, such as --data.batch_size 64, change the configuration as those of `fit` do.",
     )
@@ -192,7 +192,7 @@ def _memory(words: Sequence[str]) -> None:
 
     arguments = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
     try:
-        found = forecast(
+        result = dry_run(
             make,
             strategy.settings,
             strategy.sizes,
@@ -201,7 +201,7 @@ def _memory(words: Sequence[str]) -> None:
         )
     except (ValueError, TypeError, MisconfigurationException) as error:
         parser.error(str(error))
-    print(f"{found.layout}\n\n{memory_table(found.accounts)}")
+    print(f"{result.layout}\n\n{memory_table(result.memory)}")
 
 
 def _inspect(words: Sequence[str]) -> None:

@@ -1,11 +1,11 @@
-"""The account of memory: what one rank holds, reckoned from shapes, and what autograd keeps, counted."""
+"""The bytes of one rank: of parameters, gradients and optimizer states from shapes, of activations from a forward."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -17,18 +17,27 @@ from lightning_hybrid.data_parallel.zero.param import RowShards
 from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
 
-__all__ = ["Held", "MemoryUsage", "SavedTensorMeter", "bytes_of", "held", "most_kept", "state_bytes"]
+__all__ = [
+    "LocalParameter",
+    "MemoryUsage",
+    "SavedTensorMeter",
+    "optimizer_state_bytes",
+    "peak_activation_bytes",
+    "peak_parameter_bytes",
+    "storage_bytes",
+    "storages_of",
+]
 
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes that a rank holds, each at the moment of a step at which they are the most.
+    """Bytes of a rank, each at the point of a training step where they are the most.
 
     Attributes:
-        parameters: Of its stages; with ZeRO shares, and what is whole at a time.
+        parameters: Of its stages; with ZeRO its shards, and what is unsharded at a time.
         gradients: Of these.
-        optimizer: States of the optimizers; ``None`` if nobody knows.
-        activations: What autograd keeps of the micro-batches under way; ``None`` if nobody knows.
+        optimizer: States of the optimizers; ``None`` if unknown.
+        activations: What autograd saves of the micro-batches in flight; ``None`` if unknown.
         buffers: Of its stages.
     """
 
@@ -40,227 +49,169 @@ class MemoryUsage:
 
     @property
     def total(self) -> int | None:
-        """The sum; ``None`` if a part of it is not known."""
-        parts = (self.parameters, self.gradients, self.optimizer, self.activations, self.buffers)
-        return None if None in parts else sum(part for part in parts if part is not None)
-
-
-# -- reckoned ----------------------------------------------------------------------------------------------------------
+        """The sum; ``None`` if a part of it is unknown."""
+        parts = astuple(self)
+        return None if None in parts else sum(parts)
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalParameter:
     """A parameter on one rank.
 
     Attributes:
-        shape: Its shape here; of a layer that ranks share, that of this rank's part.
+        shape: Its shape here; with tensor parallelism, that of this rank's part.
         itemsize: Bytes of an element.
-        gradient: Bytes of an element of its gradient; 0 if it gets none.
-        layer: Which layer has it to itself; ``None`` if it is outside of layers, or in several.
+        grad_itemsize: Bytes of an element of its gradient; 0 if it gets none.
+        layer: The layer that has it to itself; ``None`` if it is outside of layers, or in more than one.
     """
 
     shape: torch.Size
     itemsize: int
-    gradient: int
+    grad_itemsize: int
     layer: Hashable = None
 
 
-def held(
-    members: Iterable[Held], *, num_replicas: int, zero_stage: int, frees_early: bool = False, once: bool = False
+def peak_parameter_bytes(
+    parameters: Iterable[LocalParameter],
+    *,
+    num_replicas: int,
+    zero_stage: int,
+    frees_early: bool = False,
+    single_backward: bool = False,
 ) -> tuple[int, int]:
-    """The bytes of parameters, and of their gradients, at the worst moment of a step.
+    """The most bytes of parameters, and of their gradients, during a training step.
 
     The formulas are those of the table in ``docs/memory.md``, for the first replica: no other has more.
 
     Args:
-        members: The parameters of a rank.
+        parameters: Those of a rank.
         num_replicas: The data-parallel size.
-        zero_stage: What is divided over them.
-        frees_early: Whether stage 3 lets go of a layer after each use.
-        once: Whether a step has a single backward: then the last layer in it has no share of gradients yet.
+        zero_stage: What is sharded over the replicas.
+        frees_early: Whether stage 3 reshards a layer after each use.
+        single_backward: Whether a step has only one: then the last layer in it has no shard of gradients yet.
     """
-    divides = zero_stage if num_replicas > 1 else 0
-    parameters = gradients = 0
-    wholes: dict[Hashable, int] = defaultdict(int)  # by layer
-    grown: dict[Hashable, int] = defaultdict(int)  # what whole gradients of a layer add to the shares
-    for each in members:
-        rows = RowShards.of(each.shape, num_replicas) if divides else None
-        size = each.shape.numel()
+    zero_stage = zero_stage if num_replicas > 1 else 0
+    parameter_bytes = grad_bytes = 0
+    unsharded: dict[Hashable, int] = defaultdict(int)  # by layer
+    unsharded_grads: dict[Hashable, int] = defaultdict(int)  # what they add to the shards of gradients
+    for parameter in parameters:
+        rows = RowShards.of(parameter.shape, num_replicas) if zero_stage else None
+        size = parameter.shape.numel()
         if rows is None:
-            parameters += each.itemsize * size
-            gradients += each.gradient * size
+            parameter_bytes += parameter.itemsize * size
+            grad_bytes += parameter.grad_itemsize * size
             continue
-        share = rows.shard_shape(0).numel()
-        wholes[each.layer] += each.itemsize * num_replicas * rows.padded_numel
-        parameters += each.itemsize * share if divides == 3 else 0
-        gradients += each.gradient * (share if divides > 1 else size)
-        grown[each.layer] += each.gradient * (size - share if once else size)
-    outside = wholes.pop(None, 0)
-    largest = max(wholes.values(), default=0)
-    if divides == 3 and frees_early:
-        parameters += outside + sum(sorted(wholes.values())[-2:])
-    elif divides:
-        parameters += outside + sum(wholes.values()) + (largest if divides < 3 else 0)
-    if divides > 1:
-        gradients += grown.pop(None, 0) + max(grown.values(), default=0)
-    return parameters, gradients
+        shard = rows.shard_shape(0).numel()
+        unsharded[parameter.layer] += parameter.itemsize * num_replicas * rows.padded_numel
+        parameter_bytes += parameter.itemsize * shard if zero_stage == 3 else 0
+        grad_bytes += parameter.grad_itemsize * (shard if zero_stage > 1 else size)
+        unsharded_grads[parameter.layer] += parameter.grad_itemsize * (size - shard if single_backward else size)
+    outside = unsharded.pop(None, 0)
+    if zero_stage == 3 and frees_early:
+        parameter_bytes += outside + sum(sorted(unsharded.values())[-2:])
+    elif zero_stage:
+        in_flight = max(unsharded.values(), default=0) if zero_stage < 3 else 0
+        parameter_bytes += outside + sum(unsharded.values()) + in_flight
+    if zero_stage > 1:
+        grad_bytes += unsharded_grads.pop(None, 0) + max(unsharded_grads.values(), default=0)
+    return parameter_bytes, grad_bytes
 
 
-def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> int | None:
-    """The bytes of an optimizer's state for one parameter, found out by stepping a placeholder that has no memory.
+def optimizer_state_bytes(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> int | None:
+    """The bytes of an optimizer's state for one parameter, from a step of a copy with a parameter on the meta device.
 
     Args:
-        optimizer: Neither changed nor told.
+        optimizer: It is not changed.
         group: The parameter's group.
         parameter: What the optimizer would get: its shape and dtype matter.
 
     Returns:
-        Bytes; ``None`` if the optimizer does not step for a single parameter, or asks for its numbers.
+        Bytes; ``None`` if the optimizer does not step for a single parameter, or reads values.
     """
-    for device in ("meta", "cpu"):  # some ask for numbers
-        placeholder = nn.Parameter(torch.zeros_like(parameter, device=device))
-        placeholder.grad = torch.zeros_like(placeholder)
-        twin = object.__new__(type(optimizer))
-        vars(twin).update(vars(optimizer))
-        vars(twin).pop("step", None)  # the schedulers', which counts
-        twin.param_groups = [{**group, "params": [placeholder], "fused": None, "foreach": None}]
-        twin.state = defaultdict(dict)
+    for device in ("meta", "cpu"):  # some read values
+        trial_parameter = nn.Parameter(torch.zeros_like(parameter, device=device))
+        trial_parameter.grad = torch.zeros_like(trial_parameter)
+        trial = object.__new__(type(optimizer))
+        vars(trial).update(vars(optimizer))
+        vars(trial).pop("step", None)  # the schedulers', which counts
+        trial.param_groups = [{**group, "params": [trial_parameter], "fused": None, "foreach": None}]
+        trial.state = defaultdict(dict)
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(twin, name, OrderedDict())
+            setattr(trial, name, OrderedDict())
         try:
-            twin.step()
+            trial.step()
         except Exception:  # it needs a closure, or looks at other parameters
             continue
-        return sum(leaf.nbytes for leaf in twin.state[placeholder].values() if isinstance(leaf, Tensor))
+        return sum(leaf.nbytes for leaf in trial.state[trial_parameter].values() if isinstance(leaf, Tensor))
     return None
 
 
-def bytes_of(tensors: Iterable[Any]) -> int:
-    """The bytes of this rank's parts of some tensors; what several of them have in common counts once."""
-    storages: dict[int, int] = {}
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and not tensor.is_meta:
-            storages |= {storage._cdata: storage.nbytes() for storage in _storages(tensor)}
+def storage_bytes(tensors: Iterable[Any]) -> int:
+    """The bytes of this rank's parts of some tensors; a storage that several of them share counts once."""
+    present = (tensor for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta)
+    storages = {storage._cdata: storage.nbytes() for tensor in present for storage in storages_of(tensor)}
     return sum(storages.values())
 
 
-def _storages(tensor: Tensor) -> list[Any]:
-    """Where the numbers of a tensor lie; sparse ones have them in parts, and some have none."""
+def storages_of(tensor: Tensor) -> list[Any]:
+    """The storages of a tensor's local part: sparse ones have several, and some layouts none."""
     local = to_local(tensor)
     if local.layout is torch.sparse_coo:
-        return [*_storages(local._indices()), *_storages(local._values())]
+        return [*storages_of(local._indices()), *storages_of(local._values())]
     return [local.untyped_storage()] if local.layout is torch.strided else []
 
 
-def most_kept(schedule: Schedule, rank: int, kept: Mapping[int, int]) -> int:
-    """The most bytes that a rank keeps at a time for backwards.
+def peak_activation_bytes(schedule: Schedule, rank: int, per_microbatch: Mapping[int, int]) -> int:
+    """The most bytes of activations that a rank holds at a time.
 
     Args:
         schedule: Of a training step.
         rank: Pipeline rank.
-        kept: What it keeps for one micro-batch in each of its stages, by stage.
+        per_microbatch: What one micro-batch takes in each stage of the rank, by stage.
     """
-    now = most = 0
+    current = peak = 0
     for action in schedule.actions[rank]:
         if action.kind is Kind.F:
-            now += kept[action.stage]
-            most = max(most, now)
+            current += per_microbatch[action.stage]
+            peak = max(peak, current)
         elif action.kind is Kind.B:
-            now -= kept[action.stage]
-    return most
-
-
-# -- counted -----------------------------------------------------------------------------------------------------------
+            current -= per_microbatch[action.stage]
+    return peak
 
 
 class SavedTensorMeter:
-    """Counts what autograd keeps from forwards for backwards, while it is entered.
+    """Counts what autograd saves in a forward for its backward, while it is entered.
 
-    ::
-
-        forward     saves tensors    -> each storage counts once, however many tensors lie in it
-        backward    lets them go     -> it counts until the last one of these goes
-
-    What is recomputed does not count, as it is not kept.
+    A storage counts once, however many of the saved tensors lie in it. What is recomputed in backward is not saved.
 
     Args:
-        most: The most that was counted before.
+        excluded: Parameters, buffers and batches, which are no activations.
 
     Attributes:
-        now: Bytes that are kept.
-        most: The most that were, at a time.
-        label: Where forwards are, for :attr:`kept_at`.
-        kept_at: What has been kept, by label: the bytes of each storage.
+        label: What :meth:`saved_bytes` knows the tensors by that are saved from now on.
     """
 
-    def __init__(self, most: int = 0) -> None:
-        self.now, self.most = 0, most
+    def __init__(self, excluded: Iterable[Tensor]) -> None:
         self.label: Hashable = None
-        self.kept_at: dict[Hashable, dict[int, int]] = defaultdict(dict)
-        self._others: dict[int, Any] = {}  # alive, so that no other memory has their places
-        self._times: dict[int, int] = defaultdict(int)
-
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Parameters and batches are no activations."""
-        for tensor in tensors:
-            for storage in _storages(tensor):
-                self._others[storage._cdata] = storage
+        storages = (storage for tensor in excluded for storage in storages_of(tensor))
+        self._excluded = {storage._cdata: storage for storage in storages}  # alive, so that no other gets their address
+        self._saved: dict[Hashable, dict[int, int]] = defaultdict(dict)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Enter it around forwards; backwards may follow later."""
-        with saved_tensors_hooks(self._keep, _Kept.give):
+        """Enter it around the forward."""
+        with saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
 
-    def _keep(self, tensor: Tensor) -> _Kept:
-        storages = [storage for storage in _storages(tensor) if storage._cdata not in self._others]
-        for storage in storages:
-            self._times[storage._cdata] += 1
-            self.kept_at[self.label][storage._cdata] = storage.nbytes()
-            if self._times[storage._cdata] == 1:
-                self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
-        return _Kept(tensor, self, storages)
+    def _pack(self, tensor: Tensor) -> Tensor:
+        for storage in storages_of(tensor):
+            if storage._cdata not in self._excluded:
+                self._saved[self.label][storage._cdata] = storage.nbytes()
+        return tensor
 
-    def let_go(self, storage: Any) -> None:
-        """One of the tensors in a storage is not kept any more."""
-        self._times[storage._cdata] -= 1
-        if self._times[storage._cdata] == 0:
-            del self._times[storage._cdata]
-            self.now -= storage.nbytes()
-
-    def together(self, labels: Sequence[Hashable]) -> int:
-        """The bytes that were kept under any of these labels."""
+    def saved_bytes(self, labels: Iterable[Hashable]) -> int:
+        """The bytes that were saved under any of these labels."""
         storages: dict[int, int] = {}
         for label in labels:
-            storages |= self.kept_at.get(label, {})
+            storages |= self._saved.get(label, {})
         return sum(storages.values())
-
-
-class _Kept:
-    """What autograd gets in the place of a tensor that it keeps.
-
-    Autograd itself no longer notices that the tensor was changed in place afterwards; so it is noticed here.
-    """
-
-    def __init__(self, tensor: Tensor, keeping: SavedTensorMeter, storages: Sequence[Any]) -> None:
-        self._tensor, self._version = tensor.detach(), tensor._version
-        self._keeping, self._storages = keeping, storages
-
-    def give(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: If it was changed in place.
-        """
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a"
-                f" tensor of shape {tuple(self._tensor.shape)} is at version {self._tensor._version}; expected version"
-                f" {self._version} instead."
-            )
-        return self._tensor
-
-    def __del__(self) -> None:
-        for storage in self._storages:
-            self._keeping.let_go(storage)

@@ -170,18 +170,19 @@ class ModuleParallelizer:
 
         return around
 
-    def estimate(self, optimizers: Collection[Optimizer]) -> MemoryUsage:
+    def estimate_memory(self, optimizers: Collection[Optimizer]) -> MemoryUsage:
         """What this rank will hold; of optimizers those of torch can be tried, as they ask nothing of other ranks."""
-        rank, replicas = self._mesh.pipeline_rank, self._mesh.data_parallel_size
         return estimate(
             self._module,
             self.stage_map,
             self.own_layers(),
-            self._settings,
             optimizers if all(type(each).__module__.startswith("torch.optim.") for each in optimizers) else None,
-            rank=rank,
-            num_replicas=replicas,
-            num_batches=self._module.trainer.accumulate_grad_batches,
+            rank=self._mesh.pipeline_rank,
+            num_replicas=self._mesh.data_parallel_size,
+            zero_stage=self._settings.zero_stage,
+            frees_early=self._settings.frees_early,
+            float32_gradients=self._settings.float32_gradients,
+            num_backwards=self._settings.num_microbatches * self._module.trainer.accumulate_grad_batches,
         )
 
     def _materialize(self, weights: Weights | None) -> None:

@@ -323,8 +323,8 @@ class Run:
         """
         world, module, undo = self._world, self._attached.module, self._installed
         self.grad_sync.zero.follow(trainer.strategy.optimizers)
-        estimate = partial(self._attached.parallelizer.estimate, trainer.strategy.optimizers)
-        add_callbacks(trainer, world.resume, MemoryReport(world.mesh, estimate, memory_table))
+        estimate = partial(self._attached.parallelizer.estimate_memory, trainer.strategy.optimizers)
+        add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))
         undo.callback(self.grad_sync.remove)
         if self._context is None:
             return

@@ -108,23 +108,25 @@ def _shape(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape))
 
 
-def memory_table(accounts: Sequence[MemoryUsage], measured: Sequence[MemoryUsage] = ()) -> str:
+def memory_table(estimates: Sequence[MemoryUsage], peaks: Sequence[int] = ()) -> str:
     """What each pipeline rank holds, as text.
 
     Args:
-        accounts: As reckoned, by pipeline rank.
-        measured: As measured, if it was: then what was reckoned stands behind it, in brackets.
+        estimates: By pipeline rank.
+        peaks: The most bytes that the device's allocator has given to each pipeline rank, if that is known.
     """
     every = [field.name for field in fields(MemoryUsage)]
-    names = [name for name in every if any(getattr(each, name) is not None for each in (*accounts, *measured))]
+    names = [name for name in every if any(getattr(usage, name) is not None for usage in estimates)]
     names += ["total"] if names == every else []
-    cells = [("MiB", *names)]
-    for rank, account in enumerate(accounts):
-        texts = [_mebibytes(getattr(account, name)) for name in names]
-        if measured:
-            seen = [_mebibytes(getattr(measured[rank], name)) for name in names]
-            texts = [f"{now} ({text})" for now, text in zip(seen, texts, strict=True)]
-        cells.append((f"pipeline rank {rank}", *texts))
+    cells = [["MiB", *names]]
+    cells += [
+        [f"pipeline rank {rank}", *(_mebibytes(getattr(usage, name)) for name in names)]
+        for rank, usage in enumerate(estimates)
+    ]
+    if peaks:
+        cells[0].append("allocator's peak")
+        for row, peak in zip(cells[1:], peaks, strict=True):
+            row.append(_mebibytes(peak))
     return text_table(cells, left=(0,))
 
 

@@ -1,9 +1,9 @@
-"""The account of memory: what is reckoned beforehand is what a run holds."""
+"""The estimate of memory is what a run holds."""
 
 from __future__ import annotations
 
+import json
 import logging
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +18,20 @@ from torch.utils.data import DataLoader
 
 from examples.gpt import GPT
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.cli.dry_run import forecast
+from lightning_hybrid.cli.dry_run import dry_run
 from lightning_hybrid.cli.main import main
 from lightning_hybrid.config import resolve_sizes
-from lightning_hybrid.memory.account import Held, MemoryUsage, SavedTensorMeter, bytes_of, held, most_kept, state_bytes
+from lightning_hybrid.memory.account import (
+    LocalParameter,
+    MemoryUsage,
+    SavedTensorMeter,
+    optimizer_state_bytes,
+    peak_activation_bytes,
+    peak_parameter_bytes,
+    storage_bytes,
+)
 from lightning_hybrid.pipeline_parallel.schedules import build
+from tests.memory.meter import MemoryMeter, printed_usages
 from tests.pool import Pools
 from tests.test_examples import CONFIGS
 
@@ -68,13 +77,14 @@ class MadeLater(LightningModule):
         return torch.optim.SGD(trainable, lr=0.1, momentum=0.9)
 
 
-def run(cls: type[LightningModule], devices: int, arguments: dict[str, Any], precision: str) -> str:
-    """What a run says of its memory after the first step."""
-    said: list[str] = []
+def run(cls: type[LightningModule], devices: int, arguments: dict[str, Any], precision: str) -> tuple[Any, str]:
+    """What is measured in the first step of a run, and what the run says of its memory when it begins."""
+    messages: list[str] = []
+    meter = MemoryMeter()
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            messages.append(record.getMessage())
 
     logger, handler = logging.getLogger("lightning.pytorch"), Handler()
     logger.addHandler(handler)
@@ -83,7 +93,8 @@ def run(cls: type[LightningModule], devices: int, arguments: dict[str, Any], pre
         trainer = Trainer(
             accelerator="cpu",
             devices=devices,
-            strategy=HybridStrategy(measure_activations=True, **arguments),
+            strategy=HybridStrategy(**arguments),
+            callbacks=[meter],
             precision=precision,  # type: ignore[arg-type]
             max_steps=2,
             logger=False,
@@ -95,27 +106,24 @@ def run(cls: type[LightningModule], devices: int, arguments: dict[str, Any], pre
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.ERROR)
-    return next((text for text in said if text.startswith("Memory of a rank, measured")), "")
+    return meter.usages, next((text for text in messages if text.startswith("Memory of a rank, estimated")), "")
 
 
-def numbers(table: str) -> list[list[tuple[float, ...]]]:
-    """The numbers of a table in bytes, by rank and column: (measured, reckoned)."""
-    rows = [line for line in table.splitlines() if line.startswith("pipeline rank")]
-    found = [re.findall(r"([\d,.?]+)(?: \(([\d,.?]+)\))?", row.split(None, 3)[3]) for row in rows]
-    return [[tuple(_bytes(text) for text in pair) for pair in row] for row in found]
+def table_bytes(table: str) -> list[dict[str, float]]:
+    """The numbers of a table in bytes, by pipeline rank and column."""
+    lines = table.splitlines()
+    (names,) = [line.split()[1:] for line in lines if line.startswith("MiB")]
+    rows = [line.split()[3:] for line in lines if line.startswith("pipeline rank")]
+    return [{name: float(text.replace(",", "")) * 2**20 for name, text in zip(names, row, strict=True)} for row in rows]
 
 
-def _bytes(text: str) -> float:
-    return float("nan") if text in ("", "?") else float(text.replace(",", "")) * 2**20
-
-
-def foretell(
+def estimate(
     cls: type[LightningModule], arguments: dict[str, Any], size: int, precision: Precision
 ) -> list[MemoryUsage]:
     strategy = HybridStrategy(**arguments)
-    wished = [arguments.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline")]
-    sizes = resolve_sizes(size, "auto", *wished)
-    return list(forecast(lambda: (cls(), None), strategy.settings, sizes, precision=precision).accounts)
+    requested = [arguments.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline")]
+    sizes = resolve_sizes(size, "auto", *requested)
+    return list(dry_run(lambda: (cls(), None), strategy.settings, sizes, precision=precision).memory)
 
 
 CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
@@ -138,74 +146,83 @@ CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_foretold_is_what_a_run_holds(ranks: Pools, case: str) -> None:
+def test_a_run_holds_what_is_estimated(ranks: Pools, case: str) -> None:
     cls, size, arguments = CASES[case]
-    measured = numbers(ranks(size, lightning=True).run(run, cls, size, arguments, "32-true")[0])
-    accounts = foretell(cls, arguments, size, Precision())
-    assert len(measured) == len(accounts)
-    for row, account in zip(measured, accounts, strict=True):
-        for (seen, reckoned), name in zip(row, FIELDS, strict=True):
-            expected = getattr(account, name)
+    measured, table = ranks(size, lightning=True).run(run, cls, size, arguments, "32-true")[0]
+    logged = table_bytes(table)
+    estimates = estimate(cls, arguments, size, Precision())
+    assert len(measured) == len(logged) == len(estimates)
+    for (usage, activations), of_run, expected in zip(measured, logged, estimates, strict=True):
+        of_run["activations"] = activations
+        of_run["total"] = sum(of_run.values())
+        assert set(of_run) == set(FIELDS)
+        for name in FIELDS:
+            value = getattr(expected, name)
             tolerance = 0.1 if name == "total" else 0.15  # gradients of tied parameters come later than others
-            assert seen == pytest.approx(expected, rel=tolerance, abs=12 * KIB), (name, seen / KIB, expected / KIB)
-            assert reckoned == pytest.approx(expected, rel=0.02, abs=12 * KIB), name
+            assert getattr(usage, name) == pytest.approx(value, rel=tolerance, abs=12 * KIB), name
+            assert of_run[name] == pytest.approx(value, rel=0.02, abs=12 * KIB), name
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("zero_stage", [0, 2])
-def test_gradients_in_float32_are_foretold(ranks: Pools, zero_stage: int) -> None:
+def test_gradients_in_float32_are_estimated(ranks: Pools, zero_stage: int) -> None:
     arguments = {"num_microbatches": 2, "zero_stage": zero_stage, "float32_gradients": True}
-    (measured,) = numbers(ranks(2, lightning=True).run(run, Words, 2, arguments, "bf16-true")[0])
-    (account,) = foretell(Words, arguments, 2, HalfPrecision("bf16-true"))
-    for (seen, _), name in zip(measured, FIELDS, strict=True):
-        assert seen == pytest.approx(getattr(account, name), rel=0.15, abs=12 * KIB), name
+    ((usage, _),), _ = ranks(2, lightning=True).run(run, Words, 2, arguments, "bf16-true")[0]
+    (expected,) = estimate(Words, arguments, 2, HalfPrecision("bf16-true"))
+    for name in FIELDS:
+        assert getattr(usage, name) == pytest.approx(getattr(expected, name), rel=0.15, abs=12 * KIB), name
 
 
 @pytest.mark.distributed
-def test_half_precision_is_foretold(ranks: Pools) -> None:
+def test_half_precision_is_estimated(ranks: Pools) -> None:
     arguments = {"pipeline_parallel_size": 2, "num_microbatches": 4}
-    measured = numbers(ranks(2, lightning=True).run(run, Words, 2, arguments, "bf16-mixed")[0])
-    accounts = foretell(Words, arguments, 2, MixedPrecision("bf16-mixed", "cpu"))
-    for row, account in zip(measured, accounts, strict=True):
-        assert row[3][0] == pytest.approx(account.activations, rel=0.1)
+    measured, _ = ranks(2, lightning=True).run(run, Words, 2, arguments, "bf16-mixed")[0]
+    estimates = estimate(Words, arguments, 2, MixedPrecision("bf16-mixed", "cpu"))
+    for (usage, _), expected in zip(measured, estimates, strict=True):
+        assert usage.activations == pytest.approx(expected.activations, rel=0.1)
 
 
 @pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_the_examples_hold_what_is_foretold(config: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_examples_hold_what_is_estimated(config: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     main(["memory", "--config", str(config)])
-    foretold = numbers(capfd.readouterr().out)
-    shorter = ["--trainer.max_steps", "1", "--trainer.default_root_dir", str(tmp_path)]
-    shorter += ["--trainer.strategy.init_args.measure_activations", "true"]
-    command = [sys.executable, "-m", "lightning_hybrid", "fit", "--config", str(config), *shorter]
+    estimates = table_bytes(capfd.readouterr().out)
+    meter = {"class_path": "tests.memory.meter.MemoryMeter", "init_args": {"prints": True}}
+    options = ["--trainer.max_steps", "1", "--trainer.default_root_dir", str(tmp_path)]
+    options += ["--trainer.callbacks+", json.dumps(meter)]
+    command = [sys.executable, "-m", "lightning_hybrid", "fit", "--config", str(config), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=config.parent.parent)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
-    measured = numbers(output[output.index("Memory of a rank, measured") :])
-    for seen, expected in zip(measured, foretold, strict=True):
-        assert [pair[0] for pair in seen] == pytest.approx([pair[0] for pair in expected], rel=0.1, abs=12 * KIB)
+    measured = printed_usages(output)
+    for usage, expected in zip(measured, estimates, strict=True):
+        values = [getattr(usage, name) for name in FIELDS]
+        assert values == pytest.approx([expected[name] for name in FIELDS], rel=0.1, abs=12 * KIB)
 
 
 def test_zero_holds_what_its_table_says() -> None:
-    members = [Held(torch.Size([10, 3]), 4, 4, layer) for layer in (0, 1)]
-    members += [Held(torch.Size([7]), 4, 4), Held(torch.Size([]), 4, 4), Held(torch.Size([4]), 4, 0, 1)]
+    parameters = [LocalParameter(torch.Size([10, 3]), 4, 4, layer) for layer in (0, 1)]
+    parameters += [LocalParameter(torch.Size([7]), 4, 4), LocalParameter(torch.Size([]), 4, 4)]
+    parameters.append(LocalParameter(torch.Size([4]), 4, 0, 1))
+
+    def peak(num_replicas: int, zero_stage: int, **options: bool) -> tuple[int, int]:
+        return peak_parameter_bytes(parameters, num_replicas=num_replicas, zero_stage=zero_stage, **options)
+
     layers, outside, single, frozen = (30, 30), 7, 1, 4
     whole = sum(layers) + outside + frozen + single
-    assert held(members, num_replicas=1, zero_stage=3) == (4 * whole, 4 * (whole - frozen))
-    assert held(members, num_replicas=2, zero_stage=0) == (4 * whole, 4 * (whole - frozen))
+    assert peak(1, 3) == (4 * whole, 4 * (whole - frozen))
+    assert peak(2, 0) == (4 * whole, 4 * (whole - frozen))
     padded = whole + 1  # 7 rows are held as 8
-    assert held(members, num_replicas=2, zero_stage=1) == (4 * (padded + 34), 4 * (whole - frozen))
-    shares = 15 + 15 + 4 + single  # of 10, 10 and 7 rows
-    assert held(members, num_replicas=2, zero_stage=2) == (4 * (padded + 34), 4 * (shares + outside + 30))
-    once = held(members, num_replicas=2, zero_stage=2, once=True)
-    assert once == (4 * (padded + 34), 4 * (15 + single + outside + 30))
-    at_rest = shares + 2
-    gradients = 4 * (shares + outside + 30)
-    assert held(members, num_replicas=2, zero_stage=3) == (4 * (at_rest + padded - single), gradients)
-    more = [*members, Held(torch.Size([10, 3]), 4, 4, 2)]
-    parameters, _ = held(more, num_replicas=2, zero_stage=3, frees_early=True)
-    assert parameters == 4 * (at_rest + 15 + 8 + 34 + 30)
+    assert peak(2, 1) == (4 * (padded + 34), 4 * (whole - frozen))
+    shards = 15 + 15 + 4 + single  # of 10, 10 and 7 rows
+    assert peak(2, 2) == (4 * (padded + 34), 4 * (shards + outside + 30))
+    assert peak(2, 2, single_backward=True) == (4 * (padded + 34), 4 * (15 + single + outside + 30))
+    at_rest = shards + 2
+    gradients = 4 * (shards + outside + 30)
+    assert peak(2, 3) == (4 * (at_rest + padded - single), gradients)
+    parameters.append(LocalParameter(torch.Size([10, 3]), 4, 4, 2))
+    assert peak(2, 3, frees_early=True)[0] == 4 * (at_rest + 15 + 8 + 34 + 30)
 
 
 @pytest.mark.parametrize(
@@ -219,13 +236,13 @@ def test_zero_holds_what_its_table_says() -> None:
         (lambda p: torch.optim.LBFGS(p, lr=0.1), None),
     ],
 )
-def test_states_are_found_out_without_touching_the_optimizer(optimizer: Any, expected: int | None) -> None:
+def test_state_bytes_leave_the_optimizer_alone(optimizer: Any, expected: int | None) -> None:
     parameter = nn.Parameter(torch.ones(3, 4))
     made = optimizer([parameter])
     steps: list[Any] = []
     made.register_step_post_hook(lambda *args: steps.append(args))
     torch.optim.lr_scheduler.StepLR(made, 1)
-    assert state_bytes(made, made.param_groups[0], parameter) == expected
+    assert optimizer_state_bytes(made, made.param_groups[0], parameter) == expected
     assert not made.state
     assert not steps
     assert made.param_groups[0]["params"] == [parameter]
@@ -233,45 +250,41 @@ def test_states_are_found_out_without_touching_the_optimizer(optimizer: Any, exp
 
 
 @pytest.mark.parametrize(("ranks_", "microbatches"), [(1, 1), (4, 8), (4, 2)])
-def test_a_rank_keeps_as_many_micro_batches_as_the_papers_say(ranks_: int, microbatches: int) -> None:
+def test_a_rank_holds_as_many_micro_batches_as_the_papers_say(ranks_: int, microbatches: int) -> None:
     schedule = build("1f1b", ranks_, microbatches)
     for rank in range(ranks_):
-        assert most_kept(schedule, rank, {rank: 5}) == 5 * min(microbatches, ranks_ - rank)
+        assert peak_activation_bytes(schedule, rank, {rank: 5}) == 5 * min(microbatches, ranks_ - rank)
 
 
-def test_what_autograd_keeps_is_counted_while_it_does() -> None:
-    keeping, weight = SavedTensorMeter(), torch.randn(4, 4, requires_grad=True)
-    keeping.leave_out([weight])
-    x = torch.randn(8, 4)
-    with keeping():
-        keeping.label = "first"
-        y = (x @ weight).sigmoid()  # keeps x, and its result
-        keeping.label = "second"
-        z = y.exp()  # keeps its result, of which a view is kept once more
+def test_what_autograd_saves_is_counted_by_label() -> None:
+    weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(8, 4)
+    meter = SavedTensorMeter([weight])
+    with meter():
+        meter.label = "first"
+        y = (x @ weight).sigmoid()  # saves x, and its result
+        meter.label = "second"
+        z = y.exp()  # saves its result, of which a view is saved once more
         loss = (z[:4] * y[4:]).sum()
     size = 8 * 4 * 4
-    assert (keeping.now, keeping.most) == (3 * size, 3 * size)
-    assert keeping.together(["first"]) == 2 * size
-    assert keeping.together(["second"]) == 2 * size
-    assert keeping.together(["first", "second"]) == 3 * size
+    assert meter.saved_bytes(["first"]) == 2 * size
+    assert meter.saved_bytes(["second"]) == 2 * size
+    assert meter.saved_bytes(["first", "second"]) == 3 * size
     expected = torch.autograd.grad(loss, weight, retain_graph=True)
     loss.backward()
-    del y, z, loss
-    assert (keeping.now, keeping.most) == (0, 3 * size)
     assert torch.equal(weight.grad, expected[0])
 
 
 def test_second_derivatives_pass() -> None:
     weight = torch.randn(3, requires_grad=True)
-    with SavedTensorMeter()():
+    with SavedTensorMeter([])():
         (first,) = torch.autograd.grad((weight**3).sum(), weight, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), weight)
     assert torch.equal(second, 6 * weight)
 
 
-def test_memory_that_is_shared_counts_once() -> None:
+def test_a_shared_storage_counts_once() -> None:
     tensor = torch.zeros(4, 4)
-    assert bytes_of([tensor, tensor[1:], torch.zeros(2), torch.zeros(9, device="meta")]) == 64 + 8
+    assert storage_bytes([tensor, tensor[1:], torch.zeros(2), torch.zeros(9, device="meta")]) == 64 + 8
 
 
 class ReadsNumbers(Words):
@@ -329,7 +342,7 @@ class ByHand(Words):
 
 
 def test_a_step_that_reads_numbers_is_run_with_numbers() -> None:
-    assert foretell(ReadsNumbers, {}, 1, Precision()) == foretell(Words, {}, 1, Precision())
+    assert estimate(ReadsNumbers, {}, 1, Precision()) == estimate(Words, {}, 1, Precision())
 
 
 @pytest.mark.parametrize(
@@ -338,12 +351,12 @@ def test_a_step_that_reads_numbers_is_run_with_numbers() -> None:
     ids=lambda cls: cls.__name__,
 )
 def test_modules_that_do_what_they_like_in_a_run(cls: type[LightningModule]) -> None:
-    assert foretell(cls, {}, 2, Precision()) == foretell(MadeLater, {}, 2, Precision())
+    assert estimate(cls, {}, 2, Precision()) == estimate(MadeLater, {}, 2, Precision())
 
 
 def test_buffers_without_values_are_recomputed() -> None:
-    (every,) = foretell(MadeLater, {}, 1, Precision())
-    (recomputed,) = foretell(MadeLater, {"recompute": True}, 1, Precision())
+    (every,) = estimate(MadeLater, {}, 1, Precision())
+    (recomputed,) = estimate(MadeLater, {"recompute": True}, 1, Precision())
     assert recomputed.activations is not None
     assert every.activations is not None
     assert recomputed.activations < every.activations / 2
@@ -351,14 +364,14 @@ def test_buffers_without_values_are_recomputed() -> None:
 
 def test_a_step_that_reads_numbers_which_are_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be run without numbers"):
-        foretell(OnMeta, {}, 1, Precision())
+        estimate(OnMeta, {}, 1, Precision())
 
 
-def test_what_nobody_can_know_is_left_open() -> None:
-    (account,) = foretell(ByHand, {}, 1, Precision())
-    assert account.activations is None
-    assert account.total is None
-    assert account.parameters > 0
+def test_what_cannot_be_estimated_is_left_open() -> None:
+    (usage,) = estimate(ByHand, {}, 1, Precision())
+    assert usage.activations is None
+    assert usage.total is None
+    assert usage.parameters > 0
 
 
 def test_any_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -366,7 +379,7 @@ def test_any_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     main(["memory", "--config", str(config), "--ranks", "256", "--trainer.strategy.init_args.zero_stage", "1"])
     output = capsys.readouterr().out
     assert "data 64 x tensor 2 x pipeline 2 = 256 processes" in output
-    assert len(numbers(output)) == 2
+    assert len(table_bytes(output)) == 2
 
 
 @pytest.mark.parametrize(("ranks_", "text"), [("3", "cannot be divided into model groups"), ("0", "devices")])

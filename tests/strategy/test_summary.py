@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.schedules import build
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
-from lightning_hybrid.strategy.summary import batch_text, layout_text, plan_table, stage_rows, stage_table
+from lightning_hybrid.strategy.summary import batch_text, layout_text, memory_table, plan_table, stage_rows, stage_table
 from lightning_hybrid.tensor_parallel.plan import make_plan
 
 STAGES = [range(3), range(3, 4), range(4, 6), range(6, 7)]
@@ -69,6 +70,30 @@ def test_stages_as_text() -> None:
 
 
 SIZES = {"dp": 2, "tp": 1}
+
+
+def test_memory_as_text() -> None:
+    usages = [MemoryUsage(2**20, 2**19, 2**21, activations, 0) for activations in (2**30, 2**29)]
+    assert memory_table(usages) == "\n".join(
+        [
+            "MiB              parameters  gradients  optimizer  activations  buffers     total",
+            "---------------------------------------------------------------------------------",
+            "pipeline rank 0        1.00       0.50       2.00     1,024.00     0.00  1,027.50",
+            "pipeline rank 1        1.00       0.50       2.00       512.00     0.00    515.50",
+        ]
+    )
+
+
+def test_unknown_memory_as_text_with_peaks() -> None:
+    usages = [MemoryUsage(2**20, 2**19, 2**21, None, 0), MemoryUsage(2**20, 2**19, None, None, 0)]
+    assert memory_table(usages, [2**30, 2**29]) == "\n".join(
+        [
+            "MiB              parameters  gradients  optimizer  buffers  allocator's peak",
+            "----------------------------------------------------------------------------",
+            "pipeline rank 0        1.00       0.50       2.00     0.00          1,024.00",
+            "pipeline rank 1        1.00       0.50          ?     0.00            512.00",
+        ]
+    )
 
 
 def test_the_layout_in_one_line() -> None:
