@@ -219,4 +219,4 @@ def _check_groups(saved: list[list[str]], own: list[list[str]]) -> None:
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
     """The user's optimizer, whatever Lightning has wrapped around it."""
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -318,7 +318,7 @@ class HybridStrategy(SteppingStrategy):
         rank_zero_info(batch_text(size, replicas, accumulated, num_microbatches=num_microbatches))
         if self.settings.offload and not self._parts.offload.has_effect:
             rank_zero_info(f"offload={list(self.settings.offload)} has no effect: the device is the host.")
-        self._parts.continuation.go_on(trainer)
+        self._parts.continuation.resume(trainer)
 
     def _clip_by_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         owners = self._owners()
