@@ -106,7 +106,7 @@ def is_accumulating(trainer: Trainer) -> bool:
 
 
 def skips_backward(trainer: Trainer) -> bool:
-    """Whether batches are trained with without a backward, as `WeightAveraging` asks for to update batch norms.
+    """Whether batches are trained with without a backward, as `StochasticWeightAveraging` asks for to update batch norms.
 
     Touches: ``_AutomaticOptimization._skip_backward``.
 
