@@ -6,8 +6,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 import torch
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_hybrid.checkpoint.storage.atomic import discard, new_file
@@ -81,8 +81,10 @@ class FileIO(TorchCheckpointIO):
 
 
 def local_path(path: Any) -> Path | None:
-    """A path in the local file system, given in any way that Lightning knows; ``None`` for others."""
-    return Path(get_filesystem(path)._strip_protocol(str(path))) if _is_local_file_protocol(path) else None
+    """The place of a file of the local file system, given in any way that Lightning knows; ``None`` for others."""
+    if fsspec.utils.get_protocol(str(path)) != "file":
+        return None
+    return Path(fsspec.core.url_to_fs(str(path))[1])
 
 
 FILE_PLUGINS = (FileIO, TorchCheckpointIO, AsyncCheckpointIO)  # they write files, so a directory is not theirs

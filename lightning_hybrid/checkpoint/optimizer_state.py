@@ -216,4 +216,4 @@ def _mismatch(saved: list[list[Any]], own: list[list[str]], difference: str = ""
 
 def _unwrap(optimizer: Optimizer) -> Optimizer:
     """The user's optimizer, whatever Lightning has wrapped around it."""
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

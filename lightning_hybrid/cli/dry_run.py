@@ -301,7 +301,7 @@ def _labelled_layers(body: tuple[str, nn.Sequential] | None, meter: SavedTensorM
 
 def _replace_meta_tensors(module: nn.Module) -> None:
     """Inside the fake mode: put fake tensors, which are like any others, in the place of those on the meta device."""
-    for parameter, slots in [(each, find_owners(module)[id(each)]) for each in module.parameters() if each.is_meta]:
+    for parameter, owners in [(each, find_owners(module)[id(each)]) for each in module.parameters() if each.is_meta]:
         made = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
         copy_attributes(parameter, made)
         set_parameter(made, owners)

@@ -11,7 +11,6 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
@@ -20,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_hybrid.checkpoint.file_io import local_path
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.mesh import AXES
@@ -246,7 +246,7 @@ def check_storage(path: Any, options: Any, *, sharded: bool) -> None:
             " `HybridStrategy(save_distributed_checkpoint=True)`. Use save_distributed_checkpoint=False, and a plugin"
             " of your own: Trainer(plugins=[MyCheckpointIO()])."
         )
-    if sharded and not _is_local_file_protocol(path):
+    if sharded and local_path(path) is None:
         raise ValueError(
             f"HybridStrategy(save_distributed_checkpoint=True) cannot write to {path}: a directory appears complete by"
             " being renamed, which needs a file system that is mounted. Save to one and copy it, or use"

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
-from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
+
+from lightning_hybrid.trainer.lightning_internals import connect_processes, subprocess_launcher
 
 __all__ = ["announce", "has_groups", "make_launcher", "start_groups"]
 
 
-def make_launcher(
-    environment: ClusterEnvironment, num_processes: int, num_nodes: int
-) -> _SubprocessScriptLauncher | None:
+def make_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
     """What starts the other processes; ``None`` if there are none, or if they have been started.
 
     Args:
@@ -27,7 +26,7 @@ def make_launcher(
     """
     if environment.creates_processes_externally or num_processes * num_nodes == 1:
         return None
-    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+    return subprocess_launcher(environment, num_processes, num_nodes)
 
 
 def has_groups() -> bool:
@@ -57,8 +56,8 @@ def start_groups(
     Returns:
         The backend.
     """
-    backend = backend or _get_default_process_group_backend_for_device(device)
+    backend = backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
     # A group that is bound to a device would open connections at once; through gloo there are none to a device.
     bound = device if device.type == "cuda" and "nccl" in backend else None
-    _init_dist_connection(environment, backend, timeout=timeout, device_id=bound)
+    connect_processes(environment, backend, timeout=timeout, device=bound)
     return backend

@@ -34,6 +34,7 @@ from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.measure import MemoryReport
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
+from lightning_hybrid.trainer.lightning_internals import example_input, set_example_input, throughputs
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
 
@@ -120,7 +121,7 @@ class Patches:
         """Change what has to be changed."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ThroughputMonitor):
-                for throughput in callback._throughputs.values():
+                for throughput in throughputs(callback):
                     self._throughputs.append((throughput, throughput.world_size, throughput.available_flops))
                     throughput.world_size = self._mesh.data_parallel_size
                     if throughput.available_flops is not None:
@@ -129,8 +130,8 @@ class Patches:
             self._inference_modes.append((loop, loop.inference_mode))
             loop.inference_mode = False
         if self._mesh.pipeline_parallel_size > 1:
-            self._example = self._module._example_input_array
-            self._module._example_input_array = None
+            self._example = example_input(self._module)
+            set_example_input(self._module, None)
             self._leave_out_placeholders()
 
     def _leave_out_placeholders(self) -> None:
@@ -156,7 +157,8 @@ class Patches:
             setattr(sys.modules["torch.utils.tensorboard"].SummaryWriter, name, method)
         self._writer_methods.clear()
         if self._example is not None:
-            self._module._example_input_array, self._example = self._example, None
+            set_example_input(self._module, self._example)
+            self._example = None
 
 
 def _with_values_only(method: Callable[..., Any], warnings: WarningCache) -> Callable[..., Any]:

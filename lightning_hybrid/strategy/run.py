@@ -119,7 +119,8 @@ class World:
 
     def abandon(self) -> None:
         """Let go of everything that is under way, after a failure."""
-        for each in (self.engine, self.mesh, *self.in_flight):
+        in_flight: list[_InFlight] = [self.engine, self.mesh, *self.in_flight]
+        for each in in_flight:
             each.abandon()
 
 

@@ -151,7 +151,7 @@ class HybridStrategy(ReplicaCollectives):
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups, and what is known of modules, stay with their process.
-        empty = {"_world": None, "_attached": None, "_run": None, "_started": WeakSet()}
+        empty: dict[str, Any] = {"_world": None, "_attached": None, "_run": None, "_started": WeakSet()}
         return {**super().__getstate__(), **empty}
 
     # -- what there is -----------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class HybridStrategy(ReplicaCollectives):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
-            lightning_internals.move_optimizers(self.optimizers, self.root_device)
+            lightning_internals.move_optimizer_states(self.optimizers, self.root_device)
             if self.attached.is_cut:
                 optimization.install(trainer)
         self._run.install(trainer)
@@ -326,7 +326,7 @@ class HybridStrategy(ReplicaCollectives):
         rank_zero_info(batch_text(size, replicas, accumulated, num_microbatches=num_microbatches))
         if self.settings.offload and not self.run.offload.has_effect:
             rank_zero_info(f"offload={list(self.settings.offload)} has no effect: the device is the host.")
-        self.world.resume.go_on(trainer)
+        self.world.resume.resume(trainer)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -381,14 +381,14 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch forward, and with a pipeline backward too."""
-        run, loop = self.run, self._module.trainer.fit_loop.epoch_loop
+        run, trainer = self.run, self._module.trainer
         self.world.batch_hooks.close()
         run.grad_sync.broadcast_buffers()
-        backward = not lightning_internals.skips_backward(loop)
+        backward = not lightning_internals.skips_backward(trainer)
         return run.training_step(
             *args,
             **kwargs,
-            step=loop.total_batch_idx,
+            step=trainer.fit_loop.epoch_loop.total_batch_idx,
             precision=self.precision_plugin.train_step_context,
             scale=self._scale_loss,
             backward=backward,
@@ -519,8 +519,8 @@ class HybridStrategy(ReplicaCollectives):
         """Writes and reads checkpoint files."""
         if self._checkpoint_io is None:
             self._checkpoint_io = FileIO()
-        else:
-            lightning_internals.wrap_checkpoint_io(self._checkpoint_io, FileIO)
+        elif lightning_internals.is_wrapping_io(self._checkpoint_io) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = FileIO()
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -618,7 +618,7 @@ class HybridStrategy(ReplicaCollectives):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part."""
         self.attached.checkpointer.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
-        lightning_internals.move_optimizers(self.optimizers, self.root_device)
+        lightning_internals.move_optimizer_states(self.optimizers, self.root_device)
 
     @classmethod
     @override

@@ -36,14 +36,9 @@ class ExceptionCallback(Callback):
         self._has_left = False
         self._cause: Exception | None = None
 
-    def install(self, trainer: Trainer) -> None:
-        """Go first; process groups exist from here on."""
-        trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
-
-    def remove(self, trainer: Trainer) -> None:
-        """Undo :meth:`install`, and let callbacks save again."""
+    def close(self, trainer: Trainer) -> None:
+        """The run is over: callbacks may save again."""
         self._exception = None
-        trainer.callbacks = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if vars(callback).get("on_exception") is _save_nothing:
                 del callback.__dict__["on_exception"]

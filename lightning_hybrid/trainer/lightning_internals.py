@@ -7,34 +7,98 @@ seconds which of them moved; ``docs/lightning-internals.md`` is made from these 
 
 from __future__ import annotations
 
+import builtins
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeGuard
 
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from torchmetrics.wrappers import Running
 
 from lightning_hybrid.distributed.process_group import GroupRef
+from lightning_hybrid.distributed.pytree import map_leaves
+from lightning_hybrid.distributed.tensor_bytes import to_host
 
 __all__ = [
+    "STRATEGY_MEMBERS",
     "attached_trainer",
+    "batch_iterator",
     "batch_metric",
+    "before_validation",
+    "begun_anew",
+    "combined_loader",
+    "connect_processes",
+    "data_fetcher",
+    "discard_loaders",
+    "end_restart",
+    "example_input",
+    "fetch_ahead",
     "forward_value",
     "intercept_results",
+    "is_accumulating",
+    "is_last_batch",
+    "is_wrapping_io",
     "lightning_attributes",
+    "load_result_states",
+    "move_optimizer_states",
+    "note_saved_step",
+    "noted_metrics",
+    "num_fetched",
     "recorded_batch_indices",
+    "reload_epochs",
+    "replace_closure",
+    "replace_next_batch",
+    "restore_next_batch",
+    "restore_validation",
+    "result_collection",
+    "result_states",
     "rewrap_batch_sampler",
     "set_callback_log",
+    "set_device_mesh",
+    "set_example_input",
     "set_forward_value",
+    "set_num_logged_batches",
     "set_recorded_batch_indices",
+    "set_reload_epochs",
+    "set_sampler_epoch",
+    "set_update_count",
     "set_use_distributed_sampler",
+    "skip_next_validation",
+    "skips_backward",
+    "start_fetching",
+    "subprocess_launcher",
     "sync_metrics_over",
+    "throughputs",
     "unwrap_batch_sampler",
     "unwrap_before_batch_transfer",
     "update_arguments",
@@ -42,6 +106,121 @@ __all__ = [
 ]
 
 # -- loops and their progress ------------------------------------------------------------------------------------------
+
+
+def is_last_batch(trainer: Trainer) -> bool:
+    """Whether the batch that was asked for last is the last one of its epoch.
+
+    Touches: ``_TrainingEpochLoop._num_ready_batches_reached``.
+
+    Without: a run that ended in the middle of an epoch looks like one that ended with it, and a checkpoint of that
+        moment continues with the wrong epoch.
+    """
+    return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Whether the next optimizer step needs more batches than there have been since the last one.
+
+    Touches: ``_TrainingEpochLoop._should_accumulate``.
+
+    Without: nobody is warned that a checkpoint between two optimizer steps has no gradients.
+    """
+    return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether batches run without a backward, as `StochasticWeightAveraging` asks for to update batch norms.
+
+    Touches: ``_AutomaticOptimization._skip_backward``.
+
+    Without: a schedule runs backward where Lightning runs none.
+    """
+    return trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
+
+
+def end_restart(trainer: Trainer) -> None:
+    """Make all loops of a fit run as if they had not been restarted.
+
+    The public setter of the fit loop does the opposite where ``max_steps`` is given.
+
+    Touches: ``_Loop._restarting``, ``_Loop._resuming_from_checkpoint``.
+
+    Without: Lightning skips hooks, validations and new iterators of a resumed epoch that the uninterrupted run has.
+    """
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
+        loop._restarting = loop._resuming_from_checkpoint = False
+
+
+def skip_next_validation(trainer: Trainer, *, skip: bool) -> None:
+    """Say whether the validation after the present batch is over already.
+
+    Touches: ``_TrainingEpochLoop._skip_next_val``.
+
+    Without: a checkpoint that was written at the end of a validation repeats that validation.
+    """
+    trainer.fit_loop.epoch_loop._skip_next_val = skip
+
+
+def replace_next_batch(trainer: Trainer, action: Callable[[Callable[[], None]], None]) -> None:
+    """Do something else, once, where the next batch would be trained with.
+
+    Lightning's way of restarting in the middle of an epoch is taken up to that batch.
+
+    Args:
+        trainer: The Trainer.
+        action: Gets a function that trains with the batch. The end of a batch follows in any case.
+
+    Touches: the method ``advance`` of the private class ``_TrainingEpochLoop``, on one object.
+
+    Without: a checkpoint that was written in the middle of an epoch continues with that epoch's beginning.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def advance(data_fetcher: Any) -> None:
+        restore_next_batch(trainer)
+        action(partial(loop.advance, data_fetcher))
+
+    loop.__dict__["advance"] = advance
+
+
+def restore_next_batch(trainer: Trainer) -> None:
+    """Undo :func:`replace_next_batch`, if no batch has come.
+
+    Touches: as there.
+
+    Without: a Trainer whose run failed at its start begins the next one in the middle of an epoch.
+    """
+    trainer.fit_loop.epoch_loop.__dict__.pop("advance", None)
+
+
+def before_validation(trainer: Trainer, action: Callable[[], None]) -> None:
+    """Do something before each validation of a fit, ahead of loaders and hooks.
+
+    Touches: the method ``run`` of the private class ``_EvaluationLoop``, on one object.
+
+    Without: a checkpoint in the middle of a validation has random numbers and metrics of its middle, although the
+        validation is run again from its beginning.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    run = loop.run
+
+    def run_after_action() -> Any:
+        action()
+        return run()
+
+    loop.__dict__["run"] = run_after_action
+
+
+def restore_validation(trainer: Trainer) -> None:
+    """Undo :func:`before_validation`.
+
+    Touches: as there.
+
+    Without: the action of a run that is over is done in the next one.
+    """
+    trainer.fit_loop.epoch_loop.val_loop.__dict__.pop("run", None)
+
 
 # -- logged values -----------------------------------------------------------------------------------------------------
 
@@ -72,6 +251,152 @@ def intercept_results(trainer: Trainer | None, record: Callable[..., None]) -> I
         yield
     finally:
         del vars(results)["log"]
+
+
+_METADATA = (
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
+    *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
+)
+_NUMBERS = ("value", "cumulated_batch_size")
+
+
+def result_collection(loop: Any) -> dict[str, Any]:
+    """What was logged in a loop since its epoch began: Lightning's entries, by hook and name.
+
+    Args:
+        loop: The epoch loop of training, or an evaluation loop.
+
+    Touches: ``_TrainingEpochLoop._results``, ``_EvaluationLoop._results``.
+
+    Without: metrics that Lightning resets before it uses them again are written to checkpoints as they were.
+    """
+    results: dict[str, Any] = loop._results
+    return results
+
+
+def result_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """The running means and other reductions of what was logged in this training epoch.
+
+    Returns:
+        For each entry of :func:`result_collection` tensors on the host and plain values, but nothing for those that are
+        reduced over a process group of the user's.
+
+    Touches: ``_ResultMetric`` (``meta``, ``is_tensor``, ``has_reset``, ``_forward_cache``), ``_Metadata`` (all fields),
+        ``_Sync`` (``should``, ``group``, ``rank_zero_only``).
+
+    Without: means of a resumed epoch are those of its second part.
+    """
+    states = {}
+    for key, entry in result_collection(trainer.fit_loop.epoch_loop).items():
+        meta = entry.meta
+        if meta.sync.group is not None:
+            continue
+        numbers = {name: vars(entry)[name] for name in _NUMBERS if entry.is_tensor and name in vars(entry)}
+        states[key] = {
+            "meta": {name: getattr(meta, name) for name in _METADATA},
+            "reduction": [meta.reduce_fx.__module__, meta.reduce_fx.__name__],
+            "sync": [meta.sync.should, meta.sync.rank_zero_only],
+            "numbers": map_leaves(to_host, numbers),
+            "of_batch": map_leaves(to_host, entry._forward_cache),
+            "updates": entry.update_count,
+            "has_reset": entry.has_reset,
+        }
+    return states
+
+
+def load_result_states(trainer: Trainer, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Continue the running means and other reductions of :func:`result_states`.
+
+    Args:
+        trainer: The Trainer, before training continues.
+        states: Of the same module; its tensors are on the device of this process.
+
+    Touches: ``_TrainingEpochLoop._results`` (replaced), ``_ResultCollection`` (a subclass), ``_ResultMetric``,
+        ``_Metadata``, ``_Sync`` (made, with all their fields).
+
+    Without: means of a resumed epoch are those of its second part.
+    """
+    entries = {key: _result_metric(trainer, state) for key, state in states.items()}
+    loop = trainer.fit_loop.epoch_loop
+    if not isinstance(loop._results, _ResumedResults):
+        loop._results = _ResumedResults(loop._results)
+    loop._results.resume(entries)
+
+
+def _result_metric(trainer: Trainer, state: Mapping[str, Any]) -> _ResultMetric:
+    module, name = state["reduction"]
+    meta = _Metadata(**state["meta"], reduce_fx=getattr(builtins if module == "builtins" else torch, name))
+    should, rank_zero_only = state["sync"]
+    meta.sync = _Sync(fn=trainer.strategy.reduce, _should=should, rank_zero_only=rank_zero_only)
+    entry = _ResultMetric(meta, is_tensor=bool(state["numbers"])).to(trainer.strategy.root_device)
+    for number, value in state["numbers"].items():
+        setattr(entry, number, value)
+    if not entry.is_tensor:
+        entry.value = trainer.lightning_module.get_submodule(state["meta"]["metric_attribute"])
+    entry._forward_cache, entry._update_count = state["of_batch"], state["updates"]
+    entry.has_reset = state["has_reset"]
+    return entry
+
+
+class _ResumedResults(_ResultCollection):
+    """Lightning's results, some of them of the run that wrote a checkpoint.
+
+    Lightning refuses two calls of `self.log` with one key and other arguments. The first call after a resume may have
+    others than the one before the checkpoint: another layout has nothing to synchronise or writes `max` for
+    `torch.max`, and the user may have changed the program. From that call on a value is logged as it says.
+    """
+
+    def __init__(self, results: _ResultCollection) -> None:
+        super().__init__(results.training)
+        vars(self).update(vars(results))
+        self.update(results)
+        self._not_logged_yet: set[str] = set()
+
+    def resume(self, entries: Mapping[str, _ResultMetric]) -> None:
+        """Take entries over."""
+        self.update(entries)
+        self._not_logged_yet.update(entries)
+
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log a value, in the way of the first call."""
+        key = f"{fx}.{name}"  # training has no number of the loader behind it
+        if key in self._not_logged_yet:
+            self._not_logged_yet.remove(key)
+            requested = _RequestedResults(self.training)
+            requested.log(fx, name, value, *args, **kwargs)
+            self[key].meta = requested[key].meta
+        super().log(fx, name, value, *args, **kwargs)
+
+
+class _RequestedResults(_ResultCollection):
+    """How values are logged, without the values."""
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """Nothing to add up."""
+
+
+def noted_metrics(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The values that callbacks, loggers and progress bars have been given, without the newest.
+
+    The public properties of the Trainer note the newest first, which may synchronise ranks.
+
+    Touches: ``Trainer._logger_connector``, and of it ``_callback_metrics``, ``_logged_metrics``,
+        ``_progress_bar_metrics``.
+
+    Without: callbacks and plateau schedulers of a resumed run miss values that were logged before the checkpoint.
+    """
+    connector = trainer._logger_connector
+    return connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics
+
+
+def set_num_logged_batches(trainer: Trainer, batches: int) -> None:
+    """Say how many batches of this epoch have been logged.
+
+    Touches: ``_LoggerConnector._first_loop_iter``.
+
+    Without: the first batch after a resume is taken for the first one of its epoch, which resets what was logged.
+    """
+    trainer._logger_connector._first_loop_iter = None if batches == 0 else batches == 1
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -140,7 +465,180 @@ def set_recorded_batch_indices(loader: DataLoader[Any], indices: list[list[int]]
         sampler.seen_batch_indices = indices
 
 
+def combined_loader(loop: Any) -> CombinedLoader | None:
+    """The loaders of a loop, as Lightning has combined and prepared them; ``None`` if it has not asked for them yet.
+
+    Args:
+        loop: The fit loop, or an evaluation loop.
+
+    Touches: ``_FitLoop._combined_loader``, ``_EvaluationLoop._combined_loader``.
+
+    Without: no loader can be resumed in the middle of an epoch.
+    """
+    found: CombinedLoader | None = loop._combined_loader
+    return found
+
+
+def discard_loaders(loop: Any) -> None:
+    """Let a loop ask for its loaders anew.
+
+    Touches: as :func:`combined_loader`.
+
+    Without: validation loaders of a resumed run are made earlier than those of the uninterrupted one, and shuffle with
+        other random numbers.
+    """
+    loop._combined_loader = None
+
+
+def reload_epochs(trainer: Trainer) -> list[float]:
+    """The epochs in which training and validation loaders were made last.
+
+    Touches: ``_FitLoop._last_train_dl_reload_epoch``, ``_EvaluationLoop._last_val_dl_reload_epoch``.
+
+    Without: with ``reload_dataloaders_every_n_epochs`` a resumed run asks for loaders in other epochs.
+    """
+    fit_loop = trainer.fit_loop
+    return [fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
+
+
+def set_reload_epochs(trainer: Trainer, epochs: Iterable[float]) -> None:
+    """Put back what :func:`reload_epochs` gave.
+
+    Touches: as there.
+
+    Without: as there.
+    """
+    fit_loop = trainer.fit_loop
+    fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epochs
+
+
+def data_fetcher(trainer: Trainer) -> Any:
+    """What takes batches from the training loaders, perhaps one ahead; ``None`` before and after a fit.
+
+    Touches: ``_FitLoop._data_fetcher``.
+
+    Without: no loader can be resumed in the middle of an epoch.
+    """
+    return trainer.fit_loop._data_fetcher
+
+
+def start_fetching(fetcher: Any) -> None:
+    """Make new iterators, without fetching a batch ahead.
+
+    Touches: ``_DataFetcher.__iter__``.
+
+    Without: a loader without a length gives a batch while its iterator is still being brought to its place.
+    """
+    _DataFetcher.__iter__(fetcher)
+
+
+def fetch_ahead(fetcher: Any) -> None:
+    """Fetch the batch that is fetched ahead.
+
+    Raises:
+        StopIteration: If there is none.
+
+    Touches: ``_DataFetcher.__next__``, ``_PrefetchDataFetcher.batches``.
+
+    Without: a loader without a length loses a batch at a resume, and its end is noticed too late.
+    """
+    fetcher.batches.append(_DataFetcher.__next__(fetcher))
+
+
+def batch_iterator(combined: CombinedLoader) -> Any:
+    """The iterator of one of Lightning's modes of combination, with ``iterators``; ``None`` if there is none yet.
+
+    Touches: ``CombinedLoader._iterator``.
+
+    Without: no loader can be resumed in the middle of an epoch.
+    """
+    return combined._iterator
+
+
+def num_fetched(iterator: Any) -> int:
+    """How many batches of this epoch a :func:`batch_iterator` has given.
+
+    Touches: ``_ModeIterator._idx``.
+
+    Without: a checkpoint does not know how many batches were fetched but not trained with.
+    """
+    number: int = iterator._idx
+    return number
+
+
+def begun_anew(iterator: Any) -> list[bool] | None:
+    """For each loader of a :func:`batch_iterator` whether it began anew at its end; ``None`` if loaders never do.
+
+    The list itself: changes of it are changes of the iterator.
+
+    Touches: ``_MaxSizeCycle._consumed``.
+
+    Without: a resumed epoch over a longer and a shorter loader does not end when the longer one does.
+    """
+    return getattr(iterator, "_consumed", None)
+
+
+def set_sampler_epoch(loader: object, epoch: int) -> None:
+    """Tell the samplers of a loader the number of the epoch, as the fit loop does.
+
+    Touches: ``lightning.fabric.utilities.data._set_sampler_epoch``.
+
+    Without: a resumed epoch has the order of the first one, with samplers that shuffle by epoch.
+    """
+    _set_sampler_epoch(loader, epoch)
+
+
 # -- optimization and precision ----------------------------------------------------------------------------------------
+
+
+def replace_closure(trainer: Trainer, closure: type[Closure]) -> None:
+    """Have automatic optimization call another closure; Lightning's own ``Closure`` puts its loop back.
+
+    Lightning zeroes gradients between step and backward, which would wipe what a schedule of both has computed.
+
+    Args:
+        trainer: The Trainer.
+        closure: Takes what ``Closure`` takes, by name.
+
+    Touches: ``_TrainingEpochLoop.automatic_optimization`` (replaced; its progress, which checkpoints know, stays),
+        ``_AutomaticOptimization`` (a subclass), ``_make_closure``, ``_make_step_fn``, ``_make_backward_fn``,
+        ``_make_zero_grad_fn``, ``_skip_backward``.
+
+    Without: automatic optimization cannot train with a pipeline.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    former = epoch_loop.automatic_optimization
+    if getattr(former, "closure", Closure) is closure:
+        return
+    loop = _AutomaticOptimization(trainer) if closure is Closure else _OptimizationBy(trainer, closure)
+    loop.optim_progress, loop._skip_backward = former.optim_progress, former._skip_backward
+    epoch_loop.automatic_optimization = loop
+
+
+class _OptimizationBy(_AutomaticOptimization):
+    """Lightning's loop with another closure."""
+
+    def __init__(self, trainer: Trainer, closure: type[Closure]) -> None:
+        super().__init__(trainer)
+        self.closure = closure
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        return self.closure(
+            step_fn=self._make_step_fn(kwargs),
+            backward_fn=self._make_backward_fn(optimizer),
+            zero_grad_fn=self._make_zero_grad_fn(batch_idx, optimizer),
+        )
+
+
+def move_optimizer_states(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Move the states of optimizers, all but the step counts that torch wants on the host.
+
+    Touches: ``lightning.fabric.utilities.optimizer._optimizers_to_device``.
+
+    Without: optimizers whose states were loaded on the host fail at the first step on a device.
+    """
+    _optimizers_to_device(optimizers, device)
+
 
 # -- modules and callbacks ---------------------------------------------------------------------------------------------
 
@@ -208,6 +706,69 @@ def unwrap_before_batch_transfer(module: LightningModule) -> None:
         As there.
     """
     vars(module).pop("_on_before_batch_transfer", None)
+
+
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh | None) -> None:
+    """Say what ``module.device_mesh`` is, which has no public setter.
+
+    Touches: ``LightningModule._device_mesh``.
+
+    Without: `configure_model` cannot use the mesh.
+    """
+    module._device_mesh = mesh
+
+
+def example_input(module: LightningModule) -> Any:
+    """The example that was assigned to a module, and not the one of a property or class attribute of the user's.
+
+    Touches: ``LightningModule._example_input_array``.
+
+    Without: `ModelSummary` runs a module of which this rank has some layers only.
+    """
+    return module._example_input_array
+
+
+def set_example_input(module: LightningModule, example: Any) -> None:
+    """Put another example in the place of :func:`example_input`.
+
+    Touches: as there.
+
+    Without: as there.
+    """
+    module._example_input_array = example
+
+
+def note_saved_step(callback: ModelCheckpoint, step: int) -> None:
+    """Tell a callback that saves every so many steps that the checkpoint of this step is there.
+
+    Touches: ``ModelCheckpoint._every_n_train_steps``, ``ModelCheckpoint._last_global_step_saved``.
+
+    Without: the first batch after a resume, which may be between two optimizer steps, replaces the checkpoint of the
+        step before it.
+    """
+    every = callback._every_n_train_steps
+    if every >= 1 and step % every == 0:
+        callback._last_global_step_saved = step
+
+
+def throughputs(callback: ThroughputMonitor) -> Iterator[Throughput]:
+    """What a monitor counts with, for each stage of the Trainer.
+
+    Touches: ``ThroughputMonitor._throughputs``.
+
+    Without: samples that ranks of one model group share are counted once for each of them.
+    """
+    yield from callback._throughputs.values()
+
+
+def is_wrapping_io(plugin: CheckpointIO) -> TypeGuard[_WrappingCheckpointIO]:
+    """Whether a plugin writes through another one, its ``checkpoint_io``, as `AsyncCheckpointIO` does.
+
+    Touches: ``_WrappingCheckpointIO``.
+
+    Without: files written by such a plugin are not replaced at one moment.
+    """
+    return isinstance(plugin, _WrappingCheckpointIO)
 
 
 # -- torchmetrics ------------------------------------------------------------------------------------------------------
@@ -286,4 +847,58 @@ def sync_metrics_over(group: GroupRef | None) -> None:
     Metric.sync = sync  # type: ignore[method-assign, assignment]
 
 
+def set_update_count(metric: Metric, count: int) -> None:
+    """Say how often a metric was updated, for which ``Metric.update_count`` has no setter.
+
+    Touches: ``Metric._update_count``.
+
+    Without: metrics of a resumed run warn that they were computed before they were updated, and means of their values
+        have wrong weights.
+    """
+    metric._update_count = count
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def subprocess_launcher(
+    environment: ClusterEnvironment, num_processes: int, num_nodes: int
+) -> _SubprocessScriptLauncher:
+    """What starts the other processes of this node by running the user's script in each of them.
+
+    Touches: ``lightning.pytorch.strategies.launchers._SubprocessScriptLauncher``.
+
+    Without: several processes have to be started from outside, as by `torchrun`.
+    """
+    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def connect_processes(
+    environment: ClusterEnvironment, backend: str, *, timeout: timedelta | None, device: torch.device | None
+) -> None:
+    """Make the process group of all processes, as Lightning's strategies do: with its log and its end at exit.
+
+    Args:
+        environment: The cluster, which knows the address and the ranks.
+        backend: Of the group.
+        timeout: Of the group.
+        device: That the group is bound to; ``None`` for no device.
+
+    Touches: ``lightning.fabric.utilities.distributed._init_dist_connection``.
+
+    Without: there is no process group, unless the user makes one.
+    """
+    _init_dist_connection(environment, backend, timeout=timeout, device_id=device)
+
+
+#: Private members of Lightning's ``Strategy`` and ``ParallelStrategy`` that strategies of this package, which inherit
+#: from them, use or override; and what would break without.
+STRATEGY_MEMBERS: Mapping[str, str] = {
+    "_checkpoint_io": "the property that it belongs to would write Lightning's files, which are not replaced at once",
+    "_configure_launcher": "the Trainer asks here for what starts processes; only this process would run",
+    "_launcher": "the Trainer reads there what starts processes; only this process would run",
+    "_layer_sync": "`Trainer(sync_batchnorm=True)` would have no effect",
+    "_lightning_module": "a module without values could not be kept from being moved to the host after an error",
+    "_precision_plugin": "the ranks of a model group would not agree on an overflow, nor on the norm to clip by",
+    "_reset_optimizers_and_schedulers": "optimizers of a former run would be known to the next one",
+}

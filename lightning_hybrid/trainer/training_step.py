@@ -20,6 +20,7 @@ from lightning_hybrid.pipeline_parallel.body import BodyCall
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, signature, sizes, split_batch
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, build_forward
+from lightning_hybrid.pipeline_parallel.stage import Compute
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
@@ -78,35 +79,16 @@ class TrainingStep:
         Returns:
             What `training_step` returned, merged over the microbatches: the same on every rank, without a graph.
         """
-        context, grad_sync, user_step = self._context, self._grad_sync, self._context.module.training_step
+        context, grad_sync = self._context, self._grad_sync
         microbatches, counts = self._split(arguments[0])
         weights, factors = self._weights(microbatches, counts)
         outputs: list[Any] = []
 
-        def compute(stage: int, microbatch: int, inputs: Any) -> Any:
-            grad_sync.forward_begins(stage)
-            coordinates = _TRAINING, step, microbatch
-            is_last = stage == context.num_stages - 1
-            with precision():
-                if stage > 0 and not is_last:
-                    return context.run_layers(stage, coordinates, inputs)
-                context.enter_user_code(*coordinates, keep=is_last)
-                batch = move_data_to_device(microbatches[microbatch], context.device)
-                if context.cut is None:
-                    value = user_step(batch, *arguments[1:])
-                elif is_last:
-                    with BodyCall(
-                        context.cut, user_step, answer=partial(context.run_layers, stage, coordinates, inputs)
-                    ):
-                        value = user_step(batch, *arguments[1:])
-                else:
-                    layers = partial(context.run_layers, stage, coordinates)
-                    with BodyCall(context.cut, user_step, layers=layers) as call:
-                        user_step(batch, *arguments[1:])
-                    return call.value
-                outputs.append(context.to_plain(value))
-                return scale(_weighted(_loss_of(outputs[-1]), factors[microbatch]))
+        def loss_of(microbatch: int, value: Any) -> Tensor:
+            outputs.append(value)
+            return scale(_weighted(_loss_of(value), factors[microbatch]))
 
+        compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of)
         version = context.version(gradients=backward)
         with (
             context.step(num_microbatches=len(counts), counts=counts) as records,
@@ -130,6 +112,40 @@ class TrainingStep:
                 merge_logs(records, counts, self._num_microbatches),
             )
         )
+
+    def _make_compute(
+        self,
+        microbatches: Sequence[Any],
+        arguments: Sequence[Any],
+        step: int,
+        precision: Callable[[], AbstractContextManager[None]],
+        loss_of: Callable[[int, Any], Tensor],
+    ) -> Compute:
+        """The forward of a stage: the user's step until the body, its layers, or the step around its last layers."""
+        context, grad_sync, user_step = self._context, self._grad_sync, self._context.module.training_step
+
+        def compute(stage: int, microbatch: int, inputs: Any) -> Any:
+            grad_sync.forward_begins(stage)
+            coordinates = _TRAINING, step, microbatch
+            is_last = stage == context.num_stages - 1
+            with precision():
+                if stage > 0 and not is_last:
+                    return context.run_layers(stage, coordinates, inputs)
+                context.enter_user_code(*coordinates, keep=is_last)
+                batch = move_data_to_device(microbatches[microbatch], context.device)
+                if context.cut is None:
+                    return loss_of(microbatch, context.to_plain(user_step(batch, *arguments)))
+                if is_last:
+                    answer = partial(context.run_layers, stage, coordinates, inputs)
+                    with BodyCall(context.cut, user_step, answer=answer):
+                        value = user_step(batch, *arguments)
+                    return loss_of(microbatch, context.to_plain(value))
+                layers = partial(context.run_layers, stage, coordinates)
+                with BodyCall(context.cut, user_step, layers=layers) as call:
+                    user_step(batch, *arguments)
+                return call.value
+
+        return compute
 
     def backward(self, run: Callable[[], None], *, reduce: bool) -> None:
         """Nothing: the schedule has run it.

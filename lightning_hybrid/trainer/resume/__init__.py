@@ -1,1 +1,1 @@
-"""A run that goes on from a checkpoint as the rest of the uninterrupted one: loops, data, logs, random numbers."""
+"""A run that continues from a checkpoint as the rest of the uninterrupted one: loops, data, logs, random numbers."""

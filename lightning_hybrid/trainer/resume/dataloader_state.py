@@ -4,26 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hybrid.trainer.resume.own_generators import own_states, set_own_states
-from lightning_hybrid.trainer.resume.replay import ReplayableLoader, TracedIterator
+from lightning_hybrid.trainer.lightning_internals import (
+    batch_iterator,
+    begun_anew,
+    combined_loader,
+    data_fetcher,
+    fetch_ahead,
+    num_fetched,
+    set_sampler_epoch,
+    start_fetching,
+)
+from lightning_hybrid.trainer.resume.replay import (
+    ReplayableIterator,
+    ReplayableLoader,
+    loader_generators,
+    set_loader_generators,
+)
 
-__all__ = ["bring_back", "loaders_of", "record_positions"]
+__all__ = ["dataloader_state", "load_dataloader_state", "loaders_of"]
 
 
 def loaders_of(loop: Any) -> list[Any]:
     """The loaders of one of Lightning's loops; none if it has not asked for them yet."""
-    return [] if loop._combined_loader is None else loop._combined_loader.flattened
+    combined = combined_loader(loop)
+    return [] if combined is None else combined.flattened
 
 
-def record_positions(trainer: Trainer, batches: int | None) -> dict[str, Any] | None:
+def dataloader_state(trainer: Trainer, batches: int | None) -> dict[str, Any] | None:
     """How the training loaders came where they are.
 
     Args:
@@ -33,85 +46,91 @@ def record_positions(trainer: Trainer, batches: int | None) -> dict[str, Any] | 
     Returns:
         Tensors and plain values; ``None`` if the loaders are gone, or were asked for before there was a mesh.
     """
-    combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+    combined, fetcher = combined_loader(trainer.fit_loop), data_fetcher(trainer)
     loaders = loaders_of(trainer.fit_loop)
     if fetcher is None or not all(isinstance(loader, ReplayableLoader) for loader in loaders):
         return None
-    record: dict[str, Any] = {"own": [own_states(loader) for loader in loaders]}
     assert combined is not None
-    iterator: Any = combined._iterator  # of one of Lightning's modes of combination
-    if iterator is None or not all(isinstance(each, TracedIterator) for each in iterator.iterators):
+    iterator = batch_iterator(combined)
+    if iterator is None or not all(isinstance(each, ReplayableIterator) for each in iterator.iterators):
         return None
-    record["ended"] = [each.has_ended for each in iterator.iterators]
+    state: dict[str, Any] = {
+        "own": [loader_generators(loader) for loader in loaders],
+        "ended": [each.has_ended for each in iterator.iterators],
+    }
     if batches is None:
-        return {**record, "states": [loader.state_dict() if loader.is_stateful else None for loader in loaders]}
-    again = max(0, iterator._idx - batches)  # fetched ahead, or not trained with to the end
-    consumed = getattr(iterator, "_consumed", None)
-    asked = iterator._idx, again
+        return {**state, "states": [loader.state_dict() if loader.is_stateful else None for loader in loaders]}
+    fetched, consumed = num_fetched(iterator), begun_anew(iterator)
+    repeated = max(0, fetched - batches)  # fetched ahead, or not trained with to the end
     return {
-        **record,
-        "passes": [loader.record(*asked, cycles=consumed is not None) for loader in loaders],
-        "again": again,
-        "index": iterator._idx - again,
+        **state,
+        "passes": [loader.record(fetched, repeated, cycles=consumed is not None) for loader in loaders],
+        "again": repeated,
+        "index": fetched - repeated,
         "consumed": consumed,
-        "done": fetcher.done and not again,
+        "done": fetcher.done and not repeated,
     }
 
 
-def bring_back(trainer: Trainer, record: dict[str, Any] | None, epochs: int) -> None:
+def load_dataloader_state(trainer: Trainer, state: dict[str, Any] | None, epochs: int) -> None:
     """Bring the loaders to where they were; to be called on every rank.
 
     Args:
         trainer: The Trainer; its loaders have been made.
-        record: From :func:`record_positions`.
+        state: From :func:`dataloader_state`.
         epochs: How many are over.
     """
-    combined, fetcher = trainer.fit_loop._combined_loader, cast(Any, trainer.fit_loop._data_fetcher)
+    combined, fetcher = combined_loader(trainer.fit_loop), data_fetcher(trainer)
     assert combined is not None, "training begins with loaders"
     assert fetcher is not None, "training begins with loaders"
     loaders = combined.flattened
-    known = record is not None and len(record["own"]) == len(loaders)
-    if not known or not all(isinstance(loader, ReplayableLoader) for loader in loaders):
+    if (
+        state is None
+        or len(state["own"]) != len(loaders)
+        or not all(isinstance(loader, ReplayableLoader) for loader in loaders)
+    ):
         rank_zero_warn(_OTHER_LOADERS)
         iter(fetcher)
         return
-    assert record is not None
     combined.reset()  # persistent workers that something has started
-    if "states" in record:
-        for loader, own, state, ended in zip(loaders, record["own"], record["states"], record["ended"], strict=True):
-            set_own_states(loader, own)
-            if loader.is_stateful and state is not None:
-                loader.load_state_dict(state)
+    if "states" in state:
+        for loader, own, loader_state, ended in zip(
+            loaders, state["own"], state["states"], state["ended"], strict=True
+        ):
+            set_loader_generators(loader, own)
+            if loader.is_stateful and loader_state is not None:
+                loader.load_state_dict(loader_state)
                 batches = iter(loader)  # of the epoch that is over; the next iterator begins anew
                 if ended:
                     next(batches, None)
         return
-    _repeat(combined, fetcher, record, epochs)
+    _replay(combined, fetcher, state, epochs)
     for loader in loaders:
-        loader.is_resumed()
+        loader.mark_resumed()
 
 
-def _repeat(combined: CombinedLoader, fetcher: Any, record: Mapping[str, Any], epochs: int) -> None:
+def _replay(combined: CombinedLoader, fetcher: Any, state: Mapping[str, Any], epochs: int) -> None:
     """Ask for the batches of the present epoch once more, in the way in which they have been asked for."""
     loaders: list[Any] = combined.flattened
-    for loader, own, past in zip(loaders, record["own"], record["passes"], strict=True):
-        _set_sampler_epoch(loader, epochs)
-        set_own_states(loader, own)
-        loader.go_on(past, record["index"], record["again"])
-    _DataFetcher.__iter__(fetcher)
-    iterator: Any = combined._iterator
+    for loader, own, records in zip(loaders, state["own"], state["passes"], strict=True):
+        set_sampler_epoch(loader, epochs)
+        set_loader_generators(loader, own)
+        loader.replay(records, state["index"], state["again"])
+    start_fetching(fetcher)
+    iterator = batch_iterator(combined)
     with suppress(StopIteration):  # other data
-        for _ in range(record["index"]):
+        for _ in range(state["index"]):
             next(iterator)
+    consumed = begun_anew(iterator)
     for number, loader in enumerate(loaders):
-        if loader.is_stateful and record["consumed"] is not None:
-            iterator._consumed[number] = record["consumed"][number]
-    if record["again"] and fetcher.length is None and hasattr(fetcher, "batches"):
+        if loader.is_stateful and consumed is not None and state["consumed"] is not None:
+            consumed[number] = state["consumed"][number]
+    if state["again"] and fetcher.length is None and hasattr(fetcher, "batches"):
         with suppress(StopIteration):
-            fetcher.batches.append(_DataFetcher.__next__(fetcher))
-    fetcher.done = record["done"]
-    for loader, batches, ended in zip(loaders, iterator.iterators, record["ended"], strict=True):
-        if loader.is_stateful and ended and not record["again"]:
+            fetch_ahead(fetcher)
+    fetcher.done = state["done"]
+    for loader, batches, ended in zip(loaders, iterator.iterators, state["ended"], strict=True):
+        if loader.is_stateful and ended and not state["again"]:
             next(batches, None)  # or it would take what comes next for the rest of this epoch
 
 

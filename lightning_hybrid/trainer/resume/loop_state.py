@@ -1,14 +1,23 @@
-"""The moment in Lightning's loops at which a checkpoint is written, and how the loops go on from it."""
+"""Where in Lightning's loops a checkpoint is written, and how the loops continue from there."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.progress import _ProcessedTracker
+
+from lightning_hybrid.trainer.lightning_internals import (
+    data_fetcher,
+    end_restart,
+    is_last_batch,
+    replace_next_batch,
+    restore_next_batch,
+    set_num_logged_batches,
+    skip_next_validation,
+)
 
 __all__ = ["LoopState", "has_begun", "is_epoch_over", "progress"]
 
@@ -40,16 +49,16 @@ class LoopState:
     batches: int
 
     @classmethod
-    def now(cls, trainer: Trainer) -> LoopState:
-        """The present one, during `fit`."""
+    def of(cls, trainer: Trainer) -> LoopState:
+        """That of a Trainer, during `fit`."""
         loop = trainer.fit_loop.epoch_loop
-        epoch = cast(_ProcessedTracker, trainer.fit_loop.epoch_progress.current)
-        batch = cast(_ProcessedTracker, loop.batch_progress.current)
+        epoch: Any = trainer.fit_loop.epoch_progress.current
+        batch: Any = loop.batch_progress.current
         is_over = epoch.processed == epoch.ready
         if is_over and not is_epoch_over(trainer):  # ended by `max_steps` or a callback
             return cls("batch", epoch.processed - 1, batch.processed)
         if is_over or epoch.started == epoch.processed:
-            kind = "epoch end" if loop._num_ready_batches_reached() else "epoch cut"
+            kind = "epoch end" if is_last_batch(trainer) else "epoch cut"
             return cls(kind if epoch.completed < epoch.processed else "epoch", epoch.processed, 0)
         kind = "batch"
         if trainer.validating:
@@ -65,7 +74,7 @@ class LoopState:
         return not self.kind.startswith("epoch")
 
     @property
-    def is_busy(self) -> bool:
+    def has_pending_logs(self) -> bool:
         """Whether Lightning has not yet noted what was logged."""
         return self.kind in ("batch end", "validated", "epoch end", "epoch cut")
 
@@ -73,8 +82,8 @@ class LoopState:
         """Plain values, the arguments of another one."""
         return asdict(self)
 
-    def in_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of the fit loop, so that Lightning goes on from this moment.
+    def fit_loop_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of the fit loop from which Lightning continues here.
 
         Args:
             state: The state as Lightning saved it.
@@ -90,68 +99,61 @@ class LoopState:
         return loops
 
     def is_restored(self, trainer: Trainer) -> bool:
-        """Whether the loops have been given the state that :meth:`in_order` made."""
+        """Whether the loops have been given the state that :meth:`fit_loop_state` made."""
         fit_loop = trainer.fit_loop
-        epoch = cast(_ProcessedTracker, fit_loop.epoch_progress.current)
-        batch = cast(_ProcessedTracker, fit_loop.epoch_loop.batch_progress.current)
+        epoch: Any = fit_loop.epoch_progress.current
+        batch: Any = fit_loop.epoch_loop.batch_progress.current
         is_there = epoch.processed == self.epochs and (not self.in_epoch or batch.processed == self.batches)
         return has_begun(trainer) and is_there
 
     def restart(self, trainer: Trainer) -> None:
-        """Let the loops go on; to be called when they have been reset and before the first epoch.
+        """Let the loops continue; to be called when they have been reset and before the first epoch.
 
         In the middle of an epoch Lightning's way of restarting is taken, up to the first batch. From there on nothing
         is a restart any more.
         """
         fit_loop = trainer.fit_loop
-        loop = fit_loop.epoch_loop
         if not self.in_epoch:
-            _go_on(trainer)
+            end_restart(trainer)
             if self.kind == "epoch end":
                 fit_loop.epoch_progress.current.completed -= 1  # schedulers count the epoch that is ending
-                loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+                fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
                 fit_loop.epoch_progress.current.completed += 1
             return
-        # Otherwise the first batch would be taken for the first of an epoch, and what has been logged be forgotten.
-        trainer._logger_connector._first_loop_iter = None if self.batches == 0 else self.batches == 1
 
-        def advance(data_fetcher: Any) -> None:
-            self.forget(trainer)
-            _go_on(trainer)
+        def first_batch(run: Callable[[], None]) -> None:
+            end_restart(trainer)
             if self.kind == "batch":
-                loop.advance(data_fetcher)
+                run()
             else:  # only the end of the batch is left
-                loop._skip_next_val = self.kind == "validated"
+                skip_next_validation(trainer, skip=self.kind == "validated")
 
-        loop.__dict__["advance"] = advance
+        # Otherwise the first batch would be taken for the first of an epoch, and what has been logged be forgotten.
+        set_num_logged_batches(trainer, self.batches)
+        replace_next_batch(trainer, first_batch)
 
     @staticmethod
-    def forget(trainer: Trainer) -> None:
+    def cancel_restart(trainer: Trainer) -> None:
         """Undo :meth:`restart`, if no batch has come."""
-        trainer.fit_loop.epoch_loop.__dict__.pop("advance", None)
+        restore_next_batch(trainer)
 
 
 def has_begun(trainer: Trainer) -> bool:
     """Whether an epoch of training has begun."""
-    return bool(cast(_ProcessedTracker, trainer.fit_loop.epoch_progress.total).started)
+    total: Any = trainer.fit_loop.epoch_progress.total
+    return bool(total.started)
 
 
 def is_epoch_over(trainer: Trainer) -> bool:
     """Whether the epoch has had all its batches; otherwise `max_steps` or a callback may have ended the run in it."""
-    fetcher = trainer.fit_loop._data_fetcher
-    return trainer.fit_loop.epoch_loop._num_ready_batches_reached() or (fetcher is not None and fetcher.done)
+    fetcher = data_fetcher(trainer)
+    return is_last_batch(trainer) or (fetcher is not None and fetcher.done)
 
 
 def progress(trainer: Trainer) -> tuple[int, int]:
     """How many epochs and batches have begun since training began."""
     epoch, batch = trainer.fit_loop.epoch_progress.total, trainer.fit_loop.epoch_loop.batch_progress.total
     return epoch.ready, batch.ready
-
-
-def _go_on(trainer: Trainer) -> None:
-    """Nothing is a restart any more; the setter of the fit loop says that it is, where `max_steps` is given."""
-    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
-        loop._restarting = loop._resuming_from_checkpoint = False
 
 
 def _set_all(progress: dict[str, Any], count: int) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.trainer.resume.own_generators import Generators
+from lightning_hybrid.distributed.random import generator_marks, generator_states, set_generator_states
 
-__all__ = ["LoaderWrapper", "ReplayableLoader", "TracedIterator"]
+__all__ = ["LoaderWrapper", "ReplayableIterator", "ReplayableLoader", "loader_generators", "set_loader_generators"]
 
 
 class LoaderWrapper:
@@ -45,32 +45,37 @@ class LoaderWrapper:
 
 
 class ReplayableLoader(LoaderWrapper):
-    """A training loader whose iterators know how they came where they are.
+    """A training loader that records what its iterators did, and whose iterators can replay that.
 
     Args:
         loader: The loader as the ranks of a model group iterate it.
         device: The device of the model.
         waits: Whether the first iterator is not to be used: Lightning asks for one before it is known where the data
-            shall go on. It has one batch, ``None``, because where there is no length Lightning fetches that too.
+            shall continue. It has one batch, ``None``, because where there is no length Lightning fetches that too.
     """
 
     def __init__(self, loader: Any, device: torch.device, *, waits: bool = False) -> None:
         super().__init__(loader)
         self._device = device
         self._waits = waits
-        self._passes: list[_Pass] = []  # of this epoch, and perhaps earlier ones
-        self._past: list[Mapping[str, Any]] = []  # records of passes that are yet to be repeated
-        self._skipped = 0
-        self._again = 0
+        self._histories: list[_History] = []  # of the iterators of this epoch, and perhaps earlier ones
+        self._to_replay: list[Mapping[str, Any]] = []  # records of iterators
+        self._num_skipped = 0
+        self._num_repeated = 0
 
     def __iter__(self) -> Iterator[Any]:
         if self._waits:
             self._waits = False
             return iter([None])
-        past = self._past.pop(0) if self._past else None
-        iterator = TracedIterator(self._loader, self._device, past, num_skipped=self._skipped, num_again=self._again)
-        self._skipped = self._again = 0
-        self._passes.append(iterator.log)
+        iterator = ReplayableIterator(
+            self._loader,
+            self._device,
+            self._to_replay.pop(0) if self._to_replay else None,
+            num_skipped=self._num_skipped,
+            num_repeated=self._num_repeated,
+        )
+        self._num_skipped = self._num_repeated = 0
+        self._histories.append(iterator.history)
         return iterator
 
     @property
@@ -80,173 +85,173 @@ class ReplayableLoader(LoaderWrapper):
 
     def begin_epoch(self) -> None:
         """What was before the last iterator does not matter any more."""
-        del self._passes[:-1]
-        self._past = []
+        del self._histories[:-1]
+        self._to_replay = []
 
-    def record(self, num_batches: int, num_again: int, *, cycles: bool) -> list[dict[str, Any]]:
+    def record(self, num_batches: int, num_repeated: int, *, cycles: bool) -> list[dict[str, Any]]:
         """How another loader comes to the same place: tensors and plain values for each of this epoch's iterators.
 
         Args:
             num_batches: How many batches have been asked for in this epoch.
-            num_again: How many of them shall be given again.
+            num_repeated: How many of them shall be given again.
             cycles: Whether it begins anew where it ends before others.
         """
         if self.is_stateful:
-            last = self._passes[-1]
-            is_ahead = num_again > 0 and _length(self._loader) is None
+            last = self._histories[-1]
+            is_ahead = num_repeated > 0 and _length(self._loader) is None
             state = last.former_state if is_ahead else self._loader.state_dict()
-            return [{**last.record(), "given": last.given - num_again, "loader": state}]
-        passes: list[dict[str, Any]] = []
-        for each in reversed(self._passes):
-            passes.insert(0, each.record())
-            num_batches -= each.given
+            return [{**last.record(), "given": last.num_batches - num_repeated, "loader": state}]
+        records: list[dict[str, Any]] = []
+        for history in reversed(self._histories):
+            records.insert(0, history.record())
+            num_batches -= history.num_batches
             if num_batches <= 0 or not cycles:
                 break
-        return [*passes, *map(dict, self._past)]
+        return [*records, *map(dict, self._to_replay)]
 
-    def go_on(self, past: list[Mapping[str, Any]], num_batches: int, num_again: int) -> None:
-        """Let the next iterators repeat others.
+    def replay(self, records: list[Mapping[str, Any]], num_batches: int, num_repeated: int) -> None:
+        """Let the next iterators do what others did.
 
         Args:
-            past: The record of these, from :meth:`record`.
-            num_batches: How many batches will be asked for, up to the place to go on from. A loader with a state gives
-                ``None`` for them: it is there already.
-            num_again: How many come after that which others have had, too.
+            records: Of these, from :meth:`record`.
+            num_batches: How many batches will be asked for, up to the place to continue from. A loader with a state
+                gives ``None`` for them: it is there already.
+            num_repeated: How many come after that which others have had, too.
         """
-        self._waits, self._past, self._passes = False, list(past), []
+        self._waits, self._to_replay, self._histories = False, list(records), []
         if self.is_stateful:
-            self._skipped, self._again = num_batches, num_again
+            self._num_skipped, self._num_repeated = num_batches, num_repeated
 
-    def is_resumed(self) -> None:
-        """Tell Lightning, which asks whether there is a state, that the loader goes on where it was."""
+    def mark_resumed(self) -> None:
+        """Tell Lightning, which asks whether there is a state, that the loader continues where it was."""
         if not self.is_stateful:
-            self.state_dict, self.load_state_dict = dict, _forget
+            self.state_dict, self.load_state_dict = dict, _ignore_state
 
 
 @dataclass
-class _Pass:
+class _History:
     """What an iterator has done.
 
     Attributes:
         generators: The states of the generators that mattered, by event.
-        events: How many there have been, with those that are yet to be repeated.
-        given: How many batches it has given.
+        num_events: How many there have been, with those that are yet to be replayed.
+        num_batches: How many batches it has given.
         former_state: That of a loader without a length before it was last asked for a batch: Lightning may fetch ahead.
     """
 
     generators: dict[int, dict[str, Any]] = field(default_factory=dict)
-    events: int = 0
-    given: int = 0
+    num_events: int = 0
+    num_batches: int = 0
     former_state: Any = None
 
     def record(self) -> dict[str, Any]:
         """As tensors and plain values."""
-        return {"generators": dict(self.generators), "events": self.events}
+        return {"generators": dict(self.generators), "events": self.num_events}
 
 
-class TracedIterator:
-    """An iterator over a loader, and what is needed to bring another one to the same place.
+class ReplayableIterator:
+    """An iterator over a loader that records what is needed to bring another one to the same place.
 
     Samplers, data sets and workers draw random numbers when an iterator is made and when it is asked for a batch, from
-    generators that others use too; loaders may share one of their own. What matters for a repetition are the states of
+    generators that others use too; loaders may share one of their own. What matters for a replay are the states of
     the generators at these events, but only where something was drawn, and only where others have used them since::
 
         event      0 (made)   1    2    3     others draw    4    5
         draws         x       x         x         x          x
-        kept          0                                      4
+        recorded      0                                      4
 
     Args:
         loader: The loader.
         device: The device of the model.
-        past: The record of an iterator that this one repeats. Others do not notice what is drawn at these events.
+        record: Of an iterator that this one replays. Others do not notice what is drawn at these events.
         num_skipped: Of a loader with a state, how many batches it is asked for that it has given before.
-        num_again: Likewise, how many are repeated after these.
+        num_repeated: Likewise, how many are repeated after these.
 
     Attributes:
-        log: What it has done.
+        history: What it has done.
     """
 
     def __init__(
         self,
         loader: Any,
         device: torch.device,
-        past: Mapping[str, Any] | None = None,
+        record: Mapping[str, Any] | None = None,
         *,
         num_skipped: int = 0,
-        num_again: int = 0,
+        num_repeated: int = 0,
     ) -> None:
         self._loader = loader
-        self._generators = Generators(loader, device)
+        self._generators = _Generators(loader, device)
         self._stateful = _is_stateful(loader)
         self._length = _length(loader)
         self._stopped = False
         self._marks: Any = None  # of the generators after the last event that has drawn
-        self._looked: tuple[Any, dict[str, Any]] = (None, {})  # marks of the generators, and their states
+        self._last_read: tuple[Any, dict[str, Any]] = (None, {})  # marks of the generators, and their states
         self._event = 0
-        self._last_again = 0  # events before this one are repetitions
+        self._num_replayed = 0  # events before this one are replayed
         self._states: Mapping[str, Any] = {}
-        self._skipped = num_skipped
-        self.log = _Pass()
-        if past is not None:
-            self.log = _Pass(dict(past["generators"]), past["events"], past.get("given", 0))
+        self._num_skipped = num_skipped
+        self.history = _History()
+        if record is not None:
+            self.history = _History(dict(record["generators"]), record["events"], record.get("given", 0))
             self._states = self._generators.states()
-            self._last_again = past["events"]
-            if "loader" in past:
-                loader.load_state_dict(past["loader"])
+            self._num_replayed = record["events"]
+            if "loader" in record:
+                loader.load_state_dict(record["loader"])
         self._batches: Iterator[Any] = self._run(lambda: iter(loader))
-        if past is not None and "loader" in past:
-            self._event = max(self._event, past["events"] - num_again)
+        if record is not None and "loader" in record:
+            self._event = max(self._event, record["events"] - num_repeated)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._skipped:
-            self._skipped -= 1
+        if self._num_skipped:
+            self._num_skipped -= 1
             return None
         if self._stateful and self._length is None:
-            self.log.former_state = self._loader.state_dict()
+            self.history.former_state = self._loader.state_dict()
         try:
             batch = self._run(lambda: next(self._batches))
         except StopIteration:
             self._stopped = True
             raise
-        self.log.given += 1
+        self.history.num_batches += 1
         return batch
 
     @property
     def has_ended(self) -> bool:
         """Whether there are no more batches, as far as is known."""
-        return self._stopped or (self._length is not None and self.log.given >= self._length)
+        return self._stopped or (self._length is not None and self.history.num_batches >= self._length)
 
     def _run(self, action: Callable[[], Any]) -> Any:
         try:
-            return self._again(action) if self._event < self._last_again else self._first(action)
+            return self._replay(action) if self._event < self._num_replayed else self._record(action)
         finally:
             self._event += 1
-            self.log.events = max(self.log.events, self._event)
+            self.history.num_events = max(self.history.num_events, self._event)
 
-    def _first(self, action: Callable[[], Any]) -> Any:
+    def _record(self, action: Callable[[], Any]) -> Any:
         before = self._generators.marks()
-        kept = self.log.generators
+        recorded = self.history.generators
         if self._stateful:  # it is not brought back batch by batch: what came before the last one does not matter
             self._marks = None
-            kept = self.log.generators = {event: states for event, states in kept.items() if event == 0}
-        moved = before != self._marks
-        if moved and before != self._looked[0]:
-            self._looked = before, self._generators.states()
+            recorded = self.history.generators = {event: states for event, states in recorded.items() if event == 0}
+        others_drew = before != self._marks
+        if others_drew and before != self._last_read[0]:
+            self._last_read = before, self._generators.states()
         try:
             return action()
         finally:
             after = self._generators.marks()
             if after != before:
-                if moved:
-                    kept[self._event] = self._looked[1]
+                if others_drew:
+                    recorded[self._event] = self._last_read[1]
                 self._marks = after
 
-    def _again(self, action: Callable[[], Any]) -> Any:
+    def _replay(self, action: Callable[[], Any]) -> Any:
         outside = self._generators.states()
-        self._generators.set_states(self.log.generators.get(self._event, self._states))
+        self._generators.set_states(self.history.generators.get(self._event, self._states))
         try:
             return action()
         finally:
@@ -254,7 +259,67 @@ class TracedIterator:
             self._generators.set_states(outside)
 
 
-def _forget(state: Mapping[str, Any]) -> None:
+class _Generators:
+    """Those that an iterator may draw from: everybody's, and those of its loader.
+
+    Args:
+        loader: The loader.
+        device: The device of the model.
+    """
+
+    def __init__(self, loader: Any, device: torch.device) -> None:
+        self._device = device
+        self._own = _own_generators(loader)
+
+    def marks(self) -> tuple[Any, ...]:
+        """What differs after something has been drawn."""
+        own = (generator.get_state().numpy().tobytes() for generator in self._own)
+        return *generator_marks(self._device), *own
+
+    def states(self) -> dict[str, Any]:
+        """The states, of tensors and plain values."""
+        return {**generator_states(self._device), "own": [generator.get_state() for generator in self._own]}
+
+    def set_states(self, states: Mapping[str, Any]) -> None:
+        """Put the generators into these states."""
+        set_generator_states(states, self._device)
+        for generator, state in zip(self._own, states["own"], strict=False):
+            generator.set_state(state)
+
+
+def loader_generators(loader: Any) -> list[torch.Tensor]:
+    """The states of the generators that a loader and its samplers have of their own."""
+    return [generator.get_state() for generator in _own_generators(loader)]
+
+
+def set_loader_generators(loader: Any, states: list[torch.Tensor]) -> None:
+    """Put the generators that a loader and its samplers have of their own into these states."""
+    for generator, state in zip(_own_generators(loader), states, strict=False):
+        generator.set_state(state)
+
+
+#: Where wrappers, loaders and samplers usually have what they are made around.
+_WRAPPED = ("_loader", "sampler", "batch_sampler", "_sampler", "_batch_sampler")
+
+
+def _own_generators(loader: Any) -> list[torch.Generator]:
+    """The generators that a loader and its samplers have of their own, whatever is wrapped around them."""
+    found: dict[int, torch.Generator] = {}
+    visited: dict[int, Any] = {}
+    waiting = [loader]
+    while waiting:
+        part = waiting.pop()
+        if part is None or id(part) in visited:
+            continue
+        visited[id(part)] = part
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found.setdefault(id(generator), generator)
+        waiting += [getattr(part, name, None) for name in _WRAPPED]
+    return list(found.values())
+
+
+def _ignore_state(state: Mapping[str, Any]) -> None:
     """There is no state to load."""
 
 

@@ -640,7 +640,7 @@ def test_an_iterator_is_brought_back(kind: str, others_draw: bool) -> None:
 
     scramble(4)
     second = ReplayableLoader(loader(), CPU)
-    second.go_on(record, 2, 1)
+    second.replay(record, 2, 1)
     again = iter(second)
     batches(again, 2)
     third = next(again)
