@@ -106,16 +106,16 @@ class Engine:
         self._connect()
         self.retire()
         run = _Run(compute, keys, backward_begins, backward_ends, {})
-        self._execute(steps, run) if profile is None else self._execute_profiled(steps, run, profile)
+        if profile is not None:
+            self._run_profiled(steps, run, profile)
+        else:
+            for step in steps:
+                self.position = step.action
+                step.handler(self, step, run, self._take(step) if step.is_compute else None)
         self.position = None
         return [run.results[microbatch] for microbatch in sorted(run.results)]
 
-    def _execute(self, steps: list[_Step], run: _Run) -> None:
-        for step in steps:
-            self.position = step.action
-            step.handler(self, step, run, self._take(step) if step.is_compute else None)
-
-    def _execute_profiled(self, steps: list[_Step], run: _Run, profile: Profile) -> None:
+    def _run_profiled(self, steps: list[_Step], run: _Run, profile: Profile) -> None:
         for step in steps:
             self.position = step.action
             message = None
