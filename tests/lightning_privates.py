@@ -18,6 +18,9 @@ TORCH = {
     "_buffers": "buffers of one layer under all their names; `named_buffers` leaves shared ones out",
     "_cdata": "what tells storages apart",
     "_device": "the type of device of a `GradScaler`",
+    "_engine_run_backward": "what `torch.autograd.backward` calls after its checks, if it can be called",
+    "_flat_weights": "by which recurrent layers are known, which have a list of their parameters",
+    "_foreach_norm": "one kernel for many tensors, where torch has it",
     "_forward_pre_hooks": "whether a layer has hooks that a placeholder must not run",
     "_indices": "of a sparse tensor that is not coalesced",
     "_is_view": "whether an in-place change reaches another tensor",
@@ -29,12 +32,19 @@ TORCH = {
     "_metadata": "versions of layers, an attribute of state dicts",
     "_modules": "children of one layer under all their names; `named_children` leaves shared ones out",
     "_parameters": "parameters of one layer under all their names; `named_parameters` leaves shared ones out",
-    "_post_accumulate_grad_hooks": "whether a tensor has hooks that a new one would need",
+    "_profiler_enabled": "whether names of ranges would be seen, where torch tells",
+    "_scale": "whether a `GradScaler` has been initialized",
     "_schema": "the signature of an operator",
     "_spec": "of a `DTensor`: mesh, placements and whole shape",
     "_step_supports_amp_scaling": "whether a fused optimizer unscales gradients by itself",
     "_values": "of a sparse tensor that is not coalesced",
     "_version": "whether a tensor was changed in place",
+}
+#: Names of attributes that are no secrets of a library.
+OTHERS = {
+    "_copied_to_tp": "a mark of this package on tensors",
+    "_fields": "the public name of the fields of named tuples",
+    "_gathered_from_sp": "a mark of this package on tensors",
 }
 _BY_STRING = {"getattr", "setattr", "hasattr", "delattr"}
 _OF_DICTS = {"get", "pop", "setdefault"}
@@ -59,9 +69,9 @@ def violations(root: Path) -> list[str]:
         if path.relative_to(root).as_posix() == SEAM:
             continue
         complaints = list(_imports(tree))
-        for node, owner, name in _attributes(tree):
+        for node, owner, name in attributes(tree):
             known = anywhere | STRATEGY_MEMBERS.keys() if owner in ("self", "cls", "super()") else defined[path]
-            if name not in known and name not in TORCH:
+            if name not in known | TORCH.keys() | OTHERS.keys():
                 complaints.append((node.lineno, f"{owner}.{name} is private; write a function in {SEAM}"))
         found += [f"{path.relative_to(root.parent)}:{line}: {text}" for line, text in sorted(set(complaints))]
     return found
@@ -92,10 +102,10 @@ def _defined(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _text(node.value) in _OWN:
             yield node.attr
         elif isinstance(node, ast.Assign) and any(_text(target) == "__slots__" for target in node.targets):
-            yield from (text.value for text in ast.walk(node.value) if isinstance(text, ast.Constant))
+            yield from (str(text.value) for text in ast.walk(node.value) if isinstance(text, ast.Constant))
 
 
-def _attributes(tree: ast.Module) -> Iterator[tuple[ast.expr, str, str]]:
+def attributes(tree: ast.Module) -> Iterator[tuple[ast.expr, str, str]]:
     """Private attributes that are used: the place, what has them, and their names."""
     for node in ast.walk(tree):
         found: tuple[ast.expr, ast.expr | None] | None = None

@@ -33,47 +33,7 @@ from torchmetrics.regression import MeanSquaredError
 from torchmetrics.wrappers import Running
 
 from lightning_hybrid.distributed.process_group import GroupRef
-from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer import lightning_internals as internals
-from lightning_hybrid.trainer.lightning_internals import (
-    STRATEGY_MEMBERS,
-    batch_iterator,
-    before_validation,
-    begun_anew,
-    combined_loader,
-    connect_processes,
-    data_fetcher,
-    discard_loaders,
-    end_restart,
-    example_input,
-    fetch_ahead,
-    is_accumulating,
-    is_last_batch,
-    is_wrapping_io,
-    load_result_states,
-    move_optimizer_states,
-    note_saved_step,
-    noted_metrics,
-    num_fetched,
-    reload_epochs,
-    replace_closure,
-    replace_next_batch,
-    restore_next_batch,
-    restore_validation,
-    result_collection,
-    result_states,
-    set_device_mesh,
-    set_example_input,
-    set_num_logged_batches,
-    set_reload_epochs,
-    set_sampler_epoch,
-    set_update_count,
-    skip_next_validation,
-    skips_backward,
-    start_fetching,
-    subprocess_launcher,
-    throughputs,
-)
 from tests.make_internals_doc import FILE, document
 from tests.pool import Pools
 
@@ -105,29 +65,6 @@ class Small(LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.layer(batch)
 
-
-BATCHES = 3
-
-
-class Module(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-        self.mean = MeanMetric()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.log("batch", torch.tensor(float(batch_idx)))
-        return self.layer(batch).sum()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Nothing to validate."""
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(torch.ones(2 * BATCHES, 2), 2)
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(torch.ones(2, 2), 2)
-
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -136,22 +73,34 @@ def samples(count: int = 4, batch_size: int = 2) -> DataLoader[Any]:
     return DataLoader(torch.arange(float(count)).view(-1, 1), batch_size)  # type: ignore[arg-type]
 
 
+BATCHES = 3
+
+
+class Module(Small):
+    """Has three batches of its own, a metric, and a value to log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("batch", torch.tensor(float(batch_idx)))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Nothing to validate."""
+
+    def train_dataloader(self) -> Any:
+        return samples(2 * BATCHES)
+
+    def val_dataloader(self) -> Any:
+        return samples()
+
+
 def make_trainer(*callbacks: Callback, **arguments: Any) -> Trainer:
-    return Trainer(
-        **{
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "limit_val_batches": 0,
-            "callbacks": list(callbacks),
-            **arguments,
-        }
-    )
+    """Of one epoch, without validation."""
+    defaults = {"max_steps": -1, "max_epochs": 1, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+    return quiet_trainer(callbacks=list(callbacks), **{**defaults, **arguments})
 
 
 class AtHook(Callback):
@@ -174,18 +123,18 @@ def at(hook: str, function: Callable[[Trainer], Any], **arguments: Any) -> list[
 
 
 def test_is_last_batch() -> None:
-    assert at("on_train_batch_end", is_last_batch) == [False, False, True]
+    assert at("on_train_batch_end", internals.is_last_batch) == [False, False, True]
 
 
 def test_is_accumulating() -> None:
-    assert at("on_train_batch_end", is_accumulating, accumulate_grad_batches=2) == [True, False, False]
+    assert at("on_train_batch_end", internals.is_accumulating, accumulate_grad_batches=2) == [True, False, False]
 
 
 def test_skips_backward() -> None:
     trainer = make_trainer()
-    assert not skips_backward(trainer)
+    assert not internals.skips_backward(trainer)
     trainer.fit_loop._skip_backward = True  # what Lightning's callbacks do
-    assert skips_backward(trainer)
+    assert internals.skips_backward(trainer)
 
 
 def test_end_restart() -> None:
@@ -195,13 +144,13 @@ def test_end_restart() -> None:
     assert all(loop.restarting and loop.is_resuming for loop in loops)
     trainer.fit_loop.restarting = False
     assert trainer.fit_loop.restarting, "the public setter suffices"
-    end_restart(trainer)
+    internals.end_restart(trainer)
     assert not any(loop.restarting or loop.is_resuming for loop in loops)
 
 
 def test_skip_next_validation() -> None:
     def skip_second(trainer: Trainer) -> None:
-        skip_next_validation(trainer, skip=trainer.fit_loop.batch_idx == 1)
+        internals.skip_next_validation(trainer, skip=trainer.fit_loop.batch_idx == 1)
 
     validated = AtHook("on_validation_start", lambda trainer: trainer.fit_loop.batch_idx)
     trainer = make_trainer(
@@ -221,16 +170,18 @@ def test_replace_next_batch(runs: bool) -> None:
             run()
 
     begun = AtHook("on_train_batch_start", lambda trainer: calls.append("batch"))
-    trainer = make_trainer(begun, AtHook("on_train_start", lambda trainer: replace_next_batch(trainer, action)))
+    trainer = make_trainer(
+        begun, AtHook("on_train_start", lambda trainer: internals.replace_next_batch(trainer, action))
+    )
     trainer.fit(Module())
     assert calls == ["action", *["batch"] * BATCHES]
 
 
 def test_restore_next_batch() -> None:
     trainer = make_trainer()
-    replace_next_batch(trainer, lambda run: pytest.fail("it was restored"))
-    restore_next_batch(trainer)
-    restore_next_batch(trainer)
+    internals.replace_next_batch(trainer, lambda run: pytest.fail("it was restored"))
+    internals.restore_next_batch(trainer)
+    internals.restore_next_batch(trainer)
     trainer.fit(Module())
     assert trainer.global_step == BATCHES
 
@@ -239,76 +190,54 @@ def test_before_validation() -> None:
     calls: list[str] = []
     started = AtHook("on_validation_start", lambda trainer: calls.append("validation"))
     trainer = make_trainer(started, limit_val_batches=1)
-    before_validation(trainer, lambda: calls.append("action"))
+    internals.before_validation(trainer, lambda: calls.append("action"))
     trainer.fit(Module())
     assert calls == ["action", "validation"]
 
 
 def test_restore_validation() -> None:
     trainer = make_trainer(limit_val_batches=1)
-    before_validation(trainer, lambda: pytest.fail("it was restored"))
-    restore_validation(trainer)
-    restore_validation(trainer)
+    internals.before_validation(trainer, lambda: pytest.fail("it was restored"))
+    internals.restore_validation(trainer)
+    internals.restore_validation(trainer)
     trainer.fit(Module())
 
 
 # -- logged values -----------------------------------------------------------------------------------------------------
 
 
-def test_results_are_intercepted_whoever_has_the_method() -> None:
-    recorded: list[Any] = []
-
-    class Logging(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            taken = self.log
-            with internals.intercept_results(self.trainer, lambda *args, **kwargs: recorded.append((args, kwargs))):
-                taken("inside", 2.0, on_step=True, batch_size=3)
-            taken("outside", 3.0)
-            return super().training_step(batch, batch_idx)
-
-    trainer = quiet_trainer()
-    trainer.fit(Logging(), samples())
-    (((name, value), arguments),) = recorded
-    assert (name, float(value), arguments["on_step"], arguments["batch_size"]) == ("inside", 2.0, True, 3)
-    assert trainer.callback_metrics.keys() == {"outside"}
-
-
-def test_without_a_trainer_or_outside_of_a_run_there_are_no_results_to_intercept() -> None:
-    for trainer in (None, quiet_trainer()):
-        with internals.intercept_results(trainer, lambda *args, **kwargs: None):
-            pass
-
-
 def log(trainer: Trainer, value: Any, batch_size: int = 1, **arguments: Any) -> None:
     """A call of `self.log` in a training step, behind what Lightning checks."""
     arguments = {"on_step": True, "on_epoch": True, "sync_dist_fn": trainer.strategy.reduce, **arguments}
-    results: Any = result_collection(trainer.fit_loop.epoch_loop)
+    results: Any = internals.result_collection(trainer.fit_loop.epoch_loop)
     results.log("training_step", "key", value, batch_size=batch_size, **arguments)
 
 
 def logged(trainer: Trainer, *, on_step: bool = False) -> float:
-    results: Any = result_collection(trainer.fit_loop.epoch_loop)
+    results: Any = internals.result_collection(trainer.fit_loop.epoch_loop)
     return results.metrics(on_step)["callback"]["key"].item()
 
 
 def resumed(trainer: Trainer) -> Trainer:
     """Another Trainer that continues what was logged."""
     other = make_trainer()
-    load_result_states(other, result_states(trainer))
+    internals.load_result_states(other, internals.result_states(trainer))
     return other
 
 
 def test_result_collection() -> None:
-    (entries,) = at("on_train_epoch_end", lambda trainer: dict(result_collection(trainer.fit_loop.epoch_loop)))
+    (entries,) = at(
+        "on_train_epoch_end", lambda trainer: dict(internals.result_collection(trainer.fit_loop.epoch_loop))
+    )
     assert list(entries) == ["training_step.batch"]
     assert entries["training_step.batch"].meta.metric_attribute is None
-    assert result_collection(make_trainer().fit_loop.epoch_loop.val_loop) == {}
+    assert internals.result_collection(make_trainer().fit_loop.epoch_loop.val_loop) == {}
 
 
 def test_result_states() -> None:
     trainer = make_trainer()
     log(trainer, torch.tensor(3.0), 2, prog_bar=True)
-    assert result_states(trainer) == {
+    assert internals.result_states(trainer) == {
         "training_step.key": {
             "meta": {
                 "fx": "training_step",
@@ -335,7 +264,7 @@ def test_result_states() -> None:
 def test_results_over_a_process_group_of_the_users_have_no_state() -> None:
     trainer = make_trainer()
     log(trainer, torch.tensor(3.0), sync_dist_group="a group")
-    assert result_states(trainer) == {}
+    assert internals.result_states(trainer) == {}
 
 
 def test_load_result_states() -> None:
@@ -368,7 +297,7 @@ def test_the_first_log_after_a_resume_may_have_other_arguments() -> None:
     log(other, torch.tensor(3.0), prog_bar=True)
     log(other, torch.tensor(5.0), prog_bar=True)
     assert logged(other) == 3.0
-    results: Any = result_collection(other.fit_loop.epoch_loop)
+    results: Any = internals.result_collection(other.fit_loop.epoch_loop)
     assert results.metrics(on_step=True)["pbar"] == {"key_step": 5.0}
     (entry,) = results.values()
     assert not entry.meta.sync.should
@@ -381,8 +310,8 @@ def test_results_that_are_metrics_continue() -> None:
     module.mean.update(3.0)
     log(trainer, module.mean, metric_attribute="mean")
     other.strategy.connect(module)
-    load_result_states(other, result_states(trainer))
-    (entry,) = result_collection(other.fit_loop.epoch_loop).values()
+    internals.load_result_states(other, internals.result_states(trainer))
+    (entry,) = internals.result_collection(other.fit_loop.epoch_loop).values()
     assert entry.value is module.mean
     assert logged(other) == 3.0
 
@@ -390,7 +319,7 @@ def test_results_that_are_metrics_continue() -> None:
 def test_noted_metrics() -> None:
     def noted(trainer: Trainer) -> Any:
         trainer.callback_metrics["mine"] = torch.tensor(1.0)
-        return [dict(metrics) for metrics in noted_metrics(trainer)]
+        return [dict(metrics) for metrics in internals.noted_metrics(trainer)]
 
     callback, logger, bar = at("on_train_batch_end", noted)[1]
     assert callback == {"mine": torch.tensor(1.0), "batch": torch.tensor(1.0)}
@@ -401,11 +330,150 @@ def test_noted_metrics() -> None:
 @pytest.mark.parametrize(("batches", "resets"), [(0, True), (1, True), (2, False)])
 def test_set_num_logged_batches(batches: int, resets: bool) -> None:
     trainer = make_trainer()
-    set_num_logged_batches(trainer, batches)
+    internals.set_num_logged_batches(trainer, batches)
     assert trainer._logger_connector.should_reset_tensors("training_step") is resets
 
 
+def test_results_are_intercepted_whoever_has_the_method() -> None:
+    recorded: list[Any] = []
+
+    class Logging(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            taken = self.log
+            with internals.intercept_results(self.trainer, lambda *args, **kwargs: recorded.append((args, kwargs))):
+                taken("inside", 2.0, on_step=True, batch_size=3)
+            taken("outside", 3.0)
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet_trainer()
+    trainer.fit(Logging(), samples())
+    (((name, value), arguments),) = recorded
+    assert (name, float(value), arguments["on_step"], arguments["batch_size"]) == ("inside", 2.0, True, 3)
+    assert trainer.callback_metrics.keys() == {"outside"}
+
+
+def test_without_a_trainer_or_outside_of_a_run_there_are_no_results_to_intercept() -> None:
+    for trainer in (None, quiet_trainer()):
+        with internals.intercept_results(trainer, lambda *args, **kwargs: None):
+            pass
+
+
 # -- data --------------------------------------------------------------------------------------------------------------
+
+
+def test_combined_loader() -> None:
+    assert internals.combined_loader(make_trainer().fit_loop) is None
+    (found,) = at("on_train_start", lambda trainer: internals.combined_loader(trainer.fit_loop))
+    assert isinstance(found, CombinedLoader)
+    assert len(found.flattened) == 1
+
+
+def test_discard_loaders() -> None:
+    def discard(trainer: Trainer) -> None:
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        assert internals.combined_loader(loop) is not None
+        internals.discard_loaders(loop)
+        assert internals.combined_loader(loop) is None
+
+    asked: list[int] = []
+
+    class Asked(Module):
+        def val_dataloader(self) -> Any:
+            asked.append(self.trainer.global_step)
+            return super().val_dataloader()
+
+    make_trainer(AtHook("on_train_start", discard), limit_val_batches=1).fit(Asked())
+    assert asked == [0, BATCHES]
+
+
+def test_reload_epochs() -> None:
+    found = at("on_train_epoch_end", internals.reload_epochs, max_epochs=3, reload_dataloaders_every_n_epochs=2)
+    assert [training for training, _ in found] == [0, 0, 2]
+    assert internals.reload_epochs(make_trainer()) == [-torch.inf, -torch.inf]
+
+
+def test_set_reload_epochs() -> None:
+    def postpone(trainer: Trainer) -> list[float]:
+        found = internals.reload_epochs(trainer)
+        internals.set_reload_epochs(trainer, [trainer.current_epoch, 0])
+        return found
+
+    found = at("on_train_epoch_end", postpone, max_epochs=4, reload_dataloaders_every_n_epochs=2)
+    assert found == [[0, -torch.inf], [0, 0], [1, 0], [2, 0]]
+
+
+def test_data_fetcher() -> None:
+    assert internals.data_fetcher(make_trainer()) is None
+    assert at("on_train_batch_end", lambda trainer: internals.data_fetcher(trainer).done) == [False, False, True]
+
+
+class Unsized:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2))
+
+
+def fetcher() -> Any:
+    made = _PrefetchDataFetcher()
+    made.setup(CombinedLoader(Unsized()))
+    return made
+
+
+def test_start_fetching() -> None:
+    ahead, started = fetcher(), fetcher()
+    assert iter(ahead).fetched == 1
+    internals.start_fetching(started)
+    assert started.fetched == 0
+    assert started.length is None
+    assert not started.done
+    assert next(started.iterator) == (0, 0, 0)
+
+
+def test_fetch_ahead() -> None:
+    started = fetcher()
+    internals.start_fetching(started)
+    internals.fetch_ahead(started)
+    assert started.fetched == 1
+    assert [(batch, started.done) for batch, *_ in started] == [(0, False), (1, True)]
+    with pytest.raises(StopIteration):
+        internals.fetch_ahead(started)
+
+
+def test_batch_iterator() -> None:
+    combined = CombinedLoader([range(2), range(3)], "max_size_cycle")
+    assert internals.batch_iterator(combined) is None
+    next(iter(combined))
+    assert [next(iterator) for iterator in internals.batch_iterator(combined).iterators] == [1, 1]
+
+
+def test_num_fetched() -> None:
+    combined = CombinedLoader([range(5)], "max_size_cycle")
+    iterator = iter(combined)
+    for number in range(3):
+        assert internals.num_fetched(internals.batch_iterator(combined)) == number
+        next(iterator)
+
+
+def test_begun_anew() -> None:
+    combined = CombinedLoader([range(2), range(5)], "max_size_cycle")
+    iterator = iter(combined)
+    for _ in range(3):
+        next(iterator)
+    found = internals.begun_anew(internals.batch_iterator(combined))
+    assert found == [True, False]
+    found[1] = True
+    next(iterator)
+    with pytest.raises(StopIteration):  # the shorter one ends again, and all have ended once
+        next(iterator)
+    combined = CombinedLoader([range(2)], "min_size")
+    iter(combined)
+    assert internals.begun_anew(internals.batch_iterator(combined)) is None
+
+
+def test_set_sampler_epoch() -> None:
+    sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
+    internals.set_sampler_epoch(DataLoader(range(8), sampler=sampler), 5)  # type: ignore[arg-type]
+    assert sampler.epoch == 5
+    internals.set_sampler_epoch(object(), 5)
 
 
 @pytest.mark.parametrize("use", [True, False])
@@ -459,121 +527,6 @@ def test_indices_of_batches_are_set_where_lightning_reads_them() -> None:
     assert quiet_trainer().predict_loop._get_batch_indices(loader) == [[3]]
 
 
-def test_combined_loader() -> None:
-    assert combined_loader(make_trainer().fit_loop) is None
-    (found,) = at("on_train_start", lambda trainer: combined_loader(trainer.fit_loop))
-    assert isinstance(found, CombinedLoader)
-    assert len(found.flattened) == 1
-
-
-def test_discard_loaders() -> None:
-    def discard(trainer: Trainer) -> None:
-        loop = trainer.fit_loop.epoch_loop.val_loop
-        assert combined_loader(loop) is not None
-        discard_loaders(loop)
-        assert combined_loader(loop) is None
-
-    asked: list[int] = []
-
-    class Asked(Module):
-        def val_dataloader(self) -> Any:
-            asked.append(self.trainer.global_step)
-            return super().val_dataloader()
-
-    make_trainer(AtHook("on_train_start", discard), limit_val_batches=1).fit(Asked())
-    assert asked == [0, BATCHES]
-
-
-def test_reload_epochs() -> None:
-    found = at("on_train_epoch_end", reload_epochs, max_epochs=3, reload_dataloaders_every_n_epochs=2)
-    assert [training for training, _ in found] == [0, 0, 2]
-    assert reload_epochs(make_trainer()) == [-torch.inf, -torch.inf]
-
-
-def test_set_reload_epochs() -> None:
-    def postpone(trainer: Trainer) -> list[float]:
-        found = reload_epochs(trainer)
-        set_reload_epochs(trainer, [trainer.current_epoch, 0])
-        return found
-
-    found = at("on_train_epoch_end", postpone, max_epochs=4, reload_dataloaders_every_n_epochs=2)
-    assert found == [[0, -torch.inf], [0, 0], [1, 0], [2, 0]]
-
-
-def test_data_fetcher() -> None:
-    assert data_fetcher(make_trainer()) is None
-    assert at("on_train_batch_end", lambda trainer: data_fetcher(trainer).done) == [False, False, True]
-
-
-class Unsized:
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(2))
-
-
-def fetcher() -> Any:
-    made = _PrefetchDataFetcher()
-    made.setup(CombinedLoader(Unsized()))
-    return made
-
-
-def test_start_fetching() -> None:
-    ahead, started = fetcher(), fetcher()
-    assert iter(ahead).fetched == 1
-    start_fetching(started)
-    assert started.fetched == 0
-    assert started.length is None
-    assert not started.done
-    assert next(started.iterator) == (0, 0, 0)
-
-
-def test_fetch_ahead() -> None:
-    started = fetcher()
-    start_fetching(started)
-    fetch_ahead(started)
-    assert started.fetched == 1
-    assert [(batch, started.done) for batch, *_ in started] == [(0, False), (1, True)]
-    with pytest.raises(StopIteration):
-        fetch_ahead(started)
-
-
-def test_batch_iterator() -> None:
-    combined = CombinedLoader([range(2), range(3)], "max_size_cycle")
-    assert batch_iterator(combined) is None
-    next(iter(combined))
-    assert [next(iterator) for iterator in batch_iterator(combined).iterators] == [1, 1]
-
-
-def test_num_fetched() -> None:
-    combined = CombinedLoader([range(5)], "max_size_cycle")
-    iterator = iter(combined)
-    for number in range(3):
-        assert num_fetched(batch_iterator(combined)) == number
-        next(iterator)
-
-
-def test_begun_anew() -> None:
-    combined = CombinedLoader([range(2), range(5)], "max_size_cycle")
-    iterator = iter(combined)
-    for _ in range(3):
-        next(iterator)
-    found = begun_anew(batch_iterator(combined))
-    assert found == [True, False]
-    found[1] = True
-    next(iterator)
-    with pytest.raises(StopIteration):  # the shorter one ends again, and all have ended once
-        next(iterator)
-    combined = CombinedLoader([range(2)], "min_size")
-    iter(combined)
-    assert begun_anew(batch_iterator(combined)) is None
-
-
-def test_set_sampler_epoch() -> None:
-    sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
-    set_sampler_epoch(DataLoader(range(8), sampler=sampler), 5)  # type: ignore[arg-type]
-    assert sampler.epoch == 5
-    set_sampler_epoch(object(), 5)
-
-
 # -- optimization and precision ----------------------------------------------------------------------------------------
 
 
@@ -593,21 +546,21 @@ def test_replace_closure() -> None:
     epoch_loop = trainer.fit_loop.epoch_loop
     progress, own = epoch_loop.automatic_optimization.optim_progress, type(epoch_loop.automatic_optimization)
     trainer.fit_loop._skip_backward = True
-    replace_closure(trainer, Quiet)
+    internals.replace_closure(trainer, Quiet)
     replaced = epoch_loop.automatic_optimization
-    assert skips_backward(trainer)
+    assert internals.skips_backward(trainer)
     trainer.fit_loop._skip_backward = False
     assert isinstance(replaced, own)
     assert replaced.optim_progress is progress
-    replace_closure(trainer, Quiet)
+    internals.replace_closure(trainer, Quiet)
     assert epoch_loop.automatic_optimization is replaced
     trainer.fit(Module())
     assert calls == ["zero_grad", "step", "backward"] * BATCHES
-    replace_closure(trainer, Closure)
+    internals.replace_closure(trainer, Closure)
     restored = epoch_loop.automatic_optimization
     assert type(restored) is own
     assert restored.optim_progress is progress
-    replace_closure(trainer, Closure)
+    internals.replace_closure(trainer, Closure)
     assert epoch_loop.automatic_optimization is restored
 
 
@@ -616,7 +569,7 @@ def test_move_optimizer_states() -> None:
     optimizer = torch.optim.Adam([parameter])
     parameter.grad = torch.ones(2)
     optimizer.step()
-    move_optimizer_states([optimizer], torch.device("meta"))
+    internals.move_optimizer_states([optimizer], torch.device("meta"))
     state = optimizer.state[parameter]
     assert {name: value.device.type for name, value in state.items()} == {
         "step": "cpu",
@@ -626,6 +579,50 @@ def test_move_optimizer_states() -> None:
 
 
 # -- modules and callbacks ---------------------------------------------------------------------------------------------
+
+
+def test_set_device_mesh() -> None:
+    module, mesh = Module(), object()
+    internals.set_device_mesh(module, mesh)  # type: ignore[arg-type]
+    assert module.device_mesh is mesh
+    internals.set_device_mesh(module, None)
+    assert module.device_mesh is None
+
+
+def test_example_input() -> None:
+    module, example = Module(), torch.ones(1, 2)
+    assert internals.example_input(module) is None
+    module.example_input_array = example
+    assert internals.example_input(module) is example
+
+
+def test_set_example_input() -> None:
+    module, example = Module(), torch.ones(1, 2)
+    internals.set_example_input(module, example)
+    assert module.example_input_array is example
+
+
+@pytest.mark.parametrize(("every", "step", "saves"), [(2, 4, False), (2, 3, True), (0, 4, True)])
+def test_note_saved_step(tmp_path: Path, every: int, step: int, saves: bool) -> None:
+    callback = ModelCheckpoint(tmp_path, every_n_train_steps=every, every_n_epochs=None if every else 1)
+    internals.note_saved_step(callback, step)
+    assert (callback._last_global_step_saved != step) is saves
+
+
+def test_throughputs() -> None:
+    monitor = ThroughputMonitor(batch_size_fn=len)
+    trainer = make_trainer()
+    trainer.state.stage = RunningStage.TRAINING
+    monitor.setup(trainer, Module(), "fit")
+    (throughput,) = internals.throughputs(monitor)
+    assert isinstance(throughput, Throughput)
+    assert throughput.world_size == 1
+
+
+def test_is_wrapping_io() -> None:
+    assert internals.is_wrapping_io(AsyncCheckpointIO())
+    assert AsyncCheckpointIO().checkpoint_io is None
+    assert not internals.is_wrapping_io(TorchCheckpointIO())
 
 
 def test_a_modules_trainer_is_found_if_there_is_one() -> None:
@@ -691,51 +688,14 @@ def test_the_hook_before_the_transfer_runs_inside_the_context() -> None:
     assert events == ["enter", "hook", "leave", "hook"]
 
 
-def test_set_device_mesh() -> None:
-    module, mesh = Module(), object()
-    set_device_mesh(module, mesh)  # type: ignore[arg-type]
-    assert module.device_mesh is mesh
-    set_device_mesh(module, None)
-    assert module.device_mesh is None
-
-
-def test_example_input() -> None:
-    module, example = Module(), torch.ones(1, 2)
-    assert example_input(module) is None
-    module.example_input_array = example
-    assert example_input(module) is example
-
-
-def test_set_example_input() -> None:
-    module, example = Module(), torch.ones(1, 2)
-    set_example_input(module, example)
-    assert module.example_input_array is example
-
-
-@pytest.mark.parametrize(("every", "step", "saves"), [(2, 4, False), (2, 3, True), (0, 4, True)])
-def test_note_saved_step(tmp_path: Path, every: int, step: int, saves: bool) -> None:
-    callback = ModelCheckpoint(tmp_path, every_n_train_steps=every, every_n_epochs=None if every else 1)
-    note_saved_step(callback, step)
-    assert (callback._last_global_step_saved != step) is saves
-
-
-def test_throughputs() -> None:
-    monitor = ThroughputMonitor(batch_size_fn=len)
-    trainer = make_trainer()
-    trainer.state.stage = RunningStage.TRAINING
-    monitor.setup(trainer, Module(), "fit")
-    (throughput,) = throughputs(monitor)
-    assert isinstance(throughput, Throughput)
-    assert throughput.world_size == 1
-
-
-def test_is_wrapping_io() -> None:
-    assert is_wrapping_io(AsyncCheckpointIO())
-    assert AsyncCheckpointIO().checkpoint_io is None
-    assert not is_wrapping_io(TorchCheckpointIO())
-
-
 # -- torchmetrics ------------------------------------------------------------------------------------------------------
+
+
+def test_set_update_count() -> None:
+    metric = MeanMetric()
+    internals.set_update_count(metric, 3)
+    assert metric.update_count == 3
+    assert metric.update_called
 
 
 def test_the_value_of_forward_is_found_and_is_what_lightning_logs() -> None:
@@ -809,18 +769,11 @@ def test_metrics_synchronise_over_the_group_until_it_is_taken_back(ranks: Pools)
     assert ranks(2).run(synchronised) == [[1.0, 1.0, 2.0, 2.0]] * 2
 
 
-def test_set_update_count() -> None:
-    metric = MeanMetric()
-    set_update_count(metric, 3)
-    assert metric.update_count == 3
-    assert metric.update_called
-
-
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
 def test_subprocess_launcher() -> None:
-    launcher = subprocess_launcher(LightningEnvironment(), 2, 1)
+    launcher = internals.subprocess_launcher(LightningEnvironment(), 2, 1)
     assert callable(launcher.launch)
     assert not launcher.is_interactive_compatible
 
@@ -832,7 +785,7 @@ def test_connect_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = LightningEnvironment()
     environment.set_world_size(1)
     environment.set_global_rank(0)
-    connect_processes(environment, "gloo", timeout=timedelta(seconds=10), device=None)
+    internals.connect_processes(environment, "gloo", timeout=timedelta(seconds=10), device=None)
     try:
         assert dist.get_world_size() == 1
         assert dist.get_backend() == "gloo"
@@ -842,7 +795,7 @@ def test_connect_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_strategy_members() -> None:
     strategy = DDPStrategy(parallel_devices=[torch.device("cpu")])
-    assert [name for name in STRATEGY_MEMBERS if not hasattr(strategy, name)] == []
+    assert [name for name in internals.STRATEGY_MEMBERS if not hasattr(strategy, name)] == []
 
 
 # -- the file and its document -----------------------------------------------------------------------------------------
@@ -850,19 +803,19 @@ def test_strategy_members() -> None:
 
 def test_each_function_is_tried() -> None:
     tried = {
-        name.id
-        for test in ast.parse(Path(__file__).read_text()).body
-        if isinstance(test, ast.FunctionDef) and test.name.startswith("test_")
-        for name in ast.walk(test)
-        if isinstance(name, ast.Name)
+        node.attr
+        for definition in ast.parse(Path(__file__).read_text()).body
+        if isinstance(definition, (ast.FunctionDef, ast.ClassDef))
+        for node in ast.walk(definition)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "internals"
     }
-    assert sorted(set(lightning_internals.__all__) - tried) == []
-    public = {name for name, value in vars(lightning_internals).items() if _is_own(value) and not name.startswith("_")}
-    assert public <= set(lightning_internals.__all__)
+    assert sorted(set(internals.__all__) - tried) == []
+    public = {name for name, value in vars(internals).items() if _is_own(value) and not name.startswith("_")}
+    assert public <= set(internals.__all__)
 
 
 def _is_own(value: Any) -> bool:
-    return getattr(value, "__module__", None) == lightning_internals.__name__
+    return getattr(value, "__module__", None) == internals.__name__
 
 
 def test_the_document_is_made_from_the_docstrings() -> None:

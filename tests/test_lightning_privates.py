@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
-from tests.lightning_privates import SEAM, violations
+import lightning_hybrid
+from tests.lightning_privates import OTHERS, SEAM, TORCH, attributes, violations
 
 PLANTED = {
     "an import": ("from lightning.pytorch.loops import _FitLoop", "private import lightning.pytorch.loops._FitLoop"),
@@ -65,6 +67,16 @@ def test_planted_violation_is_caught(tmp_path: Path, source: str, complaint: str
     assert len(found) == 1, found
     assert complaint in found[0]
     assert found[0].startswith("package/wing.py:")
+
+
+def test_the_package_is_sound() -> None:
+    assert violations(Path(lightning_hybrid.__file__).parent) == []
+
+
+def test_each_name_that_is_allowed_is_used() -> None:
+    root = Path(lightning_hybrid.__file__).parent
+    used = {name for path in root.rglob("*.py") for _, _, name in attributes(ast.parse(path.read_text()))}
+    assert sorted({*TORCH, *OTHERS} - used) == []
 
 
 def test_the_seam_and_sound_files_are_left_in_peace(tmp_path: Path) -> None:

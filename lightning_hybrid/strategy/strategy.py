@@ -326,7 +326,7 @@ class HybridStrategy(ReplicaCollectives):
         rank_zero_info(batch_text(size, replicas, accumulated, num_microbatches=num_microbatches))
         if self.settings.offload and not self.run.offload.has_effect:
             rank_zero_info(f"offload={list(self.settings.offload)} has no effect: the device is the host.")
-        self.world.resume.resume(trainer)
+        self.world.resume.restore(trainer)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -205,7 +205,7 @@ class ResumeCallback(Callback):
         """Whether training is about to continue from a checkpoint."""
         return self._loaded is not None
 
-    def resume(self, trainer: Trainer) -> None:
+    def restore(self, trainer: Trainer) -> None:
         """After the last hook of the start, before anything of the uninterrupted run: be where the checkpoint was."""
         if not self._has_started:
             before_validation(trainer, partial(self._snapshot_before_validation, trainer))
