@@ -8,6 +8,7 @@ import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Sized
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ __all__ = ["ComparedLoader", "DataLoaderPreparer", "ReplicaSampler", "SharedLoad
 
 
 class DataLoaderPreparer:
-    """Prepares loaders in Lightning's place.
+    """Prepares loaders instead of Lightning.
 
     Lightning's own sampler shuffles training data whether or not the user's loader does; ours keeps its order.
 
@@ -51,20 +52,20 @@ class DataLoaderPreparer:
     def __init__(self, mesh: Mesh, device: torch.device, resume: ResumeCallback, *, share: bool) -> None:
         self._mesh, self._device, self._resume = mesh, device, resume
         self._share = share
-        self._divides: bool | None = None  # what the user said
+        self._requested: bool | None = None  # `use_distributed_sampler` of the user's Trainer
 
     def attach(self, trainer: Trainer) -> None:
         """Nobody else divides the data."""
-        self._divides = set_use_distributed_sampler(trainer, False)
+        self._requested = set_use_distributed_sampler(trainer, False)
 
     def detach(self, trainer: Trainer) -> None:
         """Undo :meth:`attach`."""
-        if self._divides is not None:
-            set_use_distributed_sampler(trainer, self._divides)
+        if self._requested is not None:
+            set_use_distributed_sampler(trainer, self._requested)
 
     def __call__(self, loader: object, trainer: Trainer) -> object:
         """A loader of this replica's samples that gives the same batches to all ranks of the model group."""
-        divide, stage = bool(self._divides), trainer.state.stage
+        divide, stage = bool(self._requested), trainer.state.stage
         prepared = prepare_loader(loader, self._mesh, divide=divide, share=self._share, stage=stage)
         if not trainer.training:
             return prepared
@@ -134,7 +135,7 @@ class ReplicaSampler(Sampler[Any]):
         return -(-total // self._num_replicas) if self._repeat else len(range(self._rank, total, self._num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the user's sampler, if it wants to know."""
+        """Set the epoch of the user's sampler, if it has one."""
         if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
             set_epoch(epoch)
 
@@ -187,8 +188,8 @@ def _check_replicas(sampler: DistributedSampler[Any], num_replicas: int) -> None
 
 def _seed_workers(loader: object, data_rank: int) -> None:
     """Give the loader's workers seeds by data rank, where the user asked for seeded workers."""
-    wanted = int(os.environ.get("PL_SEED_WORKERS", "0"))
-    if wanted and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
+    requested = int(os.environ.get("PL_SEED_WORKERS", "0"))
+    if requested and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
         loader.worker_init_fn = partial(pl_worker_init_function, rank=data_rank)
 
 
@@ -261,14 +262,10 @@ class ComparedLoader(LoaderWrapper):
         return self._compared(iter(self._loader))
 
     def _compared(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        number = 0
-        while True:
-            batch = next(iterator, _END)
+        for number, batch in enumerate(chain(iterator, [_END])):
             self._compare(0 if batch is _END else checksum(batch), number)
-            if batch is _END:
-                return
-            yield batch
-            number += 1
+            if batch is not _END:
+                yield batch
 
     def _compare(self, value: int, number: int) -> None:
         group, own = self._group(), torch.tensor([value], dtype=torch.int64)

@@ -21,16 +21,15 @@ from lightning_hybrid.trainer.lightning_internals import forward_value, set_call
 from lightning_hybrid.trainer.results.logging import log_arguments
 from lightning_hybrid.trainer.results.module_attributes import (
     assign,
-    attribute,
     attribute_versions,
     digest,
-    pack,
+    pack_attribute,
     unpack,
 )
 
 __all__ = ["EpochSync"]
 
-_WITHOUT_VALUE = Ellipsis  # in the place of a value that was computed from placeholders
+_WITHOUT_VALUE = Ellipsis  # instead of a value that was computed from placeholders
 _MESSAGE, _LENGTH = 256, 4  # bytes: what a logged number needs, with its name, and how its length is written
 
 
@@ -127,13 +126,13 @@ class EpochSync(Callback):
         """Give every rank the last stage's value of what changed on any rank and is not equal everywhere."""
         module, group = self._module, self._group()
         before, now = self._versions or {}, attribute_versions(module, self._layers)
-        packed = {name: pack(attribute(module, name)) for name in now if before.get(name) != now[name]}
+        packed = {name: pack_attribute(module, name) for name in now if before.get(name) != now[name]}
         everyone: list[Any] = [None] * group.size()
         dist.all_gather_object(everyone, {name: digest(data) for name, data in packed.items()}, group=group)
         changed = sorted(set().union(*everyone))
         different = [name for name in changed if len({digests.get(name) for digests in everyone}) > 1]
         if different:
-            own = {name: packed.get(name) or pack(attribute(module, name)) for name in different if name in now}
+            own = {name: packed.get(name) or pack_attribute(module, name) for name in different if name in now}
             received = broadcast_object(own if self._is_source else None, self._source, group)
             for name, data in received.items():
                 if not self._is_source and data is not None:

@@ -20,7 +20,7 @@ LoggerCall = tuple[int | None, tuple[tuple[str, Any], ...], tuple[Any, ...], dic
 
 
 class LoggerProxy:
-    """Takes the place of the Trainer's loggers and of `LightningModule.print` while a step runs.
+    """Replaces the Trainer's loggers and `LightningModule.print` while a step runs.
 
     ::
 
@@ -128,7 +128,7 @@ def pack_calls(calls: Sequence[LoggerCall]) -> bytes:
     """Calls as bytes.
 
     Raises:
-        TypeError: If an argument cannot travel to rank 0.
+        TypeError: If an argument cannot be sent to rank 0.
     """
     try:
         return pickle.dumps(list(calls))

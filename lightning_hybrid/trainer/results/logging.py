@@ -49,7 +49,7 @@ class Log:
 
 
 class LogRecorder:
-    """Takes the place of `LightningModule.log` while a step runs in micro-batches.
+    """Replaces `LightningModule.log` while a step runs in micro-batches.
 
     Args:
         module: The user's module.
@@ -185,7 +185,7 @@ def _merge(entries: list[tuple[Log, int]], num_microbatches: int) -> Log:
 
 
 def _weigh(sizes: list[Any], counts: list[int], num_microbatches: int) -> tuple[list[float], float | None]:
-    """What the calls with one key count, by the ``batch_size`` that each gave.
+    """The weights of the calls with one key, by the ``batch_size`` that each gave.
 
     ::
 
@@ -198,7 +198,7 @@ def _weigh(sizes: list[Any], counts: list[int], num_microbatches: int) -> tuple[
 
     One number for all belongs to the batch: the same for each batch, also for a last one with fewer micro-batches.
     It is not given once, as one process would, because a number of tokens may happen to be the same in all of a full
-    batch's micro-batches, and then it must be their sum; what batches count is relative.
+    batch's micro-batches, and then it must be their sum; the weights of batches are relative.
 
     Args:
         sizes: As they were given, ``None`` where they were not.

@@ -6,14 +6,13 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from torchmetrics import MeanMetric, Metric
 
 from lightning_hybrid.distributed.process_group import GroupRef
@@ -56,7 +55,7 @@ class MetricsAcrossStages:
     - ``compute()`` runs on the last stage, over the data-parallel group, and its result is broadcast; so it must be
       called on all ranks, as Lightning does and as hooks do.
     - A metric's value of a *batch* (``forward``, logged with ``on_step=True``) would be that of the last micro-batch. A
-      copy of the metric, the full-batch metric, is reset at each batch and updated with all of its micro-batches.
+      copy of the metric, its batch metric, is reset at each batch and updated with all of its micro-batches.
     - A `MeanMetric` of losses counts each of them once, and so each batch. A micro-batch counts its part of that.
     - Every metric synchronises over the data-parallel group, also one that belongs to a callback or that a hook has
       made: the ranks of a pipeline see the same samples, and over WORLD each would count once for every stage.
@@ -88,7 +87,7 @@ class MetricsAcrossStages:
         self._is_last = is_last
         self._is_local = False  # whether `compute()` is this rank's own
         self._epoch: Any = None
-        self._full_batch_metrics: dict[str, Metric] = {}
+        self._batch_metrics: dict[str, Metric] = {}
         self._logged_on_step: dict[str, bool] = {}
         self._batch = _Batch()
 
@@ -110,8 +109,8 @@ class MetricsAcrossStages:
     def _find(self) -> None:
         """Find the metrics: hooks make new ones (a `MetricTracker` does, at each of its increments)."""
         found = {name: metric for name, metric in _named_parts(self._module) if isinstance(metric, Metric)}
-        self._full_batch_metrics = {
-            name: metric for name, metric in self._full_batch_metrics.items() if found.get(name) is self._metrics[name]
+        self._batch_metrics = {
+            name: metric for name, metric in self._batch_metrics.items() if found.get(name) is self._metrics[name]
         }
         self._metrics = found
         for metric in found.values():
@@ -168,29 +167,24 @@ class MetricsAcrossStages:
 
     @contextmanager
     def step(self, *, num_microbatches: int, counts: Sequence[int] = ()) -> Iterator[None]:
-        """While a step runs: ``compute()`` is this rank's own, and full-batch metrics take part.
+        """While a step runs: ``compute()`` is this rank's own, and batch metrics take part.
 
         Args:
             num_microbatches: How often the user's code runs.
             counts: The samples of each micro-batch; nothing if they are not to be counted by them.
         """
         self._find_again()
-        self._reset_full_batch_metrics()
+        self._reset_batch_metrics()
         batch = self._batch = _Batch(num_microbatches, iter([count / sum(counts) for count in counts]))
-        handles: list[RemovableHandle] = []
-        if self._is_last and num_microbatches > 1:
-            for name, metric in self._metrics.items():
-                if self._logged_on_step.get(name, True):
-                    handles.append(metric.register_forward_pre_hook(self._update(name), with_kwargs=True))
-                    handles.append(metric.register_forward_hook(self._remember(name, batch)))
-        try:
-            with self._local():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            batch.weight = None
-        for name, metric in self._full_batch_metrics.items():
+        with ExitStack() as hooks, self._local():
+            hooks.callback(setattr, batch, "weight", None)  # what comes after the step belongs to no micro-batch
+            if self._is_last and num_microbatches > 1:
+                for name, metric in self._metrics.items():
+                    if self._logged_on_step.get(name, True):
+                        hooks.enter_context(metric.register_forward_pre_hook(self._update(name), with_kwargs=True))
+                        hooks.enter_context(metric.register_forward_hook(self._remember(name, batch)))
+            yield
+        for name, metric in self._batch_metrics.items():
             if batch.forwards[name]:  # also for hooks after the step, and for `self.log` in them
                 with torch.no_grad():
                     set_forward_value(self._metrics[name], metric.compute())
@@ -203,25 +197,25 @@ class MetricsAcrossStages:
         """
         self._batch.weight = next(self._batch.weights, None) if keep else None
 
-    def _reset_full_batch_metrics(self) -> None:
+    def _reset_batch_metrics(self) -> None:
         """Metrics that are logged by epoch need none; one that is logged by step as well, under any name, does."""
         for name, on_step in self._batch.logged.items():
             self._logged_on_step[name] = on_step or self._logged_on_step.get(name, False)
             if not self._logged_on_step[name]:
-                self._full_batch_metrics.pop(name, None)
-        for metric in self._full_batch_metrics.values():
+                self._batch_metrics.pop(name, None)
+        for metric in self._batch_metrics.values():
             metric.reset()
 
     def _update(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        """Before a metric's `forward`: its full-batch metric sees the same."""
+        """Before a metric's `forward`: its batch metric sees the same."""
 
         def update(metric: nn.Module, args: Any, kwargs: Any) -> None:
             assert isinstance(metric, Metric)
-            if name not in self._full_batch_metrics:
-                self._full_batch_metrics[name] = batch_metric(metric)
-                for part in self._full_batch_metrics[name].modules():
+            if name not in self._batch_metrics:
+                self._batch_metrics[name] = batch_metric(metric)
+                for part in self._batch_metrics[name].modules():
                     self._count_batches(part)
-            self._full_batch_metrics[name].update(*args, **update_arguments(metric, kwargs))
+            self._batch_metrics[name].update(*args, **update_arguments(metric, kwargs))
 
         return update
 
@@ -238,7 +232,7 @@ class MetricsAcrossStages:
     def _leaf_of_batch(self, batch: _Batch, name: str, index: int) -> Any:
         """For a tensor that ``forward`` returned, and the user logged: the same of the whole batch."""
         batch.logged[name] = True
-        if batch.forwards[name] > batch.num_microbatches:  # twice in a step; the full-batch metric has seen all of them
+        if batch.forwards[name] > batch.num_microbatches:  # twice in a step; the batch metric has seen all of them
             return None
         return flatten(forward_value(self._metrics[name]))[0][index]
 
@@ -247,7 +241,7 @@ class MetricsAcrossStages:
 
         Args:
             name: The dotted name of the metric.
-            on_step: Whether it was logged with ``on_step=True``. Metrics that never are get no full-batch metric any
+            on_step: Whether it was logged with ``on_step=True``. Metrics that never are get no batch metric any
                 more.
 
         Returns:

@@ -7,7 +7,7 @@ import io
 import pickle
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,10 @@ from lightning_hybrid.trainer.lightning_internals import lightning_attributes
 __all__ = [
     "assign",
     "assign_scalars",
-    "attribute",
     "attribute_versions",
     "digest",
     "pack",
+    "pack_attribute",
     "pack_scalars",
     "scalars",
     "unpack",
@@ -72,12 +72,6 @@ def attribute_versions(module: LightningModule, layers: Iterable[nn.Module] = ()
             if not buffer.is_meta:
                 found[prefix + name] = _version_of(buffer)
     return found
-
-
-def attribute(module: nn.Module, name: str) -> Any:
-    """The attribute or buffer of this dotted name."""
-    path, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(path), leaf)
 
 
 def scalars(module: LightningModule) -> dict[str, Any]:
@@ -152,10 +146,16 @@ def pack(value: Any) -> bytes | None:
     """A value as bytes, without graphs; ``None`` if it cannot be pickled."""
     buffer = io.BytesIO()
     try:
-        torch.save(map_leaves(_packed, value), buffer)
+        torch.save(_map(_copied, value), buffer)
     except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError):
         return None
     return buffer.getvalue()
+
+
+def pack_attribute(module: nn.Module, name: str) -> bytes | None:
+    """The attribute or buffer of this dotted name, as :func:`pack` makes it."""
+    path, _, leaf = name.rpartition(".")
+    return pack(getattr(module.get_submodule(path), leaf))
 
 
 def unpack(packed: bytes, device: torch.device) -> Any:
@@ -165,19 +165,23 @@ def unpack(packed: bytes, device: torch.device) -> Any:
         packed: Of another rank of this job.
         device: Where tensors shall be.
     """
-
-    def unpacked(leaf: Any) -> Any:
-        if isinstance(leaf, deque):
-            return deque([map_leaves(unpacked, entry) for entry in leaf], leaf.maxlen)
-        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
-
-    return map_leaves(unpacked, torch.load(io.BytesIO(packed), weights_only=False))
+    value = torch.load(io.BytesIO(packed), weights_only=False)
+    return _map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def _packed(leaf: Any) -> Any:
-    if isinstance(leaf, deque):
-        return deque([map_leaves(_packed, entry) for entry in leaf], leaf.maxlen)
-    # A copy: a view would take all of its storage along.
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """`map_leaves`, also in deques, which are leaves there."""
+
+    def apply(leaf: Any) -> Any:
+        return (
+            deque([_map(function, entry) for entry in leaf], leaf.maxlen) if isinstance(leaf, deque) else function(leaf)
+        )
+
+    return map_leaves(apply, value)
+
+
+def _copied(leaf: Any) -> Any:
+    """A copy, for a view would take all of its storage along."""
     return leaf if isinstance(leaf, Tensor) and leaf.is_meta else to_host(leaf)
 
 

@@ -267,17 +267,17 @@ def test_values_that_are_no_means_are_exact_too(ranks: Pools) -> None:
     assert abs(value - expected) < 1e-5
 
 
-def full_batch_metrics_of_logged() -> list[bool]:
+def batch_metrics_of_logged() -> list[bool]:
     batches = Batches(MeanMetric())
     found = []
     for on_step in (False, False, True, True):
         batches.run(tensors(1), tensors(3), on_step=on_step)
-        found.append(bool(batches.across._full_batch_metrics))
+        found.append(bool(batches.across._batch_metrics))
     return found
 
 
-def test_metrics_that_are_logged_by_epoch_have_no_full_batch_metric(ranks: Pools) -> None:
-    assert ranks(1).run(full_batch_metrics_of_logged)[0][1] is False
+def test_metrics_that_are_logged_by_epoch_have_no_batch_metric(ranks: Pools) -> None:
+    assert ranks(1).run(batch_metrics_of_logged)[0][1] is False
 
 
 def logged_twice(*order: bool) -> list[Any]:
