@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -107,10 +106,10 @@ class Checkpointer:
         """
         self.finish()
         sharded = self._settings.save_distributed_checkpoint
-        state = checkpoint["state_dict"]
-        names = self._ownership.stored_names(state) if sharded else None
-        layers = getattr(state, "_metadata", None) if sharded else None
-        checkpoint = {**checkpoint, METADATA: make_metadata(self._mesh, self._settings, self._stage_map, names, layers)}
+        metadata = make_metadata(self._mesh, self._settings, self._stage_map)
+        if sharded:
+            metadata |= self._sharded.metadata_of(checkpoint["state_dict"])
+        checkpoint = {**checkpoint, METADATA: metadata}
         if "optimizer_states" in checkpoint and "loops" in checkpoint:  # not the weights only
             checkpoint = self._training_state.add_to(checkpoint, METADATA, self._module.trainer)
         if self._mesh.pipeline_parallel_size > 1:
@@ -204,10 +203,7 @@ class Checkpointer:
             local = local_path(path)
             if local is None or not DistributedCheckpoint.is_at(local, or_unfinished=type(plugin) in FILE_PLUGINS):
                 return load(path)
-            checkpoint = self._sharded.load(local, strict=self._module.strict_loading, read_extra=load)
-            if "layers" in checkpoint.get(METADATA, {}):
-                checkpoint["state_dict"]._metadata = OrderedDict(checkpoint[METADATA]["layers"])
-            return checkpoint
+            return self._sharded.load(local, strict=self._module.strict_loading, read_extra=load)
 
         checkpoint = agree(read)
         self._training_state.load(checkpoint, checkpoint.get(METADATA, {}), path, self._module.trainer)

@@ -112,7 +112,7 @@ class FullCheckpoint:
         if mesh.pipeline_rank > 0 and mesh.tensor_rank == 0:
             send_tree(local, mesh.rank(0, 0, 0), mesh.control_group, prepare=_full_on_host)
             return {}
-        for index, leaf in enumerate(leaves):  # one by one, so that only one rank has all of what several share
+        for index, leaf in enumerate(leaves):  # one by one, so that only one rank has the full tensors
             full = _full_on_host(leaf)
             leaves[index] = full if mesh.is_first else None
         if not mesh.is_first:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,22 +16,13 @@ __all__ = ["METADATA", "make_metadata"]
 METADATA = "hybrid_parallel"  # its key in a checkpoint
 
 
-def make_metadata(
-    mesh: Mesh,
-    settings: HybridConfig,
-    stage_map: StageMap,
-    names: Mapping[str, str] | None = None,
-    layers: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def make_metadata(mesh: Mesh, settings: HybridConfig, stage_map: StageMap) -> dict[str, Any]:
     """The versions and the layout, of plain values.
 
     Args:
         mesh: The ranks.
         settings: The settings.
         stage_map: Which stage holds what.
-        names: All names of the state dict, in its order, and what each is stored as, where tied tensors are stored
-            under one of theirs.
-        layers: The `_metadata` of the state dict, such as the versions of layers, where the dict is not written itself.
     """
     layout = {
         "data_parallel_size": mesh.data_parallel_size,
@@ -46,9 +36,4 @@ def make_metadata(
         "layers_of_stages": [len(layers) for layers in stage_map.stages] if stage_map.body is not None else [],
     }
     versions = {"lightning_hybrid": __version__, "torch": str(torch.__version__)}
-    metadata: dict[str, Any] = {"versions": versions, "layout": layout}
-    if names is not None:
-        metadata["names"] = dict(names)
-    if layers is not None:
-        metadata["layers"] = {name: dict(layer) for name, layer in layers.items()}
-    return metadata
+    return {"versions": versions, "layout": layout}

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.checkpoint.metadata import METADATA
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates, check_number
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.state_dict_match import check_match, shape_of
@@ -70,6 +71,18 @@ class ShardedCheckpoint:
         self._ownership = ownership
         self._optimizers = optimizers
         self._mesh = mesh
+
+    def metadata_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What a directory's checkpoint says of the state dict of the module, which is not in it as it is.
+
+        Returns:
+            As ``"names"`` all of its names, in its order, and what each is stored as; as ``"layers"`` its `_metadata`,
+            such as the versions of layers.
+        """
+        metadata: dict[str, Any] = {"names": self._ownership.stored_names(state)}
+        if hasattr(state, "_metadata"):
+            metadata["layers"] = {name: dict(layer) for name, layer in state._metadata.items()}
+        return metadata
 
     def prepare(self, checkpoint: dict[str, Any], path: Path) -> Callable[[], None]:
         """Find out what this rank writes.
@@ -160,8 +173,9 @@ class ShardedCheckpoint:
         checkpoint = directory.read_extra(read_extra)
         self._read_module(directory, state, sources)
         checkpoint[MODEL] = OrderedDict((name, state[name]) for name in sources)
-        if hasattr(state, "_metadata"):
-            checkpoint[MODEL]._metadata = state._metadata  # the versions of layers
+        layers = checkpoint.get(METADATA, {}).get("layers", getattr(state, "_metadata", None))
+        if layers is not None:
+            checkpoint[MODEL]._metadata = OrderedDict(layers)
         if directory.optimizer_roots:
             checkpoint[OPTIMIZERS] = [SavedOptimizer(directory, root) for root in directory.optimizer_roots]
         self._read_tables(directory, checkpoint)

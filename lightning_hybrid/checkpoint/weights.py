@@ -80,7 +80,7 @@ class Weights:
         """Give the module its values.
 
         Args:
-            module: The user's module, divided. Its `strict_loading` says whether names may differ.
+            module: The user's module, parallelized. Its `strict_loading` says whether names may differ.
             stage_map: Which stage holds what.
             mesh: The ranks.
 

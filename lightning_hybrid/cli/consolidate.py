@@ -155,7 +155,7 @@ def consolidate(
     directory = DistributedCheckpoint(path)
     directory.check_files()
     outline = read_outline(directory, weights_only=weights_only)
-    total = sum(_num_bytes(tensor) for tensor in outline.tensors.values())
+    total = sum(tensor.nbytes for tensor in outline.tensors.values())
     with new_file(file) as new:
         try:
             mapped = _lay_out(outline, new)
@@ -167,7 +167,7 @@ def consolidate(
             except Exception as error:  # whatever unpickling raises
                 raise ValueError(_unreadable(directory.path, error)) from error
             if progress is not None:
-                progress(_num_bytes(tensor), total)
+                progress(tensor.nbytes, total)
     return outline
 
 
@@ -211,7 +211,7 @@ class _Finder(pickle.Pickler):
         self.found: list[Tensor] = []
 
     def persistent_id(self, obj: Any) -> str | None:
-        """Keep a tensor; others, and those that consist of several, are looked into."""
+        """Collect a strided tensor; others, which consist of tensors, are looked into."""
         if not isinstance(obj, Tensor) or obj.layout is not torch.strided:
             return None
         self.found.append(obj)
@@ -237,7 +237,3 @@ def _read_extra(file: Path) -> Any:
 
 def _unreadable(path: Path, error: Exception) -> str:
     return f"{path} is damaged, or was not written completely: {type(error).__name__}: {error}"
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

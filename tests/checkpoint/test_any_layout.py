@@ -60,7 +60,7 @@ class Model(zoo.Words):
 
 
 class Watch(Callback):
-    """Keeps what was loaded, whole on the first rank, and the losses."""
+    """Remembers what was loaded, in full on the first rank, and the losses."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.file_io import FileIO
-from lightning_hybrid.checkpoint.storage import atomic as replace
+from lightning_hybrid.checkpoint.storage import atomic
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from tests.pool import Pools, RankError
 from tests.training_jobs import PP2, Regression, loader, make_trainer
@@ -48,7 +48,7 @@ def save_until_killed(path: str, sharded: bool, victims: tuple[int, ...], moment
     module = Big()
     trainer.fit(module, loader())
     version = 0
-    with mock.patch.object(replace, "_exchange", replace._exchange if exchange else lambda *_: False):
+    with mock.patch.object(atomic, "_exchange", atomic._exchange if exchange else lambda *_: False):
         while True:
             with torch.no_grad():
                 for parameter in module.parameters():
@@ -68,12 +68,12 @@ def weights_in(path: Path) -> dict[str, Tensor]:
     directory = DistributedCheckpoint(path)
     directory.check_files()
     found: dict[Any, Tensor] = {
-        place: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for place, entry in directory.entries.items()
-        if place[0] == "state_dict"
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in directory.entries.items()
+        if key[0] == "state_dict" and entry is not None
     }
     directory.read(found)
-    return {place[1]: value for place, value in found.items()}
+    return {key[1]: value for key, value in found.items()}
 
 
 @pytest.mark.distributed

@@ -1,4 +1,4 @@
-"""Checkpoints as directories, and checkpoints that are written beside training, in the Trainer's hands."""
+"""Checkpoints as directories, and checkpoints that are written in the background, in the Trainer's hands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.checkpoint.file_io import FileIO
-from lightning_hybrid.checkpoint.storage import dcp as storage_directory
+from lightning_hybrid.checkpoint.storage import dcp
 from lightning_hybrid.checkpoint.storage.atomic import new_file
 from tests.checkpoint.test_full import Resumable, Tested, everything, trained
 from tests.pool import Pools
@@ -35,15 +35,15 @@ TP2: dict[str, Any] = {"tensor_parallel_size": 2, "save_distributed_checkpoint":
 # -- callbacks that save -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["at once", "beside"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
     "arguments", [{}, {"save_weights_only": True}, {"every_n_epochs": 1, "save_last": "link"}], ids=str
 )
-def test_the_best_and_the_last_are_found(ranks: Pools, tmp_path: Path, arguments: Any, beside: bool) -> None:
+def test_the_best_and_the_last_are_found(ranks: Pools, tmp_path: Path, arguments: Any, is_async: bool) -> None:
     arguments = {"every_n_epochs": 1, **arguments}
     link = {"save_last": arguments.pop("save_last")} if "save_last" in arguments else {}
     expected = evaluate_best_of(None, str(tmp_path / "one"), {**arguments, **link})
-    layout = {**SHARDED, "async_save": beside}
+    layout = {**SHARDED, "async_save": is_async}
     for result in ranks(2, lightning=True).run(evaluate_best_of, layout, str(tmp_path / "two"), {**arguments, **link}):
         assert_same(result, expected)
     saved = sorted(path.name for path in (tmp_path / "two").iterdir())
@@ -70,10 +70,10 @@ def averaged(layout: Any, path: str, resume: bool) -> dict[str, Any]:
     trainer.fit(module, loader(), ckpt_path=path if resume else None)
     if not resume:
         trainer.save_checkpoint(path)
-    return {"weights": _whole(module), "metrics": plain(trainer.callback_metrics)}
+    return {"weights": _full(module), "metrics": plain(trainer.callback_metrics)}
 
 
-def _whole(module: nn.Module) -> dict[str, Tensor]:
+def _full(module: nn.Module) -> dict[str, Tensor]:
     named = weights(module)
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in named.items()}
 
@@ -224,7 +224,7 @@ def evaluated_without_strictness(layout: Any, path: str) -> bool:
     return not torch.equal(before, weights(module)["head.weight"])
 
 
-# -- beside training ---------------------------------------------------------------------------------------------------
+# -- in the background -------------------------------------------------------------------------------------------------
 
 
 class AtTheEnd(Callback):
@@ -245,9 +245,9 @@ def fit_and(action: Callable[[Any, Any], Any], layout: Any, **arguments: Any) ->
     return callback.result
 
 
-def save_beside(layout: Any, path: str) -> tuple[bool, dict[str, Tensor]]:
+def save_in_background(layout: Any, path: str) -> tuple[bool, dict[str, Tensor]]:
     """Save, go on at once, and change the weights while the save waits."""
-    gate, write, plugin_write = threading.Event(), storage_directory.write_directory, FileIO.save_checkpoint
+    gate, write, plugin_write = threading.Event(), dcp.write_directory, FileIO.save_checkpoint
 
     def waiting(*args: Any, **kwargs: Any) -> None:
         assert gate.wait(30)
@@ -273,7 +273,7 @@ def save_beside(layout: Any, path: str) -> tuple[bool, dict[str, Tensor]]:
 @pytest.mark.parametrize("layout", [PP2, SHARDED], ids=["file", "directory"])
 def test_training_goes_on_while_a_copy_is_written(ranks: Pools, tmp_path: Path, layout: Any) -> None:
     path = tmp_path / "c.ckpt"
-    results = ranks(2, lightning=True).run(save_beside, layout, str(path))
+    results = ranks(2, lightning=True).run(save_in_background, layout, str(path))
     assert [was_there for was_there, _ in results] == [False, False]
     assert path.exists()
     (found, *_) = ranks(2, lightning=True).run(loaded_weights, PP2, str(path))
@@ -286,7 +286,7 @@ def loaded_weights(layout: Any, path: str) -> dict[str, Tensor]:
     return dict(trainer.strategy.lightning_module_state_dict())
 
 
-def fail_beside(layout: Any, path: str) -> str:
+def fail_in_background(layout: Any, path: str) -> str:
     def save(trainer: Any, module: Any) -> str:
         if trainer.global_rank == 0:
             Path(path).write_text("a file in the place of a directory")
@@ -300,15 +300,17 @@ def fail_beside(layout: Any, path: str) -> str:
 
 
 @pytest.mark.parametrize("layout", [PP2, SHARDED], ids=["file", "directory"])
-def test_a_failure_beside_is_an_error_of_the_next_save_on_every_rank(ranks: Pools, tmp_path: Path, layout: Any) -> None:
-    texts = ranks(2, lightning=True).run(fail_beside, layout, str(tmp_path / "c.ckpt"))
+def test_a_failure_in_the_background_is_an_error_of_the_next_save_on_every_rank(
+    ranks: Pools, tmp_path: Path, layout: Any
+) -> None:
+    texts = ranks(2, lightning=True).run(fail_in_background, layout, str(tmp_path / "c.ckpt"))
     assert texts[0] == texts[1]
 
 
 def overlapped(layout: Any, path: str) -> tuple[bool, bool]:
-    """Whether what is saved in a run, and after it, is written beside it."""
+    """Whether what is saved in a run, and after it, is written in the background."""
     names = []
-    write = storage_directory.write_directory
+    write = dcp.write_directory
 
     def named(*args: Any) -> None:
         names.append(threading.current_thread().name)
@@ -331,7 +333,7 @@ def test_lightnings_asynchronous_plugin_works_with_directories(ranks: Pools, tmp
 
 
 def kept(layout: Any, directory: str) -> list[str]:
-    """What is there after the second of two saves beside training has failed."""
+    """What is there after the second of two asynchronous saves has failed."""
     saver = ModelCheckpoint(directory, "{epoch}", monitor="epoch", mode="max", save_top_k=1, every_n_epochs=1)
     trainer = make_trainer({**layout, "async_save": True}, max_epochs=2, enable_checkpointing=True, callbacks=[saver])
     count = itertools.count()
@@ -346,7 +348,7 @@ def kept(layout: Any, directory: str) -> list[str]:
     return sorted(path.name for path in Path(directory).iterdir())
 
 
-def test_a_failure_beside_keeps_the_checkpoint_before(ranks: Pools, tmp_path: Path) -> None:
+def test_a_failure_in_the_background_keeps_the_checkpoint_before(ranks: Pools, tmp_path: Path) -> None:
     (names,) = ranks(1, lightning=True).run(kept, {}, str(tmp_path))
     assert names == ["epoch=0.ckpt"]
 
@@ -378,7 +380,7 @@ def test_what_grows_meanwhile_is_saved_as_it_was(ranks: Pools, tmp_path: Path) -
     assert ranks(1, lightning=True).run(grown, str(tmp_path / "c.ckpt")) == [1]
 
 
-def test_two_ways_of_saving_beside_are_refused() -> None:
+def test_two_ways_of_asynchronous_saving_are_refused() -> None:
     with pytest.raises(ValueError, match="both write checkpoints beside"):
         make_trainer_alone(plugins=[AsyncCheckpointIO()], async_save=True)
     with pytest.raises(ValueError, match=r"plugins=\[Plugin\(\)\]"):
@@ -539,10 +541,10 @@ def test_a_damaged_checkpoint_is_an_error_on_every_rank(
     assert words in texts[0][1]
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["at once", "beside"])
-def test_the_learning_rate_finder_saves_and_restores_a_directory(ranks: Pools, tmp_path: Path, beside: bool) -> None:
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_the_learning_rate_finder_saves_and_restores_a_directory(ranks: Pools, tmp_path: Path, is_async: bool) -> None:
     expected = tuned(None, str(tmp_path), False)
-    layout = {**SHARDED, "async_save": beside}
+    layout = {**SHARDED, "async_save": is_async}
     results = ranks(2, lightning=True).run(tuned, layout, str(tmp_path), False)
     assert_same(results, [expected, expected], rtol=1e-8)
     assert [path.name for path in tmp_path.iterdir() if "lr_find" in path.name] == []

@@ -1,4 +1,4 @@
-"""What is written to the disk appears whole, under its name, or not at all."""
+"""What is written to the disk is complete under its name, or not there at all."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_hybrid.checkpoint.storage import atomic as replace
+from lightning_hybrid.checkpoint.storage import atomic
 from lightning_hybrid.checkpoint.storage.atomic import discard, new_file
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
 from lightning_hybrid.checkpoint.storage.chunks import local_chunks
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint, write_directory
 from tests.pool import Pools
 
-# -- replacing ---------------------------------------------------------------------------------------------------------
+# -- atomic ------------------------------------------------------------------------------------------------------------
 
 STEPS = ("_remove", "_exchange")
 RENAMES = ("rename", "replace")
@@ -48,9 +48,9 @@ def killed_at(step: int, job: Callable[[], None], *, exchange: bool) -> bool:
             return counted
 
         for name in STEPS:
-            setattr(replace, name, dying(getattr(replace, name)))
+            setattr(atomic, name, dying(getattr(atomic, name)))
         if not exchange:
-            replace._exchange = lambda *_: False
+            atomic._exchange = lambda *_: False
         for name in RENAMES:
             setattr(Path, name, dying(getattr(Path, name)))
         job()
@@ -69,7 +69,7 @@ def make(path: Path, kind: str, text: str) -> None:
 
 
 def content(path: Path) -> str:
-    path = replace.resolve(path)
+    path = atomic.resolve(path)
     return (path / ".metadata" if path.is_dir() else path).read_text()
 
 
@@ -81,8 +81,8 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path: Path, old: 
     for step in range(20):
         path = tmp_path / f"{step}"
         make(path, old, "old")
-        make(replace.unfinished(path), new, "new")
-        was_killed = killed_at(step, lambda path=path: replace.commit(path), exchange=exchange)
+        make(atomic.unfinished(path), new, "new")
+        was_killed = killed_at(step, lambda path=path: atomic.commit(path), exchange=exchange)
         if (old, new, exchange) == ("directory", "file", False) and not path.exists():
             continue  # a file that takes the place of a directory: only with two renames, and only then
         found.append(content(path))
@@ -94,9 +94,9 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path: Path, old: 
     assert found[0] == "old"
     assert found[-1] == "new"
     path = tmp_path / "0"  # leftovers are no obstacle
-    replace.rollback(path)
-    make(replace.unfinished(path), new, "newer")
-    replace.commit(path)
+    atomic.rollback(path)
+    make(atomic.unfinished(path), new, "newer")
+    atomic.commit(path)
     assert content(path) == "newer"
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".0.")] == []
 
@@ -131,23 +131,23 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
     assert list(path.parent.iterdir()) == []
 
 
-# -- pieces ------------------------------------------------------------------------------------------------------------
+# -- chunks ------------------------------------------------------------------------------------------------------------
 
 
 def reassembled(shape: tuple[int, ...], placements: list[Any], sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """A tensor put together from the pieces of all ranks, and the tensor."""
+    """A tensor put together from the chunks of all ranks, and the tensor."""
     mesh = init_device_mesh("cpu", sizes)
-    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
-    return gathered(distribute_tensor(whole, mesh, placements)), whole
+    full = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+    return gathered(distribute_tensor(full, mesh, placements)), full
 
 
 def gathered(tensor: DTensor) -> Tensor:
-    mine = [(tuple(offset), piece.clone()) for offset, piece in local_chunks(tensor)]
+    local = [(tuple(offset), chunk.clone()) for offset, chunk in local_chunks(tensor)]
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, mine)
+    dist.all_gather_object(by_rank, local)
     result = torch.full(tensor.shape, -1.0, dtype=tensor.dtype)
-    for offset, piece in (each for part in by_rank for each in part):
-        result[tuple(slice(begin, begin + length) for begin, length in zip(offset, piece.shape, strict=True))] = piece
+    for offset, chunk in (each for chunks in by_rank for each in chunks):
+        result[tuple(slice(begin, begin + length) for begin, length in zip(offset, chunk.shape, strict=True))] = chunk
     return result
 
 
@@ -165,34 +165,34 @@ def gathered(tensor: DTensor) -> Tensor:
     ],
     ids=str,
 )
-def test_pieces_of_all_ranks_are_the_tensor(ranks: Pools, shape: Any, placements: Any, sizes: Any) -> None:
-    for result, whole in ranks(4).run(reassembled, shape, placements, sizes):
-        assert torch.equal(result, whole)
+def test_chunks_of_all_ranks_are_the_tensor(ranks: Pools, shape: Any, placements: Any, sizes: Any) -> None:
+    for result, full in ranks(4).run(reassembled, shape, placements, sizes):
+        assert torch.equal(result, full)
 
 
 def packed() -> tuple[Tensor, Tensor, int]:
     mesh = init_device_mesh("cpu", (2,))
-    whole = torch.arange(12 * 5, dtype=torch.float64).view(3, 4, 5)
-    tensor = distribute_tensor(whole, mesh, [Shard(1)]).flatten(0, 1)
-    return gathered(tensor), whole.flatten(0, 1), len(list(local_chunks(tensor)))
+    full = torch.arange(12 * 5, dtype=torch.float64).view(3, 4, 5)
+    tensor = distribute_tensor(full, mesh, [Shard(1)]).flatten(0, 1)
+    return gathered(tensor), full.flatten(0, 1), len(list(local_chunks(tensor)))
 
 
 def test_a_packed_projection_falls_into_its_blocks(ranks: Pools) -> None:
-    for result, whole, count in ranks(2).run(packed):
-        assert torch.equal(result, whole)
+    for result, full, count in ranks(2).run(packed):
+        assert torch.equal(result, full)
         assert count == 3
 
 
-def test_a_plain_tensor_is_one_piece() -> None:
-    ((offset, piece),) = local_chunks(torch.ones(2, 3, requires_grad=True))
-    assert (tuple(offset), piece.shape, piece.requires_grad) == ((0, 0), (2, 3), False)
+def test_a_plain_tensor_is_one_chunk() -> None:
+    ((offset, chunk),) = local_chunks(torch.ones(2, 3, requires_grad=True))
+    assert (tuple(offset), chunk.shape, chunk.requires_grad) == ((0, 0), (2, 3), False)
 
 
 # -- directories -------------------------------------------------------------------------------------------------------
 
 
 def entries(rank: int, factor: float = 1.0) -> dict[Any, Any]:
-    """A shared, an own, and a divided tensor, and a value."""
+    """A shared, an own, and a sharded tensor, and a value."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     divided = distribute_tensor(factor * torch.arange(24, dtype=torch.float64).view(3, 8), mesh, [Shard(1)])
     return {
@@ -210,16 +210,16 @@ def write(path: str, factor: float = 1.0) -> None:
 
 
 def read(path: str) -> dict[Any, Any]:
-    """Everything, divided in another way."""
+    """Everything, sharded in another way."""
     directory = DistributedCheckpoint(Path(path))
     directory.check_files()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     targets: dict[Any, Any] = {}
-    for place, entry in directory.entries.items():
-        targets[place] = torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
+    for tree_path, entry in directory.entries.items():
+        targets[tree_path] = torch.empty(entry.size, dtype=entry.properties.dtype) if entry else None
     targets["model", "divided"] = distribute_tensor(torch.zeros(3, 8, dtype=torch.float64), mesh, [Shard(0)])
-    values = targets | directory.read(targets)
-    return {place: value.full_tensor() if isinstance(value, DTensor) else value for place, value in values.items()}
+    values = directory.read(targets)
+    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in values.items()}
 
 
 def test_what_some_ranks_wrote_others_read(ranks: Pools, tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def damaged(path: Path, fault: str) -> None:
         ("nothing", FileNotFoundError, "not found"),
     ],
 )
-def test_what_is_not_whole_is_an_error(ranks: Pools, tmp_path: Path, fault: str, kind: Any, words: str) -> None:
+def test_what_is_not_complete_is_an_error(ranks: Pools, tmp_path: Path, fault: str, kind: Any, words: str) -> None:
     path = tmp_path / "saved"
     ranks(2).run(write, str(path))
     damaged(path, fault)
@@ -309,10 +309,10 @@ def test_a_full_disk_is_an_error_on_every_rank_and_the_old_directory_stays(
         assert torch.equal(values["model", "own 1"], torch.ones(2))
 
 
-# -- beside training ---------------------------------------------------------------------------------------------------
+# -- in the background -------------------------------------------------------------------------------------------------
 
 
-def test_jobs_run_beside_in_order_and_the_first_failure_is_kept() -> None:
+def test_jobs_run_in_the_background_in_order_and_the_first_failure_is_returned() -> None:
     background, gate, done = BackgroundWriter(), threading.Event(), []
 
     def first() -> None:
@@ -341,10 +341,10 @@ def test_jobs_run_beside_in_order_and_the_first_failure_is_kept() -> None:
 def test_the_file_system_exchanges_where_it_can(tmp_path: Path) -> None:
     make(tmp_path / "one", "directory", "1")
     make(tmp_path / "two", "directory", "2")
-    if not replace._exchange(tmp_path / "one", tmp_path / "two"):
+    if not atomic._exchange(tmp_path / "one", tmp_path / "two"):
         pytest.skip("this file system cannot exchange two names")
     assert (content(tmp_path / "one"), content(tmp_path / "two")) == ("2", "1")
     with mock.patch("sys.platform", "other"):
-        assert not replace._exchange(tmp_path / "one", tmp_path / "two")
+        assert not atomic._exchange(tmp_path / "one", tmp_path / "two")
     with pytest.raises(OSError, match="No such file"):
-        replace._exchange(tmp_path / "one", tmp_path / "three")
+        atomic._exchange(tmp_path / "one", tmp_path / "three")

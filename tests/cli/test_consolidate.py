@@ -219,7 +219,7 @@ def test_directories_of_lightnings_strategies(ranks: Pools, tmp_path: Path, kind
 
 def single(tree: Any) -> Any:
     """A tree with tensors of single precision instead of double."""
-    changed = {place: leaf.float() for place, leaf in flatten_with_path(tree) if isinstance(leaf, Tensor)}
+    changed = {path: leaf.float() for path, leaf in flatten_with_path(tree) if isinstance(leaf, Tensor)}
     return replaced(tree, changed)
 
 

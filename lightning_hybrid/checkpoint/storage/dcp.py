@@ -75,7 +75,7 @@ def write_directory(path: Path, entries: Mapping[TreePath, Any], extra: Any, gro
         OSError: If a rank could not write; on every rank.
     """
     names = {".".join(map(str, tree_path)): tree_path for tree_path in entries}
-    flat = dict(zip(names, entries.values(), strict=True))
+    flat = {name: entries[tree_path] for name, tree_path in names.items()}
     try:
         # Under one name: of every name at the top torch makes a note in its log.
         save({"": flat}, storage_writer=_Writer(path, extra), planner=_SavePlanner(names), process_group=group)
@@ -91,7 +91,7 @@ def write_directory(path: Path, entries: Mapping[TreePath, Any], extra: Any, gro
 class _Writer(FileSystemWriter):
     """Writes into a hidden directory, which the first rank makes and renames when all have written.
 
-    The first rank's part is done where torch waits for it, and tells all ranks if it fails.
+    The first rank's part is done where torch waits for it, and makes it fail on every rank.
     """
 
     def __init__(self, path: Path, extra: Any) -> None:
@@ -126,7 +126,7 @@ class _SavePlanner(DefaultSavePlanner):
     """Writes the local chunks of every tensor; torch's own planner writes one rectangle per shard."""
 
     def __init__(self, names: dict[str, TreePath]) -> None:
-        super().__init__(flatten_state_dict=True)  # that is, the plan tells where in the tree each name is
+        super().__init__(flatten_state_dict=True)  # that is, the plan has the path of each name
         self.mappings = names
 
     def set_up_planner(
@@ -202,8 +202,8 @@ class DistributedCheckpoint:
             raise ValueError(f"The file {self.path / MARK} cannot be read: {type(error).__name__}: {error}") from error
         names = self._metadata.planner_data or {}
         self._names = {tuple(names.get(name, (name,))): name for name in self._metadata.state_dict_metadata}
-        known: dict[str, Any] = self._metadata.state_dict_metadata
-        self.entries: dict[TreePath, TensorStorageMetadata | None] = {
+        known = self._metadata.state_dict_metadata
+        self.entries = {
             tree_path: entry if isinstance(entry := known[name], TensorStorageMetadata) else None
             for tree_path, name in self._names.items()
         }
