@@ -51,7 +51,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class TensorGroup(GroupRef):
-    """The ranks that share each layer: a weak reference to their process group, and this rank's place in it.
+    """The ranks that share each layer: a weak reference to their process group, its size, and the rank in it.
 
     Args:
         group: The group.
