@@ -191,9 +191,9 @@ def _table(state: Mapping[str, Any], *, every_name: bool) -> str:
 def _optimizers(states: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     for number, state in enumerate(states):
         values = state.get("state", {})
-        keys = sorted({str(key) for each in values.values() for key in each})
-        held = f"{', '.join(keys)} of {len(values)} parameters; {_sum(_tensors(values))}" if keys else "no state"
-        yield f"optimizer {number}", held
+        keys = sorted({str(key) for value in values.values() for key in value})
+        content = f"{', '.join(keys)} of {len(values)} parameters; {_sum(_tensors(values))}" if keys else "no state"
+        yield f"optimizer {number}", content
         for index, group in enumerate(state.get("param_groups", [])):
             names = sorted(group.keys() - {"params", "param_names"}, key=lambda name: (name != "lr", name))
             rest = {name: group[name] for name in names}
@@ -220,10 +220,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _sum(tensors: Iterable[Tensor]) -> str:
-    counted = {_identity(tensor): tensor for tensor in tensors}.values()
-    elements = sum(tensor.numel() for tensor in counted)
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in counted)
-    return f"{len(counted)} tensor{'s' * (len(counted) != 1)}, {elements:,} elements, {_size(num_bytes)}"
+    distinct = {_identity(tensor): tensor for tensor in tensors}.values()
+    elements = sum(tensor.numel() for tensor in distinct)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in distinct)
+    return f"{len(distinct)} tensor{'s' * (len(distinct) != 1)}, {elements:,} elements, {_size(num_bytes)}"
 
 
 def _size(num_bytes: int) -> str:

@@ -88,26 +88,6 @@ def stage_table(rows: Sequence[StageRow], body: str) -> str:
     return text_table(cells, left=(2, 3))
 
 
-def plan_table(plan: Plan) -> str:
-    """How layers are shared by the tensor-parallel ranks, as text: module, style, full and local shape.
-
-    Args:
-        plan: The plan; layers alike are in one line.
-    """
-    rows: list[tuple[str, ...]] = []
-    for row in plan.rows:
-        shapes = [(plan.shapes[name], split.dim) for name, split in row.parameters().items()]
-        local = [(*shape[:dim], shape[dim] // plan.size, *shape[dim + 1 :]) for shape, dim in shapes]
-        rows.append((row.name, row.style, " ".join(_shape(shape) for shape, _ in shapes), " ".join(map(_shape, local))))
-    rows = fold_numbered(rows) + [(name, type(style).__name__, "", "") for name, style in plan.torch_styles.items()]
-    table = text_table([("module", "style", "full", "local"), *rows])
-    return "\n".join([table, *(f"{name} stays whole: it {reason}" for name, reason in plan.reasons.items())])
-
-
-def _shape(shape: Iterable[int]) -> str:
-    return "x".join(map(str, shape))
-
-
 def memory_table(estimates: Sequence[MemoryUsage], peaks: Sequence[int] = ()) -> str:
     """What each pipeline rank holds, as text.
 
@@ -150,6 +130,26 @@ def text_table(rows: Sequence[Sequence[str]], left: Collection[int] | None = Non
         for row in rows
     ]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def plan_table(plan: Plan) -> str:
+    """How layers are shared by the tensor-parallel ranks, as text: module, style, full and local shape.
+
+    Args:
+        plan: The plan; layers alike are in one line.
+    """
+    rows: list[tuple[str, ...]] = []
+    for row in plan.rows:
+        shapes = [(plan.shapes[name], split.dim) for name, split in row.parameters().items()]
+        local = [(*shape[:dim], shape[dim] // plan.size, *shape[dim + 1 :]) for shape, dim in shapes]
+        rows.append((row.name, row.style, " ".join(_shape(shape) for shape, _ in shapes), " ".join(map(_shape, local))))
+    rows = fold_numbered(rows) + [(name, type(style).__name__, "", "") for name, style in plan.torch_styles.items()]
+    table = text_table([("module", "style", "full", "local"), *rows])
+    return "\n".join([table, *(f"{name} stays whole: it {reason}" for name, reason in plan.reasons.items())])
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def layout_text(sizes: Mapping[str, int], schedule: Schedule, *, bubble: float) -> str:

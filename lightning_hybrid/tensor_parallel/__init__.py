@@ -1,4 +1,4 @@
-"""Layers divided over several ranks: plans, styles, sequence parallelism and a loss over divided classes.
+"""Layers sharded over the tensor-parallel ranks: plans, styles, sequence parallelism and losses over sharded classes.
 
 Parameters are DTensors, so that optimizers, norms and checkpoints know every shard; activations stay plain tensors.
 """

@@ -105,7 +105,7 @@ class ParallelAttention(ParallelLayer):
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """Both masks as one that is added to the scores; ``(batch or 1, heads or 1, L or 1, S)``."""
         mask = None if attn_mask is None else _additive(attn_mask, q.dtype)
-        if mask is not None and mask.dim() == 3:  # one for each head: (batch * all heads, L, S)
+        if mask is not None and mask.dim() == 3:  # one per head: (batch * all heads, L, S)
             mask = self.tensor_group.local_chunk(mask.view(-1, self.num_heads, *mask.shape[1:]), 1)
         if padding is None:
             return mask
@@ -136,11 +136,11 @@ class ParallelAttention(ParallelLayer):
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether these are one tensor, perhaps handed on by a hook of the layer, which makes a new one of each."""
+    """Whether these are one tensor, perhaps passed through a hook of the layer, which makes new ones of both."""
     if one is other:
         return True
-    is_handed_on = one.grad_fn is not None and one.grad_fn is other.grad_fn
-    return is_handed_on and one.data_ptr() == other.data_ptr() and one.shape == other.shape
+    is_passed_on = one.grad_fn is not None and one.grad_fn is other.grad_fn
+    return is_passed_on and one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""The plan for layers that torch brings: what can be divided without knowing the user's code."""
+"""The plan for layers that torch brings: what can be parallelized without knowing the user's code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_hybrid.tensor_parallel.styles import find_style
 
 __all__ = ["auto_plan"]
 
-#: Activations that act on each feature alone, so that a share of the features is enough.
+# Activations that act on each feature alone, so that a shard of the features is enough.
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.Softsign),
     *(nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Tanhshrink, nn.LogSigmoid, nn.Identity),
@@ -34,7 +34,7 @@ def auto_plan(module: nn.Module, size: int, *, sequence_parallel: bool) -> tuple
         sequence_parallel: Whether transformer layers work on shards of the sequence.
 
     Returns:
-        The styles by module name; and, for layers of these kinds that stay whole, the reason.
+        The styles by module name; and, for layers of these kinds that are not parallelized, the reason.
     """
     builder = _PlanBuilder(module, size)
     for name, layer in module.named_modules():
@@ -82,7 +82,7 @@ def _transformer_layer(builder: _PlanBuilder, name: str, layer: nn.Module, *, se
     is_parallel = [
         builder.add((join_names(name, child), style)) for child, style in attentions if hasattr(layer, child)
     ]
-    if not _is_torchs(layer):
+    if not _is_unmodified(layer):
         builder.reasons[linear1] = f"belongs to a {type(layer).__name__}, which computes in ways of its own"
         is_parallel.append(False)
     elif layer.activation in _ELEMENTWISE_FUNCTIONS or isinstance(layer.activation, _ELEMENTWISE):
@@ -96,11 +96,11 @@ def _transformer_layer(builder: _PlanBuilder, name: str, layer: nn.Module, *, se
             if hasattr(layer, child):
                 builder.plan[join_names(name, child)] = "sequence_parallel"
     elif sequence_parallel:
-        builder.reasons[name] = "cannot work on shares of a sequence, because not all of its layers are divided"
+        builder.reasons[name] = "cannot work on shards of a sequence, because not all of its layers are divided"
 
 
-def _is_torchs(layer: nn.Module) -> bool:
-    """Whether the layer computes as torch's does."""
+def _is_unmodified(layer: nn.Module) -> bool:
+    """Whether no subclass of the user's changes what the layer computes."""
     base = next(kind for kind in _LAYERS if isinstance(layer, kind))
     methods = ("forward", "_sa_block", "_mha_block", "_ff_block")
     return all(getattr(type(layer), method, None) is getattr(base, method, None) for method in methods)

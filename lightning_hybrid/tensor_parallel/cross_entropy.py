@@ -31,7 +31,7 @@ def in_loss_precision(logits: Tensor) -> Tensor:
 
 
 def log_sum_exp(shard: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """The logarithm of the sum of exponentials over all classes; ``dim`` is kept, with size 1.
+    """The logarithm of the sum of exponentials over all classes; ``dim`` stays, with size 1.
 
     Args:
         shard: This rank's classes.
@@ -82,7 +82,7 @@ def cross_entropy(
         weight: Of all classes.
         ignore_index: The class that does not count.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        label_smoothing: The share of the target that is spread over all classes.
+        label_smoothing: The part of the target that is spread over all classes.
     """
     num_classes = shard.shape[dim] * group.size
     normalizer: Any = log_sum_exp(shard, dim, group).squeeze(dim) if are_logits else 0.0
@@ -128,7 +128,7 @@ def _check_classes(target: Tensor, shard: Tensor, ignore_index: int, num_classes
 
 
 def argmax(shard: Tensor, dim: int, keepdim: bool, group: TensorGroup) -> Tensor:
-    """The class with the largest logit, of all ranks' classes; the first one of several.
+    """The class with the largest logit, of all ranks' classes; the first one if there are equal ones.
 
     Args:
         shard: This rank's classes.

@@ -234,7 +234,7 @@ class SequenceGathered(ParallelLayer):
     """A layer inside of a region that gathers the sequence; its row-wise layers reduce-scatter it again."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the layer does, on whole sequences."""
+        """As the layer does, on full sequences."""
         return super().forward(self.gather_input(x), *args, **kwargs)  # type: ignore[misc]
 
 

@@ -47,7 +47,7 @@ __all__ = [
 
 
 class TensorGroup(GroupRef):
-    """The ranks that share each layer: a weak reference to their process group, and this rank's place in it.
+    """The ranks that share each layer: a weak reference to their process group, its size, and the rank in it.
 
     Args:
         group: The group.

@@ -1,4 +1,4 @@
-"""From what the user asks for to a style for each layer, and the layers parallelized so."""
+"""From what the user asks for to a style for each layer, and what the styles make of the module."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def _check_ties(module: nn.Module, rows: Iterable[PlanRow]) -> None:
 
 
 def _partial_grads(module: nn.Module, rows: Iterable[PlanRow]) -> Iterator[str]:
-    """Parameters that see a share of a sequence, or of the heads."""
+    """Parameters of layers that work on a shard of a sequence, or of the heads."""
     for row in rows:
         if row.kind in STYLES and STYLES[row.kind].partial_grads:
             layer = module.get_submodule(row.name)

@@ -1,4 +1,4 @@
-"""Where sequences are sharded: regions of layers that work on shards of a sequence, and hand them to each other.
+"""Where sequences are sharded: regions of layers that work on shards of a sequence, and pass them to each other.
 
 ::
 

@@ -64,7 +64,7 @@ class Sharder:
 
     def _sharded(self, parameter: nn.Parameter, dim: int, blocks: int) -> nn.Parameter:
         size = parameter.shape[dim]
-        assert size % (self._group.size * blocks) == 0, "a plan divides what can be divided"
+        assert size % (self._group.size * blocks) == 0, "a plan shards what can be divided"
         with torch.no_grad():
             values = parameter.detach().to(self._device).contiguous()
             dist.broadcast(as_bytes(values), group=self._group(), group_src=0)

@@ -70,8 +70,8 @@ class Style:
         mixin: The parallel layer that they are turned into; ``None`` if they stay what they are.
         param_splits: How the parameters of a given layer are sharded.
         attributes: Attributes of the parallel layer.
-        partial_grads: Whether its other parameters see this rank's share of the work only, so that their gradients are
-            partial sums, to be added over the ranks.
+        partial_grads: Whether gradients of its other parameters come from this rank's shard of the activations only, so
+            that they are partial sums over the ranks.
         for_sequences: Whether it matters under sequence parallelism only.
     """
 
@@ -110,7 +110,7 @@ class Style:
             if parameter is None:
                 return f"computes its {split.path!r} from other parameters"
             if parameter._backward_hooks:
-                return f"has a hook on its {split.path!r}, which would see a share of the gradient"
+                return f"has a hook on its {split.path!r}, which would see a shard of the gradient"
             length = parameter.shape[split.dim]
             if length % (size * split.blocks):
                 return (

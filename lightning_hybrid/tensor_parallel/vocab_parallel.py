@@ -22,7 +22,7 @@ __all__ = ["VocabParallelLogits", "implements", "to_plain_tensors"]
 
 _AUTOGRAD = ("apply", "grad", "backward")
 _Operation = Callable[..., Any]
-_HANDLED: dict[str, _Operation] = {}
+_HANDLED_FUNCTIONS: dict[str, _Operation] = {}
 
 
 class VocabParallelLogits(torch.Tensor):
@@ -101,13 +101,13 @@ class VocabParallelLogits(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of an attribute
             name = f"get {getattr(getattr(func, '__self__', None), '__name__', '')}"
-        if name in _AUTOGRAD:  # it hands on what it is given
+        if name in _AUTOGRAD:  # it passes on what it gets
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], VocabParallelLogits) else None
         if first is not None and _changes_in_place(name):
             return first._apply_in_place(func, *args[1:], **kwargs)
-        handler = _HANDLED.get(name)
+        handler = _HANDLED_FUNCTIONS.get(name)
         if first is not None and handler is not None:
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
@@ -117,7 +117,7 @@ class VocabParallelLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What autograd itself does: it hands tensors on, and adds gradients of the same classes."""
+        """What autograd itself does: it passes tensors on, and adds gradients of the same classes."""
         first = next(arg for arg in args if isinstance(arg, VocabParallelLogits))
         local = [arg._local if isinstance(arg, VocabParallelLogits) else arg for arg in args]
         if func is torch.ops.aten.view.default:  # `view_as` itself
@@ -183,7 +183,7 @@ def implements(*names: str) -> Callable[[_Operation], _Operation]:
     """
 
     def register(operation: _Operation) -> _Operation:
-        _HANDLED.update(dict.fromkeys(names, operation))
+        _HANDLED_FUNCTIONS.update(dict.fromkeys(names, operation))
         return operation
 
     return register

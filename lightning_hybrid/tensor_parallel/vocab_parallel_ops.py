@@ -44,7 +44,7 @@ def _metadata(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @implements("view_as")
 def _view_as(func: Callable[..., Any], logits: VocabParallelLogits, other: Tensor) -> Any:
-    """Of itself: so autograd hands a tensor on, from a hook of a layer, say."""
+    """Of itself: so autograd passes a tensor on, from a hook of a layer, say."""
     return _metadata(func, logits, other) if other is logits else NotImplemented
 
 
@@ -86,10 +86,10 @@ def _index(func: Callable[..., Any], logits: VocabParallelLogits, index: Any) ->
     if logits.class_dim != logits.ndim - 1:
         return NotImplemented
     indices = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(each, (list, range)) for each in indices):
+    if any(isinstance(item, (list, range)) for item in indices):
         return NotImplemented
-    num_dims = sum(0 if each is None or each is Ellipsis else each.ndim if _is_mask(each) else 1 for each in indices)
-    if any(each is Ellipsis for each in indices):
+    num_dims = sum(0 if item is None or item is Ellipsis else item.ndim if _is_mask(item) else 1 for item in indices)
+    if any(item is Ellipsis for item in indices):
         if indices[-1] is not Ellipsis and not _is_everything(indices[-1]):
             return NotImplemented
     elif num_dims == logits.ndim and not _is_everything(indices[-1]):
