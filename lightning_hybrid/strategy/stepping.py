@@ -73,11 +73,11 @@ class SteppingStrategy(SavingStrategy):
 
         def fetching() -> Any:
             output = closure()  # forward and backward
-            offload.fetch(optimizer)
+            offload.load_states(optimizer)
             return output
 
         output = super().optimizer_step(optimizer, fetching, *args, **kwargs)
-        offload.put_away(optimizer)
+        offload.offload_states(optimizer)
         return output
 
     def _scale_loss(self, loss: Tensor) -> Tensor:
