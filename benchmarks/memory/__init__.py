@@ -1,1 +1,1 @@
-"""What does dividing over replicas cost, and what does it hold?"""
+"""What does sharding over replicas cost, and what does it hold?"""

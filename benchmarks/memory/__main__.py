@@ -1,4 +1,4 @@
-"""What does dividing over replicas (ZeRO) cost and hold? Against Lightning's `ModelParallelStrategy` with FSDP2."""
+"""What does sharding over replicas (ZeRO) cost and hold? Against Lightning's `ModelParallelStrategy` with FSDP2."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.block import Block
-from benchmarks.memory.account import Account
+from benchmarks.memory.live_tensors import LiveTensors
 from benchmarks.ratios import interval
 from lightning_hybrid import HybridStrategy
 
@@ -74,15 +74,15 @@ class Watch(Callback):
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.account: Account | None = None
+        self.live_tensors: LiveTensors | None = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin at the third batch."""
         if batch_idx == 2:
-            if self.account is not None:
+            if self.live_tensors is not None:
                 states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-                self.account.add((list(pl_module.parameters()), states, batch))
-                self.account.__enter__()
+                self.live_tensors.add((list(pl_module.parameters()), states, batch))
+                self.live_tensors.__enter__()
             dist.barrier()
             self._start = time.perf_counter()
 
@@ -90,8 +90,8 @@ class Watch(Callback):
         """Stop."""
         dist.barrier()
         self.seconds = time.perf_counter() - self._start
-        if self.account is not None:
-            self.account.__exit__(None, None, None)
+        if self.live_tensors is not None:
+            self.live_tensors.__exit__(None, None, None)
 
 
 class Contender:
@@ -122,9 +122,9 @@ class Contender:
 
     def bytes(self) -> int:
         """The most bytes of tensors during the batches of a round."""
-        self.watch.account = Account()
+        self.watch.live_tensors = LiveTensors()
         self.round()
-        peak, self.watch.account = self.watch.account.peak, None
+        peak, self.watch.live_tensors = self.watch.live_tensors.peak, None
         return peak
 
 

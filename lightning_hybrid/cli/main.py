@@ -1,4 +1,4 @@
-"""The command line: training from a YAML file, pictures of schedules, and checkpoints."""
+"""The commands of ``lightning-hybrid``: training from a YAML file, pictures of schedules, estimates, checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_hybrid.cli.consolidate import consolidate
 from lightning_hybrid.cli.dry_run import dry_run
 from lightning_hybrid.cli.inspect import inspect_checkpoint
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES, build
-from lightning_hybrid.pipeline_parallel.timeline import Timeline, simulate
+from lightning_hybrid.pipeline_parallel.timeline import simulate
 from lightning_hybrid.strategy.layout import describe
 from lightning_hybrid.strategy.strategy import HybridStrategy
 from lightning_hybrid.strategy.summary import memory_table
@@ -63,7 +63,7 @@ def main(args: Sequence[str] | None = None, *, model: str | None = None, data: s
     """Run the program ``lightning-hybrid``.
 
     Args:
-        args: The words after the program's name; those of this process by default.
+        args: The command and its arguments; those of this process by default.
         model: Class path of the model when neither command line nor configuration names one.
         data: Class path of the data when neither command line nor configuration names one.
 
@@ -73,33 +73,33 @@ def main(args: Sequence[str] | None = None, *, model: str | None = None, data: s
     # Configurations name classes of the user's project, which is where the program is started.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    words = list(sys.argv[1:] if args is None else args)
-    command = words[0] if words else None
+    arguments = list(sys.argv[1:] if args is None else args)
+    command = arguments[0] if arguments else None
     if command in COMMANDS:
-        COMMANDS[command](words[1:])
+        COMMANDS[command](arguments[1:])
     elif command in HybridCLI.subcommands():
-        HybridCLI(model=model, data=data, args=args if args is None else words)
+        HybridCLI(model=model, data=data, args=args if args is None else arguments)
     else:
         _help_and_exit(command)
 
 
 def _help_and_exit(command: str | None) -> None:
     """Show the commands; anything but a plain request for help is an error."""
-    wanted = command in {"-h", "--help"}
-    stream = sys.stdout if wanted else sys.stderr
+    is_requested = command in {"-h", "--help"}
+    stream = sys.stdout if is_requested else sys.stderr
     print(HELP, file=stream)
-    if command is not None and not wanted:
+    if command is not None and not is_requested:
         close = difflib.get_close_matches(command, [*COMMANDS, *HybridCLI.subcommands()], n=1)
         advice = f"; did you mean {close[0]!r}?" if close else ""
         print(f"\n{PROGRAM}: there is no command {command!r}{advice}", file=stream)
-    raise SystemExit(0 if wanted else 2)
+    raise SystemExit(0 if is_requested else 2)
 
 
-def _timeline(words: Sequence[str]) -> None:
+def _timeline(args: Sequence[str]) -> None:
     """Draw one step of a schedule."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} timeline",
-        description="Draw one training step of a pipeline schedule, its bubble and what each rank keeps in memory.",
+        description="Draw one training step of a pipeline schedule, its bubble and what each rank holds in memory.",
     )
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="pipeline ranks (default: %(default)s)")
@@ -108,7 +108,7 @@ def _timeline(words: Sequence[str]) -> None:
     )
     parser.add_argument("--chunks", type=int, metavar="N", help="model chunks per rank (default: 1, interleaved 2)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture to this file too")
-    options = parser.parse_args(words)
+    options = parser.parse_args(args)
     default_chunks = 2 if options.schedule == "interleaved_1f1b" else 1
     chunks = default_chunks if options.chunks is None else options.chunks
     microbatches = 4 * options.ranks if options.microbatches is None else options.microbatches
@@ -117,7 +117,9 @@ def _timeline(words: Sequence[str]) -> None:
     except ValueError as error:
         parser.error(str(error))
     print(timeline.to_text(width=max(80, shutil.get_terminal_size((120, 24)).columns)))
-    print(_figures(timeline))
+    peaks = "  ".join(f"rank {rank}: {peak:g}" for rank, peak in enumerate(timeline.peak_in_flight))
+    print(f"bubble          {timeline.bubble:.1%} of the step, {timeline.bubble_over_ideal:.1%} over the ideal")
+    print(f"peak in flight  {peaks} (microbatches whose activations are kept)")
     if options.svg is not None:
         try:
             options.svg.write_text(timeline.to_svg(), encoding="utf-8")
@@ -125,19 +127,22 @@ def _timeline(words: Sequence[str]) -> None:
             parser.error(f"cannot write --svg {options.svg}: {error.strerror}")
 
 
-def _figures(timeline: Timeline) -> str:
-    peaks = "  ".join(f"rank {rank}: {peak:g}" for rank, peak in enumerate(timeline.peak_in_flight))
-    return (
-        f"bubble          {timeline.bubble:.1%} of the step, {timeline.bubble_over_ideal:.1%} over the ideal\n"
-        f"peak in flight  {peaks} (microbatches whose activations are kept)"
+def _config_parser(command: str, description: str, example: str) -> argparse.ArgumentParser:
+    """The parser of a command that takes a configuration."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} {command}",
+        description=description,
+        epilog=f"Other options, such as {example}, change the configuration as those of `fit` do.",
     )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the configuration")
+    return parser
 
 
-def _configured(
-    parser: argparse.ArgumentParser, config: str, others: Sequence[str]
+def _load_config(
+    parser: argparse.ArgumentParser, config: str, overrides: Sequence[str]
 ) -> tuple[HybridCLI, HybridStrategy]:
-    """What a configuration says, with the strategy in it; nothing is started."""
-    saved, sys.argv = sys.argv, [PROGRAM, "--config", config, *others]  # where a LightningCLI looks
+    """The module, the data and the Trainer of a configuration, and its strategy; nothing is started."""
+    saved, sys.argv = sys.argv, [PROGRAM, "--config", config, *overrides]  # where a LightningCLI looks
     try:
         cli = HybridCLI(run=False)
     except (ValueError, MisconfigurationException) as error:
@@ -150,16 +155,12 @@ def _configured(
     return cli, strategy
 
 
-def _plan(words: Sequence[str]) -> None:
-    """Say which rank would hold what."""
-    parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} plan",
-        description="Show the layout, the stages and the plan of shared layers of a configuration; nothing is started.",
-        epilog="Other options, such as --trainer.devices 8, change the configuration as those of `fit` do.",
-    )
-    parser.add_argument("--config", required=True, metavar="FILE", help="the configuration")
-    options, others = parser.parse_known_args(words)
-    cli, strategy = _configured(parser, options.config, others)
+def _plan(args: Sequence[str]) -> None:
+    """Show which rank would hold what."""
+    description = "Show the layout, the stages and the tensor-parallel plan of a configuration; nothing is started."
+    parser = _config_parser("plan", description, "--trainer.devices 8")
+    options, overrides = parser.parse_known_args(args)
+    cli, strategy = _load_config(parser, options.config, overrides)
     if is_overridden("configure_model", cli.model):
         cli.model.configure_model()
     try:
@@ -168,44 +169,42 @@ def _plan(words: Sequence[str]) -> None:
         parser.error(str(error))
 
 
-def _memory(words: Sequence[str]) -> None:
-    """Say what each rank would hold."""
-    parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} memory",
-        description="Estimate what the ranks of a configuration would hold of parameters, gradients, optimizer states,"
-        " activations and buffers. Nothing is started, and no device is needed: the step runs on shapes.",
-        epilog="Other options, such as --data.batch_size 64, change the configuration as those of `fit` do.",
+def _memory(args: Sequence[str]) -> None:
+    """Show what each rank would hold."""
+    description = (
+        "Estimate what the ranks of a configuration would hold of parameters, gradients, optimizer states, activations"
+        " and buffers. Nothing is started, and no device is needed: the step runs on shapes."
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="the configuration")
+    parser = _config_parser("memory", description, "--data.batch_size 64")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes, instead of those of the configuration")
-    options, others = parser.parse_known_args(words)
+    options, overrides = parser.parse_known_args(args)
     world = [] if options.ranks is None else ["--trainer.devices", str(options.ranks), "--trainer.num_nodes", "1"]
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # what a run says of its start is not to the point
-    others += ["--trainer.accelerator", "cpu", *world]
-    cli, strategy = _configured(parser, options.config, others)
-    first = [cli]
+    overrides += ["--trainer.accelerator", "cpu", *world]
+    cli, strategy = _load_config(parser, options.config, overrides)
+    unused = [cli]
 
     def make() -> tuple[LightningModule, LightningDataModule | None]:
-        made = first.pop() if first else _configured(parser, options.config, others)[0]
-        return made.model, made.datamodule
+        loaded = unused.pop() if unused else _load_config(parser, options.config, overrides)[0]
+        return loaded.model, loaded.datamodule
 
-    arguments = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
+    trainer_arguments = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
     try:
         result = dry_run(
             make,
             strategy.settings,
             strategy.sizes,
             precision=strategy.precision_plugin,
-            **{name: getattr(cli.trainer, name) for name in arguments},
+            **{name: getattr(cli.trainer, name) for name in trainer_arguments},
         )
     except (ValueError, TypeError, MisconfigurationException) as error:
         parser.error(str(error))
     print(f"{result.layout}\n\n{memory_table(result.memory)}")
 
 
-def _inspect(words: Sequence[str]) -> None:
-    """Say what a checkpoint holds."""
+def _inspect(args: Sequence[str]) -> None:
+    """Show what a checkpoint holds."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} inspect",
         description="Show what a checkpoint holds: tensors, optimizers, the layout it was written under. No tensor is"
@@ -214,14 +213,14 @@ def _inspect(words: Sequence[str]) -> None:
     )
     parser.add_argument("path", type=Path, metavar="PATH", help="a file, or a directory of shards")
     parser.add_argument("--every-name", action="store_true", help="a line for each tensor")
-    options = parser.parse_args(words)
+    options = parser.parse_args(args)
     try:
         print(inspect_checkpoint(options.path).text(every_name=options.every_name))
     except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
 
-def _consolidate(words: Sequence[str]) -> None:
+def _consolidate(args: Sequence[str]) -> None:
     """Make one file of a directory."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} consolidate",
@@ -233,7 +232,7 @@ def _consolidate(words: Sequence[str]) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="the file to write")
     parser.add_argument("--weights-only", action="store_true", help="leave out optimizers, schedulers and callbacks")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
-    options = parser.parse_args(words)
+    options = parser.parse_args(args)
     with _progress_bar() as bar:
         task = bar.add_task(options.file.name, total=None)
         try:
@@ -280,8 +279,8 @@ Train a LightningModule with hybrid parallelism.
   validate     evaluate on the validation data
   test         evaluate on the test data
   predict      run on new data
-  plan         show who would hold what:     {PROGRAM} plan --config FILE
-  memory       show what each rank would hold:     {PROGRAM} memory --config FILE --ranks 8
+  plan         show which rank would hold what:     {PROGRAM} plan --config FILE
+  memory       estimate what each rank would hold:     {PROGRAM} memory --config FILE --ranks 8
   timeline     draw a pipeline schedule:     {PROGRAM} timeline --schedule 1f1b --ranks 4 --microbatches 8
   inspect      show what a checkpoint holds:     {PROGRAM} inspect PATH
   consolidate  make one file of a checkpoint that is a directory:     {PROGRAM} consolidate DIR FILE

@@ -14,6 +14,7 @@ import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 __all__ = [
+    "RandomReplay",
     "RandomStreams",
     "derive_seed",
     "generator_marks",
@@ -117,6 +118,20 @@ def set_torch_states(states: tuple[torch.Tensor, torch.Tensor | None], device: t
         _cuda_generator(device).set_state(cuda)
 
 
+def _all_states(device: torch.device) -> tuple[Any, Any, Any]:
+    return torch_states(device), np.random.get_state(), random.getstate()
+
+
+def _set_all_states(states: tuple[Any, Any, Any], device: torch.device) -> None:
+    """Put the generators into states that :func:`_all_states` gave; ``None`` leaves one of numpy or `random` alone."""
+    of_torch, numpy, python = states
+    set_torch_states(of_torch, device)
+    if numpy is not None:
+        np.random.set_state(numpy)
+    if python is not None:
+        random.setstate(python)
+
+
 def generator_marks(device: torch.device) -> tuple[Any, ...]:
     """What differs after something has been drawn; a third of the price of the states."""
     numpy = get_bit_generator()
@@ -170,6 +185,39 @@ def _cuda_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
+class RandomReplay:
+    """Records what is drawn from the generators once, and replays it later, unnoticed by others.
+
+    The states of numpy and `random` take long to restore; that is done only if something was drawn from them.
+
+    Args:
+        device: The device of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Around what draws."""
+        states, numpy, python = _all_states(self._device)
+        yield
+        drew_numpy = not all(map(np.array_equal, numpy, np.random.get_state()))
+        self._states = states, numpy if drew_numpy else None, python if python != random.getstate() else None
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Inside, the same numbers are drawn again; afterwards the generators are as they were before."""
+        _, numpy, python = self._states
+        numpy = None if numpy is None else np.random.get_state()
+        outside = torch_states(self._device), numpy, None if python is None else random.getstate()
+        try:
+            _set_all_states(self._states, self._device)
+            yield
+        finally:
+            _set_all_states(outside, self._device)
+
+
 class RandomStreams:
     """Two streams of random numbers inside a step, and the world outside of it, which notices neither.
 
@@ -198,7 +246,7 @@ class RandomStreams:
         # costs 80 us, too much for each micro-batch. (A second normal number that numpy has in store gets lost.)
         self._layers_numpy = np.random.MT19937(0)
         self._numbers: Counter[str] = Counter()
-        self._outside: list[tuple[Any, Any]] = []
+        self._outside: list[tuple[Any, Any, Any]] = []
 
     def next_number(self, of: str) -> int:
         """0, 1, 2, ...: a coordinate for what has none, such as the batches of evaluations.
@@ -229,11 +277,11 @@ class RandomStreams:
     @contextmanager
     def isolated(self) -> Iterator[None]:
         """Nothing that is drawn or seeded inside is noticed outside."""
-        self._outside.append((self._save(), np.random.get_state()))
+        self._outside.append(_all_states(self._device))
         try:
             yield
         finally:
-            self._go_to(self._outside.pop())
+            _set_all_states(self._outside.pop(), self._device)
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -241,17 +289,12 @@ class RandomStreams:
         if not self._outside:
             yield
             return
-        isolated = self._save(), np.random.get_state()
-        self._go_to(self._outside[0])
+        isolated = _all_states(self._device)
+        _set_all_states(self._outside[0], self._device)
         try:
             yield
         finally:
-            self._go_to(isolated)
-
-    def _go_to(self, states: tuple[Any, Any]) -> None:
-        saved, numpy = states
-        self._restore(saved)
-        np.random.set_state(numpy)
+            _set_all_states(isolated, self._device)
 
     @contextmanager
     def layers(self, stage: int, *coordinates: int) -> Iterator[None]:
@@ -262,7 +305,7 @@ class RandomStreams:
             coordinates: As in :meth:`seed_user`.
         """
         outside = get_bit_generator()
-        saved = self._save()
+        saved = torch_states(self._device), None, random.getstate()
         set_bit_generator(self._layers_numpy)
         # The constant keeps layers and the user's code apart where their coordinates are equal.
         seed_generators(derive_seed(self._seed, self._data_rank, *coordinates, -1, stage), self._device)
@@ -270,12 +313,4 @@ class RandomStreams:
             yield
         finally:
             set_bit_generator(outside)
-            self._restore(saved)
-
-    def _save(self) -> tuple[Any, Any]:
-        return torch_states(self._device), random.getstate()
-
-    def _restore(self, saved: tuple[Any, Any]) -> None:
-        states, python = saved
-        set_torch_states(states, self._device)
-        random.setstate(python)
+            _set_all_states(saved, self._device)

@@ -1,4 +1,4 @@
-"""What a device does not need for a while, kept on the host."""
+"""Activations and optimizer states that wait on the host until the device needs them."""
 
 from __future__ import annotations
 
@@ -16,91 +16,90 @@ from lightning_hybrid.distributed.dtensor import put_local, to_local
 
 __all__ = ["OFFLOADS", "Offload", "check_offload"]
 
-#: What can be kept on the host.
+#: What can be offloaded to the host.
 OFFLOADS = ("activations", "optimizer")
 
-# Smaller tensors stay: a copy takes longer than it is worth.
-_SMALL = 2**20
+# Smaller tensors stay on the device: a copy takes longer than it is worth.
+_MIN_BYTES = 2**20
 
 
-def check_offload(wish: Any) -> None:
+def check_offload(offload: Any) -> None:
     """Check the argument of `HybridStrategy`.
 
     Raises:
         TypeError: If it is no name, list of names or ``None``.
-        ValueError: If there is no such thing to keep on the host.
+        ValueError: If there is no such thing to offload.
     """
-    names = [wish] if isinstance(wish, str) else [] if wish is None else wish
+    names = [offload] if isinstance(offload, str) else [] if offload is None else offload
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"offload must be a name, a list of names, or None, got {wish!r} ({type(wish).__name__}).")
+        raise TypeError(
+            f"offload must be a name, a list of names, or None, got {offload!r} ({type(offload).__name__})."
+        )
     unknown = [name for name in names if name not in OFFLOADS]
     if unknown:
-        raise ValueError(f"offload must be of {', '.join(map(repr, OFFLOADS))}, got {wish!r}.")
+        raise ValueError(f"offload must be of {', '.join(map(repr, OFFLOADS))}, got {offload!r}.")
 
 
 class Offload:
-    """Moves to the host and back; on a device that is the host, nothing.
+    """Moves tensors to the host and back; on a device that is the host, it does nothing.
 
     ::
 
                      forwards and backwards                  optimizer step
-        activations  device -> host, when autograd keeps     -
-                     them; host -> device, when it asks
+        activations  device -> host, when autograd saves     -
+                     them; host -> device, in backward
         optimizer    on the host                             host -> device, and back
 
-    Copies to the host run beside what the device computes.
+    Copies to the host overlap with what the device computes.
 
     Args:
-        what: Some of :data:`OFFLOADS`.
+        names: Some of :data:`OFFLOADS`.
         device: Where this rank computes.
-        small: Tensors of fewer bytes stay.
+        min_bytes: Activations of fewer bytes stay on the device.
     """
 
-    def __init__(self, what: Collection[str], device: torch.device, *, small: int = _SMALL) -> None:
+    def __init__(self, names: Collection[str], device: torch.device, *, min_bytes: int = _MIN_BYTES) -> None:
         self._device = device
-        self._small = small
-        self.has_effect = bool(what) and device.type != "cpu"
-        self._activations = self.has_effect and "activations" in what
-        self._states = self.has_effect and "optimizer" in what
+        self._min_bytes = min_bytes
+        self.has_effect = bool(names) and device.type != "cpu"
+        self._activations = self.has_effect and "activations" in names
+        self._states = self.has_effect and "optimizer" in names
         self._stream: Any = None
 
     @contextmanager
-    def activations(self, stays: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+    def activations(self, resident: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
         """Enter it around forwards; backwards may follow later.
 
         Args:
-            stays: Gives what is on the device anyway, such as parameters.
+            resident: Gives what is on the device anyway, such as parameters.
         """
         if not self._activations:
             yield
             return
-        places = {to_local(tensor).untyped_storage()._cdata for tensor in stays()}
+        resident_storages = {to_local(tensor).untyped_storage()._cdata for tensor in resident()}
 
-        def keep(tensor: Tensor) -> Any:
+        def pack(tensor: Tensor) -> Any:
             local = to_local(tensor)
-            elsewhere = local.device != self._device or local.untyped_storage()._cdata in places
-            if elsewhere or type(tensor) is not Tensor or tensor.nbytes < self._small:
+            stays = local.device != self._device or local.untyped_storage()._cdata in resident_storages
+            if stays or type(tensor) is not Tensor or tensor.nbytes < self._min_bytes:
                 return tensor
-            return self._away(tensor)
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            return _OffloadedTensor(tensor, self._stream)
 
-        def give(kept: Any) -> Tensor:
-            return kept.back() if isinstance(kept, _Away) else kept
+        def unpack(saved: Any) -> Tensor:
+            return saved.to_device() if isinstance(saved, _OffloadedTensor) else saved
 
-        with saved_tensors_hooks(keep, give):
+        with saved_tensors_hooks(pack, unpack):
             yield
 
-    def _away(self, tensor: Tensor) -> _Away:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return _Away(tensor, self._stream)
-
-    def fetch(self, optimizer: Optimizer) -> None:
-        """Its states are needed on the device."""
+    def load_states(self, optimizer: Optimizer) -> None:
+        """Move the optimizer's states to the device, for its step."""
         if self._states:
             self._move(optimizer, torch.device("cpu"), self._device)
 
-    def put_away(self, optimizer: Optimizer) -> None:
-        """Its states are not needed any more in this step."""
+    def offload_states(self, optimizer: Optimizer) -> None:
+        """Move the optimizer's states to the host, after its step."""
         if self._states:
             self._move(optimizer, self._device, torch.device("cpu"))
 
@@ -112,25 +111,25 @@ class Offload:
                     continue
                 local = to_local(value)
                 if local.device == source:
-                    moved = _pinned(local) if target.type == "cpu" else local.to(target, non_blocking=True)
+                    moved = _pinned_copy(local) if target.type == "cpu" else local.to(target, non_blocking=True)
                     if isinstance(value, DTensor):
                         put_local(value, moved)
                     else:
                         state[name] = moved
 
 
-def _pinned(tensor: Tensor) -> Tensor:
-    """A copy on the host, from which the device can fetch by itself."""
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory of the host, which the device can read without blocking the host."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return copy.copy_(tensor)
 
 
-class _Away:
-    """An activation on the host, or on its way.
+class _OffloadedTensor:
+    """An activation on the host, or on its way there.
 
     Args:
-        tensor: It, on a device.
-        stream: On which it is copied.
+        tensor: The activation on its device.
+        stream: The stream that copies it.
     """
 
     def __init__(self, tensor: Tensor, stream: Any) -> None:
@@ -140,9 +139,9 @@ class _Away:
             self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
         tensor.record_stream(stream)  # its memory is free when it has been copied, not before
-        self._is_there = stream.record_event()
+        self._copied = stream.record_event()
 
-    def back(self) -> Tensor:
-        """It, on the device again."""
-        torch.cuda.current_stream(self._device).wait_event(self._is_there)
+    def to_device(self) -> Tensor:
+        """The activation, on the device again."""
+        torch.cuda.current_stream(self._device).wait_event(self._copied)
         return self._copy.to(self._device, non_blocking=True)

@@ -132,7 +132,7 @@ def test_precisions_on_two_stages(ranks: Pools, precision: str) -> None:
 @pytest.mark.parametrize("what", ["activations", "optimizer", ["activations", "optimizer"]], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_what_lies_on_the_host_changes_nothing(what: Any, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload.Offload.__init__, "__kwdefaults__", {"small": 0})
+    monkeypatch.setattr(offload.Offload.__init__, "__kwdefaults__", {"min_bytes": 0})
     found = fit(HybridStrategy(num_microbatches=4, offload=what), precision=precision)
     assert_alike(found, fit(HybridStrategy(num_microbatches=4), precision=precision), 1e-6)
 

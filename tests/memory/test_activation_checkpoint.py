@@ -119,8 +119,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
 }
 
 
-def modes(layout: dict[str, Any], layer: Callable[[], nn.Module], wishes: list[Any]) -> list[Any]:
-    return [train(layout, wish, layer) for wish in wishes]
+def train_modes(layout: dict[str, Any], layer: Callable[[], nn.Module], modes: list[Any]) -> list[Any]:
+    return [train(layout, recompute, layer) for recompute in modes]
 
 
 def bit_equal(first: Any, second: Any) -> bool:
@@ -136,31 +136,31 @@ def bit_equal(first: Any, second: Any) -> bool:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_are_the_same_bit_by_bit(ranks: Pools, name: str) -> None:
     size, layout, microbatches = LAYOUTS[name]
-    wishes: list[Any] = [True, "selective", ["body.*.linear1", "body.2", "head"]]
-    wishes += [0.5, 1] if name in ("one process", "pp2") else []
+    modes: list[Any] = [True, "selective", ["body.*.linear1", "body.2", "head"]]
+    modes += [0.5, 1] if name in ("one process", "pp2") else []
     microbatches //= 2 if name == "dp2" else 1  # of each replica
-    for plain, *others in ranks(size, lightning=True).run(modes, layout, block, [False, *wishes]):
+    for plain, *others in ranks(size, lightning=True).run(train_modes, layout, block, [False, *modes]):
         assert len(plain[0]) == microbatches // (layout.get("num_microbatches") or 1)
         assert all(each.abs().sum() > 0 for each in plain[0][0].values())
-        for wish, other in zip(wishes, others, strict=True):
-            assert bit_equal(plain[0], other[0]), wish
-            assert bit_equal(plain[2], other[2]), wish
+        for recompute, other in zip(modes, others, strict=True):
+            assert bit_equal(plain[0], other[0]), recompute
+            assert bit_equal(plain[2], other[2]), recompute
             again = [now - before for now, before in zip(other[1], plain[1], strict=True)]
             mine = [index for index, calls in enumerate(plain[1]) if calls]
             expected = (
                 mine
-                if wish is True or wish == "selective"
+                if recompute is True or recompute == "selective"
                 else [2]
-                if isinstance(wish, list)
-                else mine[: _half(wish, mine)]
+                if isinstance(recompute, list)
+                else mine[: _half(recompute, mine)]
             )
             assert again == [microbatches if index in expected and index in mine else 0 for index in range(LAYERS)], (
-                wish
+                recompute
             )
 
 
-def _half(wish: float, mine: list[int]) -> int:
-    return len(mine) // 2 if isinstance(wish, float) else wish
+def _half(recompute: float, mine: list[int]) -> int:
+    return len(mine) // 2 if isinstance(recompute, float) else recompute
 
 
 def test_buffers_count_once_and_autocast_is_on_again(ranks: Pools) -> None:
@@ -173,7 +173,7 @@ def test_buffers_count_once_and_autocast_is_on_again(ranks: Pools) -> None:
 
 
 def with_statistics(arguments: dict[str, Any]) -> list[Any]:
-    return [train(PP2, wish, Odd, **arguments) for wish in (False, True, "selective")]
+    return [train(PP2, recompute, Odd, **arguments) for recompute in (False, True, "selective")]
 
 
 class Odd(nn.Module):
@@ -193,19 +193,19 @@ class Odd(nn.Module):
 
 
 def gradients_of(
-    layers: list[nn.Module], x: Any, wish: Any, finish: Callable[[Any], Tensor] = lambda y: y.square().sum()
+    layers: list[nn.Module], x: Any, recompute: Any, finish: Callable[[Any], Tensor] = lambda y: y.square().sum()
 ) -> list[Any]:
     """What two steps of layers give without a Trainer."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-    recompute = ActivationCheckpointing(
-        [] if wish is False else layers, torch.device("cpu"), selective=wish == "selective"
+    checkpointing = ActivationCheckpointing(
+        [] if recompute is False else layers, torch.device("cpu"), selective=recompute == "selective"
     )
     result: list[Any] = []
     for _ in range(2):
         y = x()
-        with recompute():
+        with checkpointing():
             for layer in layers:
                 y = layer(y)
         loss = finish(y)
@@ -276,21 +276,21 @@ def test_layers_may_do_what_they_do(name: str) -> None:
     layers = make()
     start = [copy.deepcopy(layer.state_dict()) for layer in layers]
     expected = gradients_of(layers, x, False, finish)
-    for wish in (True, "selective"):
+    for recompute in (True, "selective"):
         for layer, state in zip(layers, start, strict=True):
             layer.load_state_dict(state)
-        assert bit_equal(gradients_of(layers, x, wish, finish), expected)
+        assert bit_equal(gradients_of(layers, x, recompute, finish), expected)
 
 
-@pytest.mark.parametrize("wish", [True, "selective"])
-def test_backward_may_come_twice(wish: Any) -> None:
+@pytest.mark.parametrize("recompute", [True, "selective"])
+def test_backward_may_come_twice(recompute: Any) -> None:
     def finish(y: Tensor) -> Tensor:
         loss = y.square().sum()
         loss.backward(retain_graph=True)
         return loss
 
     layers: list[nn.Module] = [block(), block()]
-    assert bit_equal(gradients_of(layers, rows, wish, finish), gradients_of(layers, rows, False, finish))
+    assert bit_equal(gradients_of(layers, rows, recompute, finish), gradients_of(layers, rows, False, finish))
 
 
 def test_a_torch_without_dispatch_modes_recomputes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,8 +333,8 @@ def test_layers_look_as_always() -> None:
     layer.linear1.register_forward_pre_hook(own)
     layer.register_forward_hook(lambda *args: before(args[0], args[1]))
     names, kind = list(layer.state_dict()), type(layer)
-    recompute = ActivationCheckpointing([layer, other], torch.device("cpu"))
-    with recompute():
+    checkpointing = ActivationCheckpointing([layer, other], torch.device("cpu"))
+    with checkpointing():
         y = layer(rows())
         assert list(layer.state_dict()) == names
         assert type(layer) is kind
@@ -355,11 +355,11 @@ def test_layers_look_as_always() -> None:
 def test_without_gradients_nothing_is_kept_or_run_again() -> None:
     layer, count = block(), Count()
     layer.linear1.register_forward_pre_hook(count)
-    recompute = ActivationCheckpointing([layer], torch.device("cpu"), selective=True)
+    checkpointing = ActivationCheckpointing([layer], torch.device("cpu"), selective=True)
     account = Account()
-    with account, recompute(), torch.no_grad():
+    with account, checkpointing(), torch.no_grad():
         layer(rows())
-    with account, recompute(), torch.inference_mode():
+    with account, checkpointing(), torch.inference_mode():
         layer(rows())
     assert (count.calls, account.peak) == (2, 0)
 
@@ -378,7 +378,7 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("wish", "expected"),
+    ("recompute", "expected"),
     [
         (False, ""),
         (0, ""),
@@ -396,16 +396,16 @@ class Nested(nn.Module):
     ],
     ids=str,
 )
-def test_which_layers_are_recomputed(wish: Any, expected: str) -> None:
+def test_which_layers_are_recomputed(recompute: Any, expected: str) -> None:
     module = Nested()
-    check_recompute(wish, 2, 1)
-    found = chosen_layers(wish, module, ("net.body", module.net.body), (range(3), range(3, 7)))
+    check_recompute(recompute, 2, 1)
+    found = chosen_layers(recompute, module, ("net.body", module.net.body), (range(3), range(3, 7)))
     names = {id(part): name.removeprefix("net.body.") for name, part in module.named_modules()}
     assert sorted(names[id(layer)] for layer in found) == sorted(expected.split())
 
 
 @pytest.mark.parametrize(
-    ("wish", "kind", "words"),
+    ("recompute", "kind", "words"),
     [
         ("full", ValueError, ["'full'", "'selective'", "['full']"]),
         (-1, ValueError, ["-1", "at least 0"]),
@@ -422,15 +422,15 @@ def test_which_layers_are_recomputed(wish: Any, expected: str) -> None:
     ],
     ids=str,
 )
-def test_impossible_wishes_are_refused(wish: Any, kind: type[Exception], words: list[str]) -> None:
+def test_impossible_arguments_are_refused(recompute: Any, kind: type[Exception], words: list[str]) -> None:
     with pytest.raises(kind) as error:
-        HybridStrategy(pipeline_parallel_size=2, recompute=wish)
+        HybridStrategy(pipeline_parallel_size=2, recompute=recompute)
     for word in ["recompute", *words]:
         assert word in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("recompute", "words"),
     [
         (["body.*.mlp"], ["'body.*.mlp'", "matches no module", "Nested"]),
         (["net"], ["'net'", "holds the layers of all stages", "net.body.*"]),
@@ -438,35 +438,35 @@ def test_impossible_wishes_are_refused(wish: Any, kind: type[Exception], words: 
     ],
     ids=str,
 )
-def test_names_that_cannot_be_meant_are_refused(wish: Any, words: list[str]) -> None:
+def test_names_that_cannot_be_meant_are_refused(recompute: Any, words: list[str]) -> None:
     module = Nested()
     with pytest.raises(ValueError, match="recompute") as error:
-        chosen_layers(wish, module, ("net.body", module.net.body), (range(7),))
+        chosen_layers(recompute, module, ("net.body", module.net.body), (range(7),))
     for word in words:
         assert word in str(error.value)
-    if wish == ["net"]:  # where no step is cut at the body, that is a layer like others
-        assert chosen_layers(wish, module, None, ()) == [module.net]
+    if recompute == ["net"]:  # where no step is cut at the body, that is a layer like others
+        assert chosen_layers(recompute, module, None, ()) == [module.net]
 
 
-@pytest.mark.parametrize("wish", [False, True, "selective", 3, 0.25, [2, 1], ["body.*.linear1", "head"]], ids=str)
-def test_every_form_can_be_said_on_the_command_line_and_in_yaml(wish: Any) -> None:
+@pytest.mark.parametrize("recompute", [False, True, "selective", 3, 0.25, [2, 1], ["body.*.linear1", "head"]], ids=str)
+def test_every_form_can_be_said_on_the_command_line_and_in_yaml(recompute: Any) -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(HybridStrategy, "strategy")
     parser.add_argument("--config", action="config")
-    said = yaml.safe_dump({"strategy": {"recompute": wish}}, default_flow_style=True)
+    said = yaml.safe_dump({"strategy": {"recompute": recompute}}, default_flow_style=True)
     for arguments in (
-        [f"--strategy.recompute={yaml.safe_dump(wish, default_flow_style=True).split(chr(10))[0]}"],
+        [f"--strategy.recompute={yaml.safe_dump(recompute, default_flow_style=True).split(chr(10))[0]}"],
         ["--config", said],
     ):
         found = parser.parse_args(arguments).strategy.recompute
-        assert found == wish
-        assert type(found) is type(wish)
+        assert found == recompute
+        assert type(found) is type(recompute)
 
 
 # -- what goes between ranks ------------------------------------------------------------------------------------------
 
 
-def count_collectives(wish: Any) -> dict[str, int]:
+def count_collectives(recompute: Any) -> dict[str, int]:
     counts: dict[str, int] = {}
 
     class Counting(TorchDispatchMode):
@@ -476,13 +476,13 @@ def count_collectives(wish: Any) -> dict[str, int]:
             return func(*args, **(kwargs or {}))
 
     with Counting():
-        train(SEQUENCES, wish)
+        train(SEQUENCES, recompute)
     return counts
 
 
 def test_sums_over_ranks_are_not_made_again_when_products_are_kept(ranks: Pools) -> None:
     plain, kept, all_again = (
-        ranks(2, lightning=True).run(count_collectives, wish)[0] for wish in (False, "selective", True)
+        ranks(2, lightning=True).run(count_collectives, recompute)[0] for recompute in (False, "selective", True)
     )
     sums, shares = "c10d::_reduce_scatter_base_", "c10d::_allgather_base_"
     assert kept[sums] == plain[sums] < all_again[sums]
@@ -578,12 +578,12 @@ def drop(x: Tensor, p: float = 0.1) -> Tensor:
     return torch.where(torch.empty(x.shape).uniform_() < p, x.new_zeros(()), x / (1 - p))
 
 
-def formula(wish: Any, s: int, b: int, h: int, a: int, e: int, attention: str = "written") -> float:
+def formula(recompute: Any, s: int, b: int, h: int, a: int, e: int, attention: str = "written") -> float:
     """Bytes that a layer of `Paper` keeps, with `e` bytes for a number; see docs/memory.md."""
     scores = a * s * s * b if attention == "written" else 0
-    if wish is True:
+    if recompute is True:
         return e * s * b * h
-    if wish == "selective":
+    if recompute == "selective":
         return (10 + (attention == "fused")) * e * s * b * h
     # 2.5 is 34 sbh + 5 as²b of the paper for e = 2: 16 numbers and 2 masks; 2 numbers and 1 mask.
     return s * b * h * (16 * e + 2) + scores * (2 * e + 1)
@@ -591,17 +591,17 @@ def formula(wish: Any, s: int, b: int, h: int, a: int, e: int, attention: str = 
 
 @pytest.mark.parametrize("attention", ["written", "fused"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("wish", [False, "selective", True], ids=str)
-def test_bytes_that_a_layer_keeps_follow_the_formula(wish: Any, dtype: torch.dtype, attention: str) -> None:
+@pytest.mark.parametrize("recompute", [False, "selective", True], ids=str)
+def test_bytes_that_a_layer_keeps_follow_the_formula(recompute: Any, dtype: torch.dtype, attention: str) -> None:
     s, b, h, a = 48, 2, 64, 4
 
     def kept(num_layers: int) -> int:
         layers = nn.Sequential(*(Paper(h, a, attention, dtype=dtype) for _ in range(num_layers)))
-        recompute = ActivationCheckpointing(
-            [] if wish is False else layers, torch.device("cpu"), selective=wish == "selective"
+        checkpointing = ActivationCheckpointing(
+            [] if recompute is False else layers, torch.device("cpu"), selective=recompute == "selective"
         )
         account = Account(layers.parameters())
-        with account, recompute():
+        with account, checkpointing():
             y = layers(torch.randn(s, b, h, dtype=dtype).requires_grad_() * 1)
         found = account.bytes
         y.sum().backward()
@@ -609,10 +609,10 @@ def test_bytes_that_a_layer_keeps_follow_the_formula(wish: Any, dtype: torch.dty
         assert account.bytes == 0
         return found
 
-    found, expected = (kept(4) - kept(2)) / 2, formula(wish, s, b, h, a, dtype.itemsize, attention)
-    print(f"{wish!s:9} {attention} {dtype}: {found:.0f} bytes, formula {expected:.0f}: {found / expected:.4f}")
+    found, expected = (kept(4) - kept(2)) / 2, formula(recompute, s, b, h, a, dtype.itemsize, attention)
+    print(f"{recompute!s:9} {attention} {dtype}: {found:.0f} bytes, formula {expected:.0f}: {found / expected:.4f}")
     assert found == pytest.approx(expected, rel=0.05)
-    if dtype is torch.bfloat16 and wish is False and attention == "written":
+    if dtype is torch.bfloat16 and recompute is False and attention == "written":
         assert expected == s * b * h * (34 + 5 * a * s / h)
 
 
@@ -701,22 +701,23 @@ def test_bytes_in_flight_follow_the_schedule(ranks: Pools, size: int) -> None:
             "num_microbatches": m,
             "schedule": name,
             "num_chunks": chunks,
-            "recompute": wish,
+            "recompute": recompute,
         }
         for name, chunks in schedules
-        for wish in modes
+        for recompute in modes
     ]
     for rank, results in enumerate(ranks(size, lightning=True).run(measure, cases)):
         for case, (kept, with_posted, message) in zip(cases, results, strict=True):
-            name, chunks, wish = case["schedule"], case["num_chunks"], case["recompute"]
+            name, chunks, recompute = case["schedule"], case["num_chunks"], case["recompute"]
             in_flight = simulate(build(name, size, m, chunks)).peak_in_flight[rank]
             if name == "1f1b":
                 assert in_flight == min(m, size - rank)
             elif rank == 0:
                 assert in_flight == min(m, size * (1 + (size - 1) / (size * chunks)))
-            expected = in_flight * (8 // size) * formula(wish, S, B, H, A, 4)
+            expected = in_flight * (8 // size) * formula(recompute, S, B, H, A, 4)
             print(
-                f"{name} rank {rank} of {size}, {wish}: {kept} bytes, formula {expected:.0f}: {kept / expected:.4f};",
+                f"{name} rank {rank} of {size}, {recompute}: {kept} bytes,"
+                f" formula {expected:.0f}: {kept / expected:.4f};",
                 end=" ",
             )
             print(f"{with_posted - kept} for messages of {message}")

@@ -1,27 +1,25 @@
-"""Layers that run again in backward, with the inputs, random numbers and buffers of the first time."""
+"""Layers that run again in backward, with the inputs, random numbers and buffers of their forward."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.distributed.random import set_torch_states, torch_states
-from lightning_hybrid.memory.activation_checkpoint.selective import Kept
+from lightning_hybrid.distributed.random import RandomReplay
+from lightning_hybrid.memory.activation_checkpoint.selective import SavedResults
 
 __all__ = ["ActivationCheckpointing"]
 
 
 class ActivationCheckpointing:
-    """While this is entered, layers keep what they are called with and nothing else, and run again in backward.
+    """While this is entered, layers save their inputs and nothing else, and run again in backward.
 
     ::
 
@@ -35,7 +33,7 @@ class ActivationCheckpointing:
     Args:
         layers: The layers.
         device: Where they draw random numbers.
-        selective: Whether the results of matrix products and of attention are kept as well.
+        selective: Whether the results of matrix products and of attention are saved as well.
     """
 
     def __init__(self, layers: Iterable[nn.Module], device: torch.device, *, selective: bool = False) -> None:
@@ -44,94 +42,95 @@ class ActivationCheckpointing:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Enter it around forwards; backwards may follow later."""
-        before: list[tuple[dict[str, Any], Any]] = []
+        replaced: list[tuple[dict[str, Any], Any]] = []
         try:
             for layer in self._layers:
                 attributes = vars(layer.module)
-                before.append((attributes, attributes.get("forward")))
-                attributes["forward"] = layer.recomputed(layer.module.forward)
+                replaced.append((attributes, attributes.get("forward")))
+                attributes["forward"] = layer.checkpointed(layer.module.forward)
             yield
         finally:
-            for attributes, forward in before:
+            for attributes, forward in replaced:
                 if forward is None:
                     del attributes["forward"]
                 else:  # somebody else's
                     attributes["forward"] = forward
 
 
-class _Habits(NamedTuple):
-    """What a layer was seen to do when it was first called.
+class _SideEffects(NamedTuple):
+    """What the first call of a layer changed.
 
     Attributes:
-        changes_input: Whether it changes what it is called with.
-        changes_buffers: The buffers that it changes: their owners and names.
+        changes_input: Whether it changed its inputs in place.
+        buffers: The buffers that it changed: their owners and names.
     """
 
     changes_input: bool
-    changes_buffers: list[tuple[nn.Module, str]]
+    buffers: list[tuple[nn.Module, str]]
 
 
 class _Layer:
-    """A layer, and what has been learnt about it."""
+    """A layer, and its side effects as far as they are known."""
 
     def __init__(self, module: nn.Module, device: torch.device, selective: bool) -> None:
         self.module = module
         self.device = device
         self.selective = selective
-        self._parts = list(module.modules())
-        self._habits: dict[tuple[bool, ...], _Habits] = {}
+        self._submodules = list(module.modules())
+        self._side_effects: dict[tuple[bool, ...], _SideEffects] = {}
 
-    def recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands in the place of the layer's `forward`."""
+    def checkpointed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What takes the place of the layer's `forward`."""
 
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             leaves, spec = flatten((args, kwargs))
-            places: dict[int, int] = {}  # a tensor that comes twice is one tensor again, which layers look at
+            positions: dict[int, int] = {}  # a tensor that comes twice is one tensor again, which layers look at
             tensors: list[Tensor] = []
             for leaf in leaves:
-                if isinstance(leaf, Tensor) and id(leaf) not in places:
-                    places[id(leaf)] = len(tensors)
+                if isinstance(leaf, Tensor) and id(leaf) not in positions:
+                    positions[id(leaf)] = len(tensors)
                     tensors.append(leaf)
-            # Logits in shards are no tensors that autograd could keep.
-            if not tensors or not all(type(each) in _PLAIN or isinstance(each, DTensor) for each in tensors):
+            # Vocabulary-parallel logits are no tensors that autograd could save.
+            if not tensors or not all(type(tensor) in _PLAIN or isinstance(tensor, DTensor) for tensor in tensors):
                 return forward(*args, **kwargs)
-            order = [places.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in leaves]
+            order = [positions.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in leaves]
             others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-            def run(*given: Tensor) -> Any:
-                mixed = [other if i is None else given[i] for i, other in zip(order, others, strict=True)]
+            def run(*inputs: Tensor) -> Any:
+                mixed = [other if i is None else inputs[i] for i, other in zip(order, others, strict=True)]
                 args, kwargs = unflatten(mixed, spec)
                 return forward(*args, **kwargs)
 
             del args, kwargs, leaves
             call = _Call(self, run)
             outputs = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=False)
-            call.kept.save()
+            call.results.save()
             return outputs
 
-        return recomputed
+        return checkpointed
 
-    def mode(self) -> tuple[bool, ...]:
-        """What habits depend on: which parts are in training."""
-        return tuple([part.training for part in self._parts])
+    @property
+    def side_effects(self) -> _SideEffects | None:
+        """Those in the present mode, training or not; ``None`` before it was called in it."""
+        return self._side_effects.get(self._mode())
 
-    def habits(self) -> _Habits | None:
-        """What it does in its present mode; ``None`` before it was called in it."""
-        return self._habits.get(self.mode())
+    @side_effects.setter
+    def side_effects(self, side_effects: _SideEffects) -> None:
+        self._side_effects[self._mode()] = side_effects
 
-    def learn(self, habits: _Habits) -> None:
-        """Remember what it does in its present mode."""
-        self._habits[self.mode()] = habits
+    def _mode(self) -> tuple[bool, ...]:
+        return tuple([submodule.training for submodule in self._submodules])
 
     def buffers(self) -> list[tuple[nn.Module, str]]:
-        """Where its buffers are."""
-        return [(part, name) for part in self._parts for name, buffer in part._buffers.items() if buffer is not None]
+        """The owners and names of its buffers."""
+        named = ((owner, name, buffer) for owner in self._submodules for name, buffer in owner._buffers.items())
+        return [(owner, name) for owner, name, buffer in named if buffer is not None]
 
 
 class _Call:
-    """One call of a layer: runs it, and however often backward asks, runs it again.
+    """One call of a layer: runs it in forward, and again each time that backward asks.
 
     Args:
         layer: The layer.
@@ -142,116 +141,60 @@ class _Call:
         self._layer = layer
         self._run = run
         self._was_run = False
-        self._draws = _Draws(layer.device)
-        self.kept = Kept(layer.device) if layer.selective else _KEEPS_NOTHING
+        self._random = RandomReplay(layer.device)
+        self.results = SavedResults(layer.device, enabled=layer.selective)
 
     def __call__(self, *tensors: Tensor) -> Any:
         if not self._was_run:
             self._was_run = True
-            return self._first(tensors)
-        with self._draws.again(), self._buffers_of_then(), self.kept.again():
-            return self._run(*self._own(tensors))
+            return self._forward(tensors)
+        with self._random.replay(), self._former_buffers(), self.results.replay():
+            return self._run(*self._inputs(tensors))
 
-    def _first(self, tensors: tuple[Tensor, ...]) -> Any:
-        habits = self._layer.habits()
-        watched = self._layer.buffers() if habits is None else habits.changes_buffers
-        self._buffers = [(part, name, part._buffers[name].detach().clone()) for part, name in watched]  # type: ignore[union-attr]
-        self._copies = habits is None or habits.changes_input
-        own = self._own(tensors)
-        versions = [each._version for each in own] if habits is None else []
-        with self._draws.first(), self.kept.first():
-            outputs = self._run(*own)
-        if habits is None:
+    def _forward(self, tensors: tuple[Tensor, ...]) -> Any:
+        known = self._layer.side_effects
+        buffers = self._layer.buffers() if known is None else known.buffers
+        self._buffers = [(owner, name, owner._buffers[name].detach().clone()) for owner, name in buffers]  # type: ignore[union-attr]
+        self._copies_inputs = known is None or known.changes_input
+        inputs = self._inputs(tensors)
+        versions = [tensor._version for tensor in inputs] if known is None else []
+        with self._random.record(), self.results.record():
+            outputs = self._run(*inputs)
+        if known is None:
             self._buffers = [each for each in self._buffers if not _is_same(each[0]._buffers[each[1]], each[2])]
-            changes_input = versions != [each._version for each in own]
-            self._layer.learn(_Habits(changes_input, [(part, name) for part, name, _ in self._buffers]))
+            changes_input = versions != [tensor._version for tensor in inputs]
+            self._layer.side_effects = _SideEffects(changes_input, [(owner, name) for owner, name, _ in self._buffers])
         return outputs
 
-    def _own(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """What the layer may change: autograd keeps the inputs as they are."""
-        return [each.clone() for each in tensors] if self._copies else list(tensors)
+    def _inputs(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """What the layer may change: autograd needs the saved inputs as they are."""
+        return [tensor.clone() for tensor in tensors] if self._copies_inputs else list(tensors)
 
     @contextmanager
-    def _buffers_of_then(self) -> Iterator[None]:
-        """Buffers that the layer changes are as they were before it, and afterwards as they are now."""
-        now = [part._buffers[name] for part, name, _ in self._buffers]
+    def _former_buffers(self) -> Iterator[None]:
+        """Inside, buffers that the layer changes are as they were before its forward."""
+        current = [owner._buffers[name] for owner, name, _ in self._buffers]
         try:
-            for part, name, value in self._buffers:
-                part._buffers[name] = value.clone()
+            for owner, name, value in self._buffers:
+                owner._buffers[name] = value.clone()
             yield
         finally:
-            for (part, name, _), value in zip(self._buffers, now, strict=True):
-                part._buffers[name] = value
+            for (owner, name, _), value in zip(self._buffers, current, strict=True):
+                owner._buffers[name] = value
 
 
-class _Draws:
-    """Random numbers that are drawn once, and then the same ones again, unnoticed by others.
-
-    The streams of numpy and `random` take long to copy back; that is done only if something was drawn from them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    @contextmanager
-    def first(self) -> Iterator[None]:
-        self._torch = torch_states(self._device)
-        self._numpy: Any = np.random.get_state()
-        self._python: Any = random.getstate()
-        yield
-        if _is_equal(self._numpy, np.random.get_state()):
-            self._numpy = None
-        if self._python == random.getstate():
-            self._python = None
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        outside = torch_states(self._device)
-        numpy = None if self._numpy is None else np.random.get_state()
-        python = None if self._python is None else random.getstate()
-        try:
-            set_torch_states(self._torch, self._device)
-            _set_others(self._numpy, self._python)
-            yield
-        finally:
-            set_torch_states(outside, self._device)
-            _set_others(numpy, python)
-
-
-def _set_others(numpy: Any, python: Any) -> None:
-    if numpy is not None:
-        np.random.set_state(numpy)
-    if python is not None:
-        random.setstate(python)
-
-
-def _is_equal(first: Any, second: Any) -> bool:
-    """Of two states of numpy."""
-    return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def _is_same(now: Tensor | None, before: Tensor) -> bool:
-    """Whether a buffer was certainly left alone; shapes without values do not tell."""
-    if now is None or now.shape != before.shape or type(now) not in _WITH_VALUES:
+def _is_same(current: Tensor | None, former: Tensor) -> bool:
+    """Whether a buffer was certainly left alone; fake tensors do not tell."""
+    if current is None or current.shape != former.shape or type(current) not in _WITH_VALUES:
         return False
-    return torch.equal(now, before)
+    return torch.equal(current, former)
 
 
-class _KeepsNothing:
-    """What is kept where all is recomputed."""
-
-    first = again = staticmethod(nullcontext)
-
-    def save(self) -> None:
-        """There is nothing."""
-
-
-_KEEPS_NOTHING = _KeepsNothing()
 _WITH_VALUES: tuple[type, ...] = (Tensor, nn.Parameter)
 _PLAIN = _WITH_VALUES
 try:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    _PLAIN = (*_PLAIN, FakeTensor)  # shapes alone, of which memory is foretold
+    _PLAIN = (*_PLAIN, FakeTensor)  # of dry runs
 except ImportError:
     pass

@@ -15,11 +15,11 @@ from lightning_hybrid.distributed.module_names import name_matches
 __all__ = ["check_recompute", "chosen_layers", "is_by_name"]
 
 
-def check_recompute(wish: Any, num_ranks: int, num_chunks: int) -> None:
+def check_recompute(recompute: Any, num_ranks: int, num_chunks: int) -> None:
     """Check the argument by itself.
 
     Args:
-        wish: As it was given.
+        recompute: The argument.
         num_ranks: The number of pipeline ranks.
         num_chunks: Stages per rank; on a single rank they are one stage.
 
@@ -27,53 +27,57 @@ def check_recompute(wish: Any, num_ranks: int, num_chunks: int) -> None:
         TypeError: If it is of no type that means something.
         ValueError: If its value is not possible.
     """
-    if isinstance(wish, bool):
+    if isinstance(recompute, bool):
         return
-    if isinstance(wish, str):
-        if wish != "selective":
+    if isinstance(recompute, str):
+        if recompute != "selective":
             raise ValueError(
-                f"recompute must be True, False, 'selective', a number, or a list of names or numbers, got {wish!r}. A"
-                f" name or a pattern stands in a list: recompute=[{wish!r}]."
+                f"recompute must be True, False, 'selective', a number, or a list of names or numbers, got"
+                f" {recompute!r}. A name or a pattern stands in a list: recompute=[{recompute!r}]."
             )
-    elif isinstance(wish, int):
-        if wish < 0:
-            raise ValueError(f"recompute={wish} must be the number of layers of each stage, at least 0.")
-    elif isinstance(wish, float):
-        if not 0 < wish <= 1:
-            raise ValueError(f"recompute={wish} must be a share of the layers of each stage: above 0.0, up to 1.0.")
-    elif isinstance(wish, (list, tuple)):
-        _check_list(list(wish), num_ranks * num_chunks if num_ranks > 1 else 1)
+    elif isinstance(recompute, int):
+        if recompute < 0:
+            raise ValueError(f"recompute={recompute} must be the number of layers of each stage, at least 0.")
+    elif isinstance(recompute, float):
+        if not 0 < recompute <= 1:
+            raise ValueError(
+                f"recompute={recompute} must be a share of the layers of each stage: above 0.0, up to 1.0."
+            )
+    elif isinstance(recompute, (list, tuple)):
+        _check_list(list(recompute), num_ranks * num_chunks if num_ranks > 1 else 1)
     else:
         raise TypeError(
             "recompute must be a bool, 'selective', an int, a float, or a list of strings or ints, got"
-            f" {wish!r} ({type(wish).__name__})."
+            f" {recompute!r} ({type(recompute).__name__})."
         )
 
 
-def _check_list(wish: list[Any], num_stages: int) -> None:
-    if wish and all(isinstance(each, str) for each in wish):
+def _check_list(recompute: list[Any], num_stages: int) -> None:
+    if recompute and all(isinstance(entry, str) for entry in recompute):
         return
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in wish):
-        raise TypeError(f"recompute={wish} must be a list of names of modules, or of numbers of layers, one a stage.")
-    if len(wish) != num_stages or min(wish) < 0:
+    if not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in recompute):
+        raise TypeError(
+            f"recompute={recompute} must be a list of names of modules, or of numbers of layers, one a stage."
+        )
+    if len(recompute) != num_stages or min(recompute) < 0:
         raise ValueError(
-            f"recompute={wish} must give the number of layers, at least 0, of each of the {num_stages} stages"
+            f"recompute={recompute} must give the number of layers, at least 0, of each of the {num_stages} stages"
             " (pipeline_parallel_size x num_chunks)."
         )
 
 
-def is_by_name(wish: Recompute) -> bool:
+def is_by_name(recompute: Recompute) -> bool:
     """Whether modules are named, and not layers of a body counted."""
-    return isinstance(wish, (list, tuple)) and isinstance(wish[0], str)
+    return isinstance(recompute, (list, tuple)) and isinstance(recompute[0], str)
 
 
 def chosen_layers(
-    wish: Recompute, module: nn.Module, body: tuple[str, nn.Sequential] | None, stages: Sequence[range]
+    recompute: Recompute, module: nn.Module, body: tuple[str, nn.Sequential] | None, stages: Sequence[range]
 ) -> list[nn.Module]:
     """The layers to recompute, on whatever stage they are; the same on every rank.
 
     Args:
-        wish: What the user said, checked.
+        recompute: The argument, checked.
         module: The whole module.
         body: The dotted name of the body and the body; where modules are named, ``None`` if the step is not cut at it.
         stages: The layers of each stage, by position.
@@ -81,29 +85,29 @@ def chosen_layers(
     Raises:
         ValueError: If a pattern matches nothing, or something that the step is cut in.
     """
-    if is_by_name(wish):
-        return _matching(cast(list[str], wish), module, body[0] if body else None)
+    if is_by_name(recompute):
+        return _matching(cast(list[str], recompute), module, body[0] if body else None)
     assert body is not None
-    counts = [_count(wish, stage, len(positions)) for stage, positions in enumerate(stages)]
+    counts = [_count(recompute, stage, len(positions)) for stage, positions in enumerate(stages)]
     return [body[1][p] for positions, count in zip(stages, counts, strict=True) for p in positions[:count]]
 
 
-def _count(wish: Any, stage: int, size: int) -> int:
+def _count(recompute: Any, stage: int, size: int) -> int:
     """How many of a stage's layers are recomputed."""
-    if isinstance(wish, (bool, str)):
-        return size if wish else 0
-    if isinstance(wish, float):
-        return math.ceil(wish * size)
-    return min(size, wish if isinstance(wish, int) else wish[stage])
+    if isinstance(recompute, (bool, str)):
+        return size if recompute else 0
+    if isinstance(recompute, float):
+        return math.ceil(recompute * size)
+    return min(size, recompute if isinstance(recompute, int) else recompute[stage])
 
 
 def _matching(patterns: list[str], module: nn.Module, body: str | None) -> list[nn.Module]:
-    every = {name: layer for name, layer in module.named_modules(remove_duplicate=False) if name}
+    modules = {name: layer for name, layer in module.named_modules(remove_duplicate=False) if name}
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
-        matching = [name for name in every if name_matches(name, pattern)]
+        matching = [name for name in modules if name_matches(name, pattern)]
         if not matching:
-            close = difflib.get_close_matches(pattern, every, n=3, cutoff=0.4) or list(every)[:8]
+            close = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or list(modules)[:8]
             raise ValueError(
                 f"The pattern {pattern!r} of recompute matches no module of {type(module).__name__} (a '*' stands for"
                 f" anything between two dots). There are, for example, {', '.join(map(repr, close))}."
@@ -114,6 +118,6 @@ def _matching(patterns: list[str], module: nn.Module, body: str | None) -> list[
                     f"The pattern {pattern!r} of recompute matches {name!r}, which holds the layers of all stages. Name"
                     f" layers: recompute=['{body}.*'], or recompute=True for all of them."
                 )
-            found[name] = every[name]
+            found[name] = modules[name]
     # What is in another one that is recomputed would run three times.
     return [layer for name, layer in found.items() if not any(name.startswith(f"{other}.") for other in found)]

@@ -1,9 +1,9 @@
-"""Results that are kept while the rest is recomputed: products with weights, fused attention, sums over ranks.
+"""Results that are saved while the rest is recomputed: products with weights, fused attention, sums over ranks.
 
-torch's own `create_selective_checkpoint_contexts` keeps results likewise, but refuses a layer that changes one of them
+torch's own `create_selective_checkpoint_contexts` saves results likewise, but refuses a layer that changes one of them
 in place (`nn.ReLU(inplace=True)` after a linear layer), would ask the other ranks for their sums again, and gives other
 random numbers to what follows an attention that drops out by itself. Here a result that was changed is computed again,
-sums are kept, and random streams go on where they were.
+sums are saved, and random streams go on where they were.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lightning_hybrid.distributed.random import set_torch_states, torch_states
 Mode: Any
 try:
     from torch.utils._python_dispatch import TorchDispatchMode as Mode
-except ImportError:  # then nothing is kept, and all is recomputed
+except ImportError:  # then nothing is saved, and all is recomputed
     Mode = None
 
-__all__ = ["Kept"]
+__all__ = ["SavedResults"]
 
 _PRODUCTS = frozenset(
     f"aten::{name}"
@@ -39,54 +39,56 @@ _PRODUCTS = frozenset(
     )
 )
 # With several products at once there are no weights in it, but the scores of an attention that is written out: they
-# grow with the square of the length and are quickly made, so keeping them is what "selective" is to avoid.
+# grow with the square of the length and are quickly made, so saving them is what "selective" is to avoid.
 _BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}  # which argument tells how many
 _SUMS = frozenset(("c10d::allreduce_", "c10d::_reduce_scatter_base_"))
-_ARRIVALS = frozenset(("aten::split", "aten::copy_"))  # with which gloo brings a sum to its place
+_GLOO_COPIES = frozenset(("aten::split", "aten::copy_"))  # with which gloo writes a sum to its output
 _VIEWS = frozenset(("aten::view", "aten::_unsafe_view", "aten::detach", "aten::alias"))
 
 
-class Kept:
-    """What one call of a layer keeps for its recomputation.
+class SavedResults:
+    """What one call of a layer saves for its recomputation.
 
     ::
 
-        first      op op MM op op SUM op MM op       results of capitals are remembered
-        again      op op .. op op ... op .. op       and given back, without computing
+        record      op op MM op op SUM op MM op       results of capitals are saved
+        replay      op op .. op op ... op .. op       and returned, without computing
 
     Args:
         device: Where random numbers are drawn.
+        enabled: Whether anything is saved.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
         self._device = device
+        self._enabled = enabled and Mode is not None
         self._results: list[_Result] = []
         self._saved: Any = None
 
-    def first(self) -> AbstractContextManager[Any]:
+    def record(self) -> AbstractContextManager[Any]:
         """Around the call of the layer."""
-        return nullcontext() if Mode is None else _Remember(self._results, self._device)
+        return _RecordMode(self._results, self._device) if self._enabled else nullcontext()
 
     def save(self) -> None:
         """After the call, hand everything to autograd, whose hooks may take it elsewhere."""
         for result in self._results:
             result.is_lost |= result.is_changed
         for product, follower in zip_longest(self._results, self._results[1:]):
-            # What a sum over ranks has used up is of use only together with the sum.
-            product.is_lost |= product.is_used_up and (follower is None or follower.is_lost)
-        tensors = [tensor for result in self._results for tensor in result.close()]
+            # What a sum over ranks has freed is of use only together with the sum.
+            product.is_lost |= product.is_freed and (follower is None or follower.is_lost)
+        tensors = [tensor for result in self._results for tensor in result.pack()]
         if tensors:
             self._saved = _Save.apply(_ANCHOR, *tensors).grad_fn  # type: ignore[no-untyped-call]
 
-    def again(self) -> AbstractContextManager[Any]:
+    def replay(self) -> AbstractContextManager[Any]:
         """Around the recomputation."""
-        if Mode is None:
+        if not self._enabled:
             return nullcontext()
         try:
             tensors = iter(() if self._saved is None else self._saved.saved_tensors)
         except RuntimeError:  # somebody has changed one of them since, or backward comes a second time
             return nullcontext()
-        return _Give([result.opened(tensors) for result in self._results], self._device)
+        return _ReplayMode([(result, result.unpack(tensors)) for result in self._results], self._device)
 
 
 class _Result:
@@ -103,23 +105,22 @@ class _Result:
         self.states = states
         self.is_lost = False
         self._leaves, self._spec = flatten(value)
-        self._places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
-        self._empty: tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | None = None
-        self.look()
+        self._positions = [position for position, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        self._freed: tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | None = None
+        self.note_versions()
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors in it, until it is closed."""
-        return [self._leaves[place] for place in self._places]
+        return [self._leaves[position] for position in self._positions]
 
-    def look(self) -> None:
+    def note_versions(self) -> None:
         """From here on, what changes the tensors makes them useless."""
         self._versions = [tensor._version for tensor in self.tensors]
 
     def shares(self, tensor: Tensor) -> bool:
         """Whether a tensor has its memory."""
-        place = _memory(tensor)
-        return any(_memory(each) == place for each in self.tensors)
+        return any(_address(own) == _address(tensor) for own in self.tensors)
 
     @property
     def is_changed(self) -> bool:
@@ -127,38 +128,38 @@ class _Result:
         return self._versions != [tensor._version for tensor in self.tensors]
 
     @property
-    def is_used_up(self) -> bool:
-        """Whether a sum over ranks has taken its memory: nobody looks at the values any more."""
+    def is_freed(self) -> bool:
+        """Whether a sum over ranks has freed its memory: nobody reads the values any more."""
         plain = [tensor for tensor in self.tensors if type(tensor) is Tensor and tensor.numel()]
         return any(not tensor.untyped_storage().size() for tensor in plain)
 
-    def close(self) -> list[Tensor]:
+    def pack(self) -> list[Tensor]:
         """The call is over: what is to be saved of it."""
         tensors = self.tensors
-        if self.is_used_up:
+        if self.is_freed:
             first = tensors[0]
-            self._empty = first.shape, first.stride(), first.dtype, first.device
-        for place in self._places:
-            self._leaves[place] = None
-        if self.is_lost or self._empty is not None:
-            self._places = []
-        return [tensor.detach() for tensor in tensors] if self._places else []
+            self._freed = first.shape, first.stride(), first.dtype, first.device
+        for position in self._positions:
+            self._leaves[position] = None
+        if self.is_lost or self._freed is not None:
+            self._positions = []
+        return [tensor.detach() for tensor in tensors] if self._positions else []
 
-    def opened(self, tensors: Iterator[Tensor]) -> tuple[_Result, Callable[[], Any] | None]:
-        """Itself, and what makes its value from what was saved; ``None`` if it must be computed."""
+    def unpack(self, tensors: Iterator[Tensor]) -> Callable[[], Any] | None:
+        """What makes its value from what was saved; ``None`` if it must be computed."""
         if self.is_lost:
-            return self, None
-        if self._empty is not None:
-            shape, stride, dtype, device = self._empty
-            return self, lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            return None
+        if self._freed is not None:
+            shape, stride, dtype, device = self._freed
+            return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
         leaves = list(self._leaves)
-        for place in self._places:
-            leaves[place] = next(tensors)
-        return self, lambda: unflatten(leaves, self._spec)
+        for position in self._positions:
+            leaves[position] = next(tensors)
+        return lambda: unflatten(leaves, self._spec)
 
 
-class _Remember(Mode or object):  # type: ignore[misc]
-    """Remembers results.
+class _RecordMode(Mode or object):  # type: ignore[misc]
+    """Records results.
 
     Args:
         results: They are added here.
@@ -169,61 +170,61 @@ class _Remember(Mode or object):  # type: ignore[misc]
         super().__init__()
         self._results = results
         self._device = device
-        self._newest: _Result | None = None  # a product that nothing has used yet
+        self._latest: _Result | None = None  # a product that nothing has used yet
         self._summed: list[_Result] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and remember its result if it is to be kept."""
+        """Run the operation, and record its result if it is to be saved."""
         name = func._schema.name
         for result in self._summed:
-            result.look()  # autograd has noted, after it was done, that the sum changed its input
-        if name not in _ARRIVALS:
+            result.note_versions()  # autograd has noted, after it was done, that the sum changed its input
+        if name not in _GLOO_COPIES:
             self._summed = []
         out = func(*args, **(kwargs or {}))
-        if _is_kept(func, args):
+        if _is_saved(func, args):
             states = torch_states(self._device) if torch.Tag.nondeterministic_seeded in func.tags else None
-            self._newest = _Result(name, out, states=states)
-            self._results.append(self._newest)
+            self._latest = _Result(name, out, states=states)
+            self._results.append(self._latest)
         elif name.startswith("c10d::"):
-            self._communicated(name, args)
+            self._record_collective(name, args)
         elif name not in _VIEWS:
-            self._newest = None
+            self._latest = None
         return out
 
-    def _communicated(self, name: str, args: Any) -> None:
-        """Between ranks something was sent into the first argument, without telling autograd."""
-        newest, self._newest = self._newest, None
+    def _record_collective(self, name: str, args: Any) -> None:
+        """A collective has written to its first argument, which autograd does not notice."""
+        latest, self._latest = self._latest, None
         targets = [leaf for leaf in flatten(args[0])[0] if isinstance(leaf, Tensor)]
-        in_place = name in _SUMS and newest is not None and all(newest.shares(target) for target in targets)
+        in_place = name in _SUMS and latest is not None and all(latest.shares(target) for target in targets)
         for result in self._results:
-            # A product that was summed where it is, and for nothing else, is kept as the sum.
-            if not (in_place and result is newest) and any(result.shares(target) for target in targets):
+            # A product that was summed in place, and for nothing else, is saved as the sum.
+            if not (in_place and result is latest) and any(result.shares(target) for target in targets):
                 result.is_lost = True
         if name in _SUMS:
-            made = _Result(name, targets)
-            self._results.append(made)
-            self._summed = [made, newest] if in_place and newest is not None else [made]
+            total = _Result(name, targets)
+            self._results.append(total)
+            self._summed = [total, latest] if in_place and latest is not None else [total]
 
 
-class _Give(Mode or object):  # type: ignore[misc]
-    """Gives results back.
+class _ReplayMode(Mode or object):  # type: ignore[misc]
+    """Returns saved results.
 
     Args:
-        given: The results, in their order, and what makes the value of each.
+        results: The results, in their order, and what makes the value of each.
         device: Where random numbers are drawn.
     """
 
-    def __init__(self, given: list[tuple[_Result, Callable[[], Any] | None]], device: torch.device) -> None:
+    def __init__(self, results: list[tuple[_Result, Callable[[], Any] | None]], device: torch.device) -> None:
         super().__init__()
-        self._given = iter(given)
+        self._results = iter(results)
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Give the result of the operation if it was kept, else run it."""
+        """Return the result of the operation if it was saved, else run it."""
         name = func._schema.name
-        if not _is_kept(func, args) and name not in _SUMS:
+        if not _is_saved(func, args) and name not in _SUMS:
             return func(*args, **(kwargs or {}))
-        result, make = next(self._given, (None, None))
+        result, make = next(self._results, (None, None))
         if result is None or result.operation != name:
             raise RuntimeError(
                 f"A layer does something else when it is run again in backward: {name} instead of"
@@ -238,25 +239,25 @@ class _Give(Mode or object):  # type: ignore[misc]
             return make()
         targets = [leaf for leaf in flatten(args[0])[0] if isinstance(leaf, Tensor)]
         for target, value in zip(targets, make(), strict=True):
-            if _memory(target) != _memory(value):
+            if _address(target) != _address(value):
                 target.copy_(value)
         return args[0], _DONE.boxed()
 
 
-def _is_kept(func: Any, args: Any) -> bool:
+def _is_saved(func: Any, args: Any) -> bool:
     name = func._schema.name
-    place = _BATCHED.get(name)
-    chosen = name in _PRODUCTS if place is None else args[place].shape[0] == 1
+    position = _BATCHED.get(name)
+    chosen = name in _PRODUCTS if position is None else args[position].shape[0] == 1
     return chosen and not func._schema.is_mutable  # with `out=` it has to be run
 
 
-def _memory(tensor: Tensor) -> int:
-    place: int = tensor.untyped_storage()._cdata
-    return place
+def _address(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 class _Save(torch.autograd.Function):
-    """Where autograd keeps tensors for somebody else."""
+    """Lets autograd save tensors on somebody else's behalf."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:

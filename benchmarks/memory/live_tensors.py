@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-class Account(TorchDispatchMode):
+class LiveTensors(TorchDispatchMode):
     """While it is entered, knows every storage that an operation has made or touched, and the most that was alive.
 
     Storages may grow and shrink: they are asked for their size after every operation.
