@@ -20,7 +20,7 @@ CHUNK_BYTES = 25 * 2**20
 def broadcast_tensors(tensors: Iterable[Tensor], group: ProcessGroup, source: int = 0) -> None:
     """Gives tensors the values that they have on one rank, in place.
 
-    Small tensors travel together, so a model takes a few collectives and 25 MiB of extra memory. Tensors on the meta
+    Small tensors are sent together, so a model takes a few collectives and 25 MiB of extra memory. Tensors on the meta
     device hold no values and are passed over.
 
     Args:
@@ -32,22 +32,12 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: ProcessGroup, source: in
     if group.size() == 1:
         return
     for chunk in _chunks(tensor.detach() for tensor in tensors if not tensor.is_meta and tensor.numel() > 0):
-        if len(chunk) == 1 and chunk[0].is_contiguous() and not chunk[0].is_conj():
-            _broadcast(chunk[0].view(-1), group, source)
-            continue
-        sizes = [tensor.numel() for tensor in chunk]
-        if group.rank() == source:
-            flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
-            _broadcast(flat, group, source)
-            continue
-        flat = torch.empty(sum(sizes), dtype=chunk[0].dtype, device=chunk[0].device)
-        _broadcast(flat, group, source)
-        for tensor, values in zip(chunk, torch.split(flat, sizes), strict=True):
-            tensor.copy_(values.view(tensor.shape))
-
-
-def _broadcast(flat: Tensor, group: ProcessGroup, source: int) -> None:
-    dist.broadcast(as_bytes(flat), group=group, group_src=source)
+        in_place = len(chunk) == 1 and chunk[0].is_contiguous() and not chunk[0].is_conj()
+        flat = chunk[0] if in_place else torch.cat([tensor.reshape(-1) for tensor in chunk])
+        dist.broadcast(as_bytes(flat), group=group, group_src=source)
+        if not in_place and group.rank() != source:
+            for tensor, values in zip(chunk, torch.split(flat, [tensor.numel() for tensor in chunk]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
 
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -27,24 +27,23 @@ class Float32Gradients:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         half = {id(each): each for each in parameters if each.is_floating_point() and each.element_size() < 4}
         self._parameters = list(half.values())
-        self._has_begun = False
+        self._is_float32 = False
 
     def begin(self) -> None:
         """Gradients are added up from here on."""
-        if not self._has_begun:
-            self._set_dtype(torch.float32)
-        self._has_begun = True
+        self._switch(float32=True)
 
     def end(self) -> None:
         """They are final."""
-        if self._has_begun:
-            self._set_dtype(None)
-        self._has_begun = False
+        self._switch(float32=False)
 
     @torch.no_grad()
-    def _set_dtype(self, dtype: torch.dtype | None) -> None:
+    def _switch(self, *, float32: bool) -> None:
+        if float32 == self._is_float32:
+            return
+        self._is_float32 = float32
         for parameter in self._parameters:
-            grad_dtype = dtype or parameter.dtype
+            grad_dtype = torch.float32 if float32 else parameter.dtype
             gradient = parameter.grad
             parameter.grad = None
             parameter.grad_dtype = grad_dtype

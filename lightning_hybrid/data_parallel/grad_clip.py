@@ -35,24 +35,24 @@ def total_norm(
     Args:
         parameters: This rank's parameters; none is fine, but every rank of the group must call.
         norm_type: The exponent p > 0, or ``float("inf")``.
-        group: The ranks that together hold the model; ``None`` if this one holds it whole.
-        counts: Whether this rank counts a parameter. Of several copies of a parameter, one must be counted.
+        group: The ranks that together hold the model; ``None`` if this one holds all of it.
+        counts: Whether this rank counts a parameter. Of copies of a parameter, one must be counted.
         device: Where ranks communicate; needed where a rank may have no gradient. Default: where the first gradient is.
 
     Returns:
         A float64 scalar on ``device``. Norms of single gradients are taken in float32 at least.
     """
-    # Of a divided parameter each rank counts its shard.
-    counted = [local_gradient(parameter) for parameter in parameters if counts(parameter)]
-    gradients = [gradient for gradient in counted if gradient is not None and gradient.numel() > 0]
+    # Of a sharded parameter each rank counts its shard.
+    local = [local_gradient(parameter) for parameter in parameters if counts(parameter)]
+    gradients = [gradient for gradient in local if gradient is not None and gradient.numel() > 0]
     if device is None:
         device = gradients[0].device if gradients else torch.device("cpu")
-    norms = [norm.to(device, torch.float64) for norm in _norms(gradients, norm_type)]
-    local = _norm_of_norms(norms, norm_type, device)
+    norms = [each.to(device, torch.float64) for each in _norms(gradients, norm_type)]
+    norm = _norm_of_norms(norms, norm_type, device)
     if group is None or group.size() == 1:
-        return local
-    gathered = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(gathered, local, group=group)
+        return norm
+    gathered = [torch.empty_like(norm) for _ in range(group.size())]
+    dist.all_gather(gathered, norm, group=group)
     return _norm_of_norms(gathered, norm_type, device)
 
 
@@ -73,7 +73,7 @@ def clip_by_total_norm(
         parameters: This rank's parameters, counted or not: every copy of a parameter is scaled.
         max_norm: The largest norm.
         norm_type: The exponent p > 0, or ``float("inf")``.
-        group: The ranks that together hold the model; ``None`` if this one holds it whole.
+        group: The ranks that together hold the model; ``None`` if this one holds all of it.
         counts: Whether this rank counts a parameter.
         device: Where ranks communicate; needed where a rank may have no gradient. Default: where the first gradient is.
         error_if_nonfinite: Whether a norm that is infinite or NaN is an error; the host waits for the device to see it.

@@ -1,4 +1,4 @@
-"""Gradients and values that several ranks share: summed over holders, averaged over replicas, equal at start."""
+"""Gradients and values that ranks share: summed over holders, averaged over replicas, equal at start."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class GradientSync:
 
     ::
 
-        parameter of one stage              buckets of that stage     over data parallel; start in its last backward
-        of several stages of this rank      buckets after backward    over data parallel; start when all is done
-        of several ranks (tied, outside     buckets for each set      over (holders x data parallel): summed over the
-        of the body)                        of holders                holders, averaged over the replicas, in one go
+        parameter of one stage              buckets of that stage    over data parallel; start in its last backward
+        of many stages of this rank         buckets of these         over data parallel; start when all is done
+        of many ranks (tied, outside        buckets for each set     over (holders x data parallel): summed over the
+        of the body)                        of holders               holders, averaged over the replicas, in one go
 
     A parameter that replicas shard has the same place, but each replica gets its rows of the gradient: over data
-    parallel first, and what comes to rows that several stages hold is then summed over these.
+    parallel first, and what comes to rows that more than one stage holds is then summed over these.
 
     Every rank of the world must make this with the same module (apart from placeholders) and stages:
     groups are made.
@@ -106,8 +106,8 @@ class GradientSync:
             for stage in sorted({min(location.stages) for location in unshared}):
                 of_stage = [location for location in unshared if location.stages == {stage}]
                 self._by_stage[stage] = self._averaged(of_stage, data_group, stage)
-            of_several = [location for location in unshared if len(location.stages) > 1]
-            self._after_backward += self._averaged(of_several, data_group)
+            of_stages = [location for location in unshared if len(location.stages) > 1]
+            self._after_backward += self._averaged(of_stages, data_group)
         for ranks in self._shared_by:
             shared = [location for location in self._parameters if location.ranks == ranks]
             self._after_backward += self._averaged(shared, self._group(ranks))

@@ -1,4 +1,4 @@
-"""Parameters that are divided over ranks (DTensors), seen from one rank: its shard, and the gradient of it."""
+"""Parameters that are sharded over ranks (DTensors), from the view of one rank: its shard, and the gradient of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-REPLICAS = "data_parallel"  # the axis, the last one where replicas divide a tensor
+REPLICAS = "data_parallel"  # the axis, the last one where replicas shard a tensor
 
 __all__ = [
     "all_gather_zero",
@@ -46,7 +46,7 @@ def copy_attributes(old: Tensor, new: Tensor) -> None:
 
 @contextmanager
 def keeping_marks(module: nn.Module | None) -> Iterator[None]:
-    """Keep marks such as `no_weight_decay` on divided parameters while their module is moved: torch loses them."""
+    """Keep marks such as `no_weight_decay` on sharded parameters while their module is moved: torch loses them."""
     parameters = [] if module is None else [each for each in module.parameters() if isinstance(each, DTensor)]
     marks = [dict(vars(parameter)) for parameter in parameters]
     yield
@@ -76,7 +76,7 @@ def is_tensor_parallel(tensor: object) -> bool:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing memory, without a graph; a plain tensor is held whole."""
+    """What this rank holds of a tensor, sharing memory, without a graph; of a plain tensor, all."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():
@@ -84,10 +84,10 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def shard_of(parameter: Any) -> Any:
-    """The shard of a parameter, in the graph; what is not divided (or ``None``) as it is.
+    """The shard of a parameter, in the graph; what is not sharded (or ``None``) as it is.
 
     The same as `parameter.to_local()`, which finds out anew each time, and for each gradient, how the parameter is
-    divided: that takes as long as a small layer.
+    sharded: that takes as long as a small layer.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -95,7 +95,7 @@ def shard_of(parameter: Any) -> Any:
 
 
 class _Shard(torch.autograd.Function):
-    """From a DTensor to this rank's shard; its gradient is divided as it is."""
+    """From a DTensor to this rank's shard; its gradient is sharded as it is."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
@@ -105,10 +105,10 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
-        return _divided(gradient, ctx.spec)
+        return _from_local(gradient, ctx.spec)
 
 
-def _divided(local: Tensor, spec: Any) -> DTensor:
+def _from_local(local: Tensor, spec: Any) -> DTensor:
     make: Any = DTensor
     made: DTensor = make(local, spec, requires_grad=False)
     return made
@@ -118,8 +118,8 @@ def _is_direct(parameter: DTensor) -> bool:
     """Whether this version of torch lets a DTensor be made from what it keeps to itself: tried at the first one."""
     if not _DIRECT:
         try:
-            twin = _divided(parameter._local_tensor.detach(), parameter._spec)
-            _DIRECT.append(twin.placements == parameter.placements and twin.shape == parameter.shape)
+            made = _from_local(parameter._local_tensor.detach(), parameter._spec)
+            _DIRECT.append(made.placements == parameter.placements and made.shape == parameter.shape)
         except Exception:  # names are other ones, or mean something else
             _DIRECT.append(False)
     return _DIRECT[0]
@@ -151,9 +151,9 @@ def local_view(parameter: Tensor) -> Tensor:
 
 
 def redistribute_grad(parameter: Tensor) -> None:
-    """Give the gradient the division of its parameter.
+    """Give the gradient the placements of its parameter.
 
-    Layers that the user has divided with styles of torch may leave partial sums, or gradients divided another way.
+    Layers that the user has sharded with styles of torch may leave partial sums, or gradients sharded another way.
     Every rank of the parameter's mesh must call this.
     """
     gradient = parameter.grad
@@ -166,9 +166,9 @@ def redistribute_grad(parameter: Tensor) -> None:
 
 
 def distribute_like(value: Any, parameter: Tensor) -> Any:
-    """A whole tensor divided as a parameter of the same shape is; anything else as it is.
+    """A full tensor sharded as a parameter of the same shape is; anything else as it is.
 
-    Every rank has the whole tensor, and keeps its part.
+    Every rank has the full tensor, and keeps its shard.
     """
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
@@ -178,30 +178,30 @@ def distribute_like(value: Any, parameter: Tensor) -> Any:
         part: Any = value.to(parameter.device)
         if parameter.device_mesh.ndim > 1:
             mesh = parameter.device_mesh[parameter.device_mesh.mesh_dim_names[0]]  # type: ignore[index]
-            part = _divided_over(part, mesh, parameter.placements[:1]).to_local()
-        shares = part.chunk(parameter.device_mesh.size(-1), placement.dim)
+            part = _distribute(part, mesh, parameter.placements[:1]).to_local()
+        shards = part.chunk(parameter.device_mesh.size(-1), placement.dim)
         rank = parameter.device_mesh.get_local_rank(REPLICAS)
-        own = shares[rank] if rank < len(shares) else part.narrow(placement.dim, 0, 0)
+        own = shards[rank] if rank < len(shards) else part.narrow(placement.dim, 0, 0)
         return _like(own.contiguous(), parameter)
-    return _divided_over(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return _distribute(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
-def _divided_over(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    whole = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=placements)
+def _distribute(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    full = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return full.redistribute(placements=placements)
 
 
 def _like(local: Tensor, tensor: DTensor) -> DTensor:
-    """A tensor that is divided as another one of the same shape is."""
+    """A tensor that is sharded as another one of the same shape is."""
     if _is_direct(tensor):
-        return _divided(local, tensor._spec)
+        return _from_local(local, tensor._spec)
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
 def full_tensor(value: Any) -> Any:
-    """The whole of a tensor that is divided: a collective; anything else as it is."""
+    """All of a tensor that is sharded: a collective; anything else as it is."""
     if not isinstance(value, DTensor):
         return value
     there: Any = value.to(value.device_mesh.device_type)  # after a run it may lie on the host
@@ -218,7 +218,7 @@ def full_tensor(value: Any) -> Any:
 
 
 def all_gather_zero(value: Any) -> Tensor:
-    """What this rank would have if replicas had not divided a tensor: a collective of the replicas.
+    """What this rank would have if replicas had not sharded a tensor: a collective of the replicas.
 
     By our own rule of who has which rows: torch's does not know that a layer's part of them may be any.
     """
@@ -228,14 +228,14 @@ def all_gather_zero(value: Any) -> Tensor:
         return local
     dim, group = placement.dim, mesh.get_group(REPLICAS)
     size = torch.tensor([local.shape[dim]], device=local.device)
-    sizes = torch.cat(_gathered(size, group)).tolist()
+    sizes = torch.cat(_all_gather(size, group)).tolist()
     missing = list(local.shape)
     missing[dim] = max(sizes) - local.shape[dim]
-    shares = _gathered(torch.cat([local, local.new_empty(missing)], dim).contiguous(), group)
-    return torch.cat([share.narrow(dim, 0, size) for share, size in zip(shares, sizes, strict=True)], dim)
+    shards = _all_gather(torch.cat([local, local.new_empty(missing)], dim).contiguous(), group)
+    return torch.cat([shard.narrow(dim, 0, size) for shard, size in zip(shards, sizes, strict=True)], dim)
 
 
-def _gathered(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+def _all_gather(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     tensors = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(tensors, tensor, group=group)
     return tensors

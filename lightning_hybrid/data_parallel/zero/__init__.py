@@ -1,1 +1,1 @@
-"""ZeRO: replicas divide optimizer states (1), gradients (2) and parameters (3)."""
+"""ZeRO: replicas shard optimizer states (1), gradients (2) and parameters (3)."""

@@ -30,7 +30,7 @@ __all__ = [
 Owner = tuple[nn.Module, str]
 """Where a parameter is found: the module, and its name there."""
 
-_UNSHARDED = "_whole_of"  # the attribute by which a shard knows what it was cut from
+_UNSHARDED = "_unsharded"  # the attribute by which a shard knows what it was cut from
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def shard(parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: int) 
 
     Args:
         parameter: Plain, or sharded over the tensor-parallel ranks.
-        mesh: The tensor-parallel ranks, if there are several, times the replicas.
+        mesh: The tensor-parallel ranks, if there is more than one, times the replicas.
         rank: Of this replica.
         num_ranks: The number of replicas.
 

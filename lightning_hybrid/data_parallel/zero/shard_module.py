@@ -71,7 +71,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 def own_parameters(
     members: Sequence[nn.Module], layers: Mapping[int, Sequence[nn.Module]], owners: Mapping[int, Sequence[Owner]]
 ) -> Iterator[list[int]]:
-    """The parameters that are in each layer and nowhere else; none of a layer that comes several times.
+    """The parameters that are in each layer and nowhere else; none of a layer that comes more than once.
 
     Args:
         members: The layers.

@@ -1,4 +1,4 @@
-"""ZeRO: what replicas would hold several times is sharded over them, and unsharded where it is needed."""
+"""ZeRO: what every replica would hold is sharded over them, and unsharded where it is needed."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class ZeroParameters:
 
     Args:
         module: The user's module, with shards in the place of parameters.
-        layers: Of each stage of this rank the layers, in order, by stage; parameters that lie in several of them, or in
-            none, are unsharded together when a step begins: the root group.
+        layers: Of each stage of this rank the layers, in order, by stage; parameters that lie in more than one of them,
+            or in none, are unsharded together when a step begins: the root group.
         group: The replicas.
         zero_stage: 1, 2 or 3.
         reshard_after_forward: Whether stage 3 reshards a layer after each forward, and after each backward.
