@@ -62,7 +62,7 @@ class Offload:
         self._device = device
         self._min_bytes = min_bytes
         self.has_effect = bool(names) and device.type != "cpu"
-        self._activations = self.has_effect and "activations" in names
+        self.moves_activations = self.has_effect and "activations" in names
         self._states = self.has_effect and "optimizer" in names
         self._stream: Any = None
 
@@ -73,7 +73,7 @@ class Offload:
         Args:
             resident: Gives what is on the device anyway, such as parameters.
         """
-        if not self._activations:
+        if not self.moves_activations:
             yield
             return
         resident_storages = {to_local(tensor).untyped_storage()._cdata for tensor in resident()}

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 
-__all__ = ["BodyCall", "BodyCallError", "BodyCut", "Layers", "body_call_text", "find_body", "layer_call_text"]
-
-#: Runs the layers of one stage: input of its first layer -> output of its last one.
-Layers = Callable[[Any], Any]
+__all__ = ["BodyCallError", "BodyCut", "body_call_text", "find_body", "layer_call_text"]
 
 
 def find_body(module: nn.Module, name: str | None) -> tuple[str, nn.Sequential]:
@@ -140,24 +138,28 @@ class BodyCut:
     """
 
     def __init__(self, name: str, body: nn.Sequential) -> None:
-        self.name = name
+        self._name = name
         self._body = body
-        self.call: BodyCall | None = None
+        self._call: _Call | None = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """While this is entered, calls of the body come here instead of running its layers."""
+        """While this is entered, calls of the body come here instead of running all its layers."""
 
         def redirected(x: Any) -> Any:
-            call = self.call
+            call = self._call
             assert call is not None, "the body was called outside of a step"
             call.count += 1
-            if call.layers is not None:
-                raise _Unwind(call.layers(x))
             if call.count > 1:
-                call.refuse()
-            assert call.answer is not None
-            return call.answer()
+                raise BodyCallError(body_call_text(self._name, call.step, call.count))
+            if not call.unwinds:
+                x = call.inputs
+            with call.random:
+                for layer in call.layers:
+                    x = layer(x)
+            if call.unwinds:
+                raise _Unwind(x)
+            return x
 
         self._body.forward = redirected  # type: ignore[method-assign]
         try:
@@ -165,58 +167,76 @@ class BodyCut:
         finally:
             del self._body.forward
 
-
-class BodyCall:
-    """Around one call of the user's step, whose call of the body ends it (first stage) or is answered (last stage).
-
-    ::
-
-        with BodyCall(cut, step, layers=layers) as call:      with BodyCall(cut, step, answer=answer):
-            step(...)                                             value = step(...)
-        value = call.value
-
-    Args:
-        cut: The cut, which must be entered.
-        step: The user's step, for error texts.
-        layers: The layers of the first stage: they run on what the step calls the body with, and the step is unwound.
-        answer: Or what the body returns on the last stage, which need not look at what it is called with.
-
-    Attributes:
-        value: The output of the layers, once the step has been unwound.
-        count: How often the step has called the body.
-
-    Raises:
-        BodyCallError: On leaving, if the step did not call the body exactly once.
-    """
-
-    __slots__ = ("_cut", "_step", "answer", "count", "layers", "value")
-
-    def __init__(
+    def until_body(
         self,
-        cut: BodyCut,
         step: Callable[..., Any],
-        *,
-        layers: Layers | None = None,
-        answer: Callable[[], Any] | None = None,
-    ) -> None:
-        self._cut, self._step = cut, step
-        self.layers, self.answer = layers, answer
-        self.count = 0
-        self.value: Any = None
+        arguments: Sequence[Any],
+        layers: Sequence[nn.Module],
+        random: AbstractContextManager[None],
+    ) -> Any:
+        """Run a step up to the body, and the layers of the first stage on what the body is called with.
 
-    def __enter__(self) -> BodyCall:
-        self._cut.call = self
-        return self
+        Args:
+            step: The user's step.
+            arguments: Its arguments.
+            layers: The layers of the first stage.
+            random: Around the layers.
 
-    def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> bool:
-        self._cut.call = None
-        if isinstance(raised, _Unwind):
-            self.value = raised.value
-            return True
-        if raised is None and self.count != 1:
-            self.refuse()
-        return False
+        Returns:
+            The output of the last layer.
 
-    def refuse(self) -> None:
-        """Say how often the step has called the body."""
-        raise BodyCallError(body_call_text(self._cut.name, self._step.__name__, self.count))
+        Raises:
+            BodyCallError: If the step ends without having called the body.
+        """
+        self._call = _Call(step.__name__, layers, random, unwinds=True)
+        try:
+            step(*arguments)
+        except _Unwind as unwind:
+            return unwind.value
+        finally:
+            self._call = None
+        raise BodyCallError(body_call_text(self._name, step.__name__, 0))
+
+    def around_body(
+        self,
+        step: Callable[..., Any],
+        arguments: Sequence[Any],
+        layers: Sequence[nn.Module],
+        random: AbstractContextManager[None],
+        inputs: Any,
+    ) -> Any:
+        """Run a whole step, with the body's call answered by the layers of the last stage.
+
+        Args:
+            step: The user's step.
+            arguments: Its arguments.
+            layers: The layers of the last stage.
+            random: Around the layers.
+            inputs: Of the first of them, whatever the step calls the body with.
+
+        Returns:
+            What the step returns.
+
+        Raises:
+            BodyCallError: If the step does not call the body exactly once.
+        """
+        self._call = call = _Call(step.__name__, layers, random, inputs)
+        try:
+            value = step(*arguments)
+        finally:
+            self._call = None
+        if call.count != 1:
+            raise BodyCallError(body_call_text(self._name, step.__name__, call.count))
+        return value
+
+
+@dataclass(slots=True)
+class _Call:
+    """The call of the body that is expected in the step that runs."""
+
+    step: str
+    layers: Sequence[nn.Module]
+    random: AbstractContextManager[None]
+    inputs: Any = None
+    unwinds: bool = False
+    count: int = 0

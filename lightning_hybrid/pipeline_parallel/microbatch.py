@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, unflatten
 
 __all__ = ["JoinError", "Slicing", "find_batch_size", "join", "signature", "sizes", "slicing", "split_batch"]
 
@@ -130,7 +130,8 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
         else [field] * len(counts)
         for field in fields
     ]
-    return [_with_children(spec, list(row)) for row in zip(*columns, strict=True)], counts
+    level = _level(spec, len(fields))
+    return [unflatten(list(row), level) for row in zip(*columns, strict=True)], counts
 
 
 def _length(field: Any) -> int:
@@ -153,7 +154,8 @@ def _split(tree: Any, counts: list[int], samples: Tensor | None) -> list[Any]:
     if spec is None:
         return [tree] * len(counts)
     parts = [_split(child, counts, samples) for child in children]
-    return [_with_children(spec, [part[i] for part in parts]) for i in range(len(counts))]
+    level = _level(spec, len(children))
+    return [unflatten([part[i] for part in parts], level) for i in range(len(counts))]
 
 
 def _has_entry_for_each_sample(entries: list[Any] | tuple[Any, ...], samples: Tensor | None) -> bool:
@@ -180,9 +182,10 @@ def _children(tree: Any) -> tuple[TreeSpec | None, list[Any]]:
     return spec, [getattr(tree, name) for name in spec.names]
 
 
-def _with_children(spec: TreeSpec, children: list[Any]) -> Any:
-    level = TreeSpec(spec.kind, spec.names, (TreeSpec(None),) * len(children))
-    return unflatten(children, level)
+def _level(spec: TreeSpec, num_children: int) -> TreeSpec:
+    """The container of a tree alone, whose children are its leaves."""
+    assert spec.kind is not None
+    return TreeSpec.of(spec.kind, spec.names, (LEAF,) * num_children)
 
 
 @dataclass(frozen=True)

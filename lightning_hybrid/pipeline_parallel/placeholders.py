@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ __all__ = [
     "refuse_call",
     "remove_placeholder_hooks",
     "replace_with_placeholders",
-    "requires_grad_flags",
     "without_value_text",
 ]
 
@@ -101,15 +100,6 @@ class PlaceholderBuffer(PlaceholderTensor):
 def is_placeholder(tensor: Tensor) -> bool:
     """Whether this tensor lives on another stage."""
     return isinstance(tensor, PlaceholderTensor)
-
-
-def requires_grad_flags(parameters: Sequence[Tensor]) -> int:
-    """A number that differs where `requires_grad` of any of these tensors does.
-
-    Without torch's dispatch to subclasses, which takes 20 times as long for each placeholder.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        return hash(tuple([parameter.requires_grad for parameter in parameters]))
 
 
 def replace_with_placeholders(module: nn.Module, stage_map: StageMap, rank: int) -> None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import graph
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.distributed.dtensor import full_tensor
-from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, unflatten
 
 __all__ = ["Compute", "Gradients", "Message", "Stage"]
 
@@ -29,8 +30,6 @@ Root = Any
 
 # Up to this many elements an input is copied, and an output kept: that takes less time than not to.
 _SMALL = 4096
-# The tree of a single tensor, which is what most stages hand on.
-_TENSOR = flatten(None)[1]
 
 
 class Stage:
@@ -71,7 +70,7 @@ class Stage:
         """
         inputs, sources = _enter(message)
         outputs = compute(self.index, microbatch, inputs)
-        leaves, spec = ([outputs], _TENSOR) if isinstance(outputs, Tensor) else flatten(outputs)
+        leaves, spec = ([outputs], LEAF) if isinstance(outputs, Tensor) else flatten(outputs)
         self._kept[microbatch] = _Kept(sources, [_root(leaf) for leaf in leaves], None)
         return leaves, spec
 
@@ -108,7 +107,8 @@ class Stage:
             pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None]
             if pairs:
                 _propagate(tuple([root for root, _ in pairs]), tuple([gradient for _, gradient in pairs]))
-        return [None if source is None else full_tensor(source.grad) for source in sources]
+        gradients = [None if source is None else source.grad for source in sources]
+        return [full_tensor(each) if isinstance(each, DTensor) else each for each in gradients]
 
 
 def _propagate(roots: tuple[Root, ...], gradients: tuple[Tensor, ...]) -> None:
@@ -171,7 +171,7 @@ def _enter(message: Message | None) -> tuple[Any, list[Tensor | _Source | None]]
                 leaf = _Identity.apply(source, _ANCHOR, leaf.detach())  # type: ignore[no-untyped-call]
         inputs.append(leaf)
         sources.append(source)
-    return unflatten(inputs, spec), sources
+    return (inputs[0] if spec is LEAF else unflatten(inputs, spec)), sources
 
 
 def _root(leaf: Any) -> Root | None:

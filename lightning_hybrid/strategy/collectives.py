@@ -50,6 +50,7 @@ class ReplicaCollectives(ParallelStrategy):
 
     def __init__(self) -> None:
         super().__init__()
+        self.sizes = (1, 1, 1)  # (data, tensor, pipeline) parallel size, once the number of processes is known
         self._latest: tuple[Any, Any] = (None, None)  # what was broadcast last: this rank's, and everyone's
         self._log_dir: tuple[Any, Any] | None = None  # that of `trainer.log_dir`
 
@@ -71,11 +72,11 @@ class ReplicaCollectives(ParallelStrategy):
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, or over the group that is given."""
-        if not isinstance(tensor, Tensor) or self.is_alone:
+        if group is dist.group.WORLD:
+            group = None
+        if not isinstance(tensor, Tensor) or (group is None and self.sizes[0] == 1) or self.is_alone:
             return tensor
-        if group is None or group is dist.group.WORLD:
-            group = self.mesh.data_group
-        return reduce_over(tensor, group, reduce_op)
+        return reduce_over(tensor, self.mesh.data_group if group is None else group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -162,6 +162,9 @@ class ModuleParallelizer:
         """
         layers = find_recomputed(self._module, self._settings, self.body, self.stage_map)
         recompute = ActivationCheckpointing(layers, self._device, selective=self._settings.recompute == "selective")
+
+        if not offload.moves_activations:
+            return recompute if layers else nullcontext
 
         @contextmanager
         def around() -> Iterator[None]:

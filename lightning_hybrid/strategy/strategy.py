@@ -482,11 +482,11 @@ class HybridStrategy(ReplicaCollectives):
 
         def fetching() -> Any:
             output = closure()  # forward and backward
-            offload.fetch(optimizer)
+            offload.load_states(optimizer)
             return output
 
         output = super().optimizer_step(optimizer, fetching, *args, **kwargs)
-        offload.put_away(optimizer)
+        offload.offload_states(optimizer)
         return output
 
     def _clip_by_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:

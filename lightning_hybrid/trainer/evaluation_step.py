@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
-from lightning_hybrid.pipeline_parallel.body import BodyCall, BodyCut
+from lightning_hybrid.pipeline_parallel.body import BodyCut
 from lightning_hybrid.pipeline_parallel.microbatch import JoinError, find_batch_size, join, signature, slicing
 from lightning_hybrid.pipeline_parallel.schedules import build_forward
 from lightning_hybrid.trainer.module_hooks import find_hook
@@ -87,7 +87,7 @@ class EvaluationStep:
             with context.step(num_microbatches=1) as records, precision():
                 if context.cut is None:
                     context.enter_user_code(*coordinates, keep=True)
-                    value = context.to_plain(user_step(*arguments))
+                    value = context.plain(user_step(*arguments))
                 else:
                     value = self._through_stages(context.cut, user_step, arguments, coordinates)
             return context.share(lambda: (value, merge_logs(records, [1])))
@@ -102,20 +102,18 @@ class EvaluationStep:
         """What the step returns, on the last stage."""
         context = self._context
         # Before the first stage runs the user's code, which may take something out of the batch.
-        key = context.key(coordinates[0], context.version(gradients=False), signature(arguments[0]))
+        version = coordinates[0], context.version(gradients=False)
+        (key,) = context.keys(version, [signature(arguments[0])])
         total = None if key in self._counts else find_batch_size(arguments[0])
         x: Any = None
         if context.is_first:
             context.enter_user_code(*coordinates, keep=False)
-            with BodyCall(cut, user_step, layers=lambda x: x) as call:
-                user_step(*arguments)
-            x = call.value
+            x = cut.until_body(user_step, arguments, (), nullcontext())
         y = self._body(key, x, total, coordinates)
         if not context.is_last:
             return None
         context.enter_user_code(*coordinates, keep=True)
-        with BodyCall(cut, user_step, answer=lambda: y):
-            return context.to_plain(user_step(*arguments))
+        return context.plain(cut.around_body(user_step, arguments, (), nullcontext(), y))
 
     def _body(self, key: Hashable, x: Any, total: int | None, coordinates: tuple[int, ...]) -> Any:
         """The output of the body for the whole batch, on the last stage."""
@@ -163,13 +161,13 @@ class EvaluationStep:
             )
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
-            x = parts[microbatch] if stage == 0 else inputs
-            return context.run_layers(stage, (*coordinates, microbatch), x)
+            random = context.streams.layers(stage, *coordinates, microbatch)
+            return context.run_layers(context.layers[stage], random, parts[microbatch] if stage == 0 else inputs)
 
         schedule = build_forward(context.num_ranks, len(counts), context.num_chunks)
         # Parts that the user made may differ in shape where they do not differ in what they count.
         marks = range(len(counts)) if find_hook(context.module, "split_body_input") else counts
-        keys = [context.key(key, counts, mark) for mark in marks]
+        keys = context.keys((key, counts), marks)
         outputs = context.engine.run(schedule, compute, keys, profile=context.profile)
         if not context.is_last:
             return None

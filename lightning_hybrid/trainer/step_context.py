@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import Any
@@ -18,7 +18,6 @@ from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast
 from lightning_hybrid.pipeline_parallel.body import BodyCut
 from lightning_hybrid.pipeline_parallel.engine import Engine
-from lightning_hybrid.pipeline_parallel.placeholders import requires_grad_flags
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.results.logger_proxy import LoggerCall, LoggerProxy, make_calls, pack_calls
@@ -52,7 +51,8 @@ class StepContext:
         num_stages: The number of stages, over all ranks.
         is_first: Whether this rank has the first stage.
         is_last: Whether this rank has the last stage.
-        to_plain: Makes plain tensors of what shared layers return.
+        layers: The layers of each stage of this rank.
+        to_plain: Makes plain tensors of what shared layers return; ``None`` where layers are not shared.
         in_step: Whether a step runs that is cut, so that the user's code does not run on every rank.
     """
 
@@ -78,7 +78,7 @@ class StepContext:
         self.is_first = mesh.pipeline_rank == 0
         self.is_last = mesh.pipeline_rank == (self.num_stages - 1) % self.num_ranks
         self.cut = BodyCut(*body) if body else None
-        self.to_plain: Callable[[Any], Any] = to_plain_tensors if mesh.tensor_parallel_size > 1 else _identity
+        self.to_plain = to_plain_tensors if mesh.tensor_parallel_size > 1 else None
         self.in_step = False
         self._failures, self._abandon = failures, abandon
         self._around_forwards = around_forwards
@@ -93,37 +93,32 @@ class StepContext:
         )
         self._keys: dict[Hashable, int] = {}
         self._parameters = list(module.parameters())
-        self._layers = {
-            stage: [body[1][index] for index in stage_map.stages[stage]]
-            for stage in range(mesh.pipeline_rank, self.num_stages, self.num_ranks)
-            if body
-        }
+        own = range(mesh.pipeline_rank, self.num_stages, self.num_ranks)
+        self.layers = {stage: [body[1][index] for index in stage_map.stages[stage]] if body else [] for stage in own}
 
-    def run_layers(self, stage: int, coordinates: tuple[int, ...], x: Any) -> Any:
-        """Run the layers of a stage of this rank, which draw from a random stream of their own.
-
-        Args:
-            stage: The stage.
-            coordinates: Of the stream, such as (step, microbatch).
-            x: The input of the first layer.
-
-        Returns:
-            The output of the last one.
-        """
-        with self.streams.layers(stage, *coordinates):
-            for layer in self._layers[stage]:
+    def run_layers(self, layers: Sequence[nn.Module], random: AbstractContextManager[None], x: Any) -> Any:
+        """Run the layers of a stage between others, which draw from a random stream of their own."""
+        with random:
+            for layer in layers:
                 x = layer(x)
-        return x if stage == self.num_stages - 1 else self.to_plain(x)
+        return self.plain(x)
 
-    def key(self, *parts: Hashable) -> int:
-        """A number for what decides the shapes at stage boundaries: equal parts have equal numbers.
+    def plain(self, value: Any) -> Any:
+        """Plain tensors in the place of what shared layers return."""
+        return value if self.to_plain is None else self.to_plain(value)
+
+    def keys(self, version: Hashable, parts: Iterable[Hashable]) -> list[int]:
+        """Numbers for what decides the shapes at stage boundaries: equal parts have equal numbers.
 
         Hashing a signature takes as long as a small layer, so it is done once a microbatch, and not at every message.
         """
-        number = self._keys.get(parts)
-        if number is None:
-            number = self._keys[parts] = next(_KEYS)
-        return number
+        found = []
+        for part in parts:
+            number = self._keys.get((version, part))
+            if number is None:
+                number = self._keys[version, part] = next(_KEYS)
+            found.append(number)
+        return found
 
     def range(self, name: str) -> AbstractContextManager[None]:
         """A range of the Trainer's profiler."""
@@ -145,7 +140,9 @@ class StepContext:
         Args:
             gradients: Whether the schedule has a backward.
         """
-        return gradients, self.module.training, requires_grad_flags(self._parameters)
+        with torch._C.DisableTorchFunctionSubclass():  # dispatch to placeholders takes 20 times as long
+            flags = hash(tuple([parameter.requires_grad for parameter in self._parameters]))
+        return gradients, self.module.training, flags
 
     @contextmanager
     def step(self, *, num_microbatches: int, counts: Sequence[int] = ()) -> Iterator[list[list[Log]]]:
@@ -184,11 +181,13 @@ class StepContext:
 
         Args:
             coordinates: Of the random numbers that it draws.
-            keep: Whether its logs count. Code before the body also runs on the first stage, where they do not.
+            keep: Whether its logs and metrics count: code before the body also runs on the first stage, where they do
+                not.
         """
-        self.metrics.next_microbatch(keep=keep)
-        self._recorder.next_microbatch(keep=keep)
-        self._logger_proxy.next_microbatch(keep=keep)
+        if self.is_last:
+            self.metrics.next_microbatch(keep=keep)
+            self._recorder.next_microbatch(keep=keep)
+            self._logger_proxy.next_microbatch(keep=keep)
         self.streams.seed_user(*coordinates)
 
     def share(self, outputs: Callable[[], tuple[Any, list[Log]]]) -> Any:
@@ -253,7 +252,3 @@ class StepContext:
             if wrong_use:
                 raise ValueError(str(error)) from error
             raise
-
-
-def _identity(x: Any) -> Any:
-    return x

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.pipeline_parallel.body import BodyCall
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, signature, sizes, split_batch
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, build_forward
@@ -98,7 +96,7 @@ class TrainingStep:
             context.engine.run(
                 self._schedule_of(len(counts), backward=backward),
                 compute,
-                [context.key(version, signature(microbatch)) for microbatch in microbatches],
+                context.keys(version, map(signature, microbatches)),
                 backward_begins=lambda stage, last: grad_sync.backward_begins(stage, is_last=last and reduce),
                 backward_ends=lambda stage, last: grad_sync.backward_ends(stage, is_last=last and reduce, frees=last),
                 profile=context.profile,
@@ -126,24 +124,22 @@ class TrainingStep:
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             grad_sync.forward_begins(stage)
-            coordinates = _TRAINING, step, microbatch
             is_last = stage == context.num_stages - 1
+            layers, random = context.layers[stage], context.streams.layers(stage, _TRAINING, step, microbatch)
             with precision():
                 if stage > 0 and not is_last:
-                    return context.run_layers(stage, coordinates, inputs)
-                context.enter_user_code(*coordinates, keep=is_last)
-                batch = move_data_to_device(microbatches[microbatch], context.device)
+                    return context.run_layers(layers, random, inputs)
+                context.enter_user_code(_TRAINING, step, microbatch, keep=is_last)
+                of_microbatch = move_data_to_device(microbatches[microbatch], context.device), *arguments
                 if context.cut is None:
-                    return loss_of(microbatch, context.to_plain(user_step(batch, *arguments)))
-                if is_last:
-                    answer = partial(context.run_layers, stage, coordinates, inputs)
-                    with BodyCall(context.cut, user_step, answer=answer):
-                        value = user_step(batch, *arguments)
-                    return loss_of(microbatch, context.to_plain(value))
-                layers = partial(context.run_layers, stage, coordinates)
-                with BodyCall(context.cut, user_step, layers=layers) as call:
-                    user_step(batch, *arguments)
-                return call.value
+                    value = user_step(*of_microbatch)
+                elif is_last:
+                    value = context.cut.around_body(user_step, of_microbatch, layers, random, inputs)
+                else:
+                    value = context.cut.until_body(user_step, of_microbatch, layers, random)
+                if context.to_plain is not None:
+                    value = context.to_plain(value)
+                return loss_of(microbatch, value) if is_last else value
 
         return compute
 

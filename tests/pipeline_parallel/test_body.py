@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline_parallel.body import BodyCall, BodyCallError, BodyCut, body_call_text, find_body
+from lightning_hybrid.pipeline_parallel.body import BodyCallError, BodyCut, body_call_text, find_body
 
 
 class Model(nn.Module):
@@ -104,15 +105,12 @@ def test_placeholders_count_as_parameters() -> None:
 # -- cutting the step --------------------------------------------------------------------------------------------------
 
 
-def until_body(cut: BodyCut, step: Any, arguments: tuple[Any, ...], layers: Any) -> Any:
-    with BodyCall(cut, step, layers=layers) as call:
-        step(*arguments)
-    return call.value
+def until_body(cut: BodyCut, step: Any, arguments: tuple[Any, ...], *layers: Any) -> Any:
+    return cut.until_body(step, arguments, layers, nullcontext())
 
 
-def around_body(cut: BodyCut, step: Any, arguments: tuple[Any, ...], answer: Any) -> Any:
-    with BodyCall(cut, step, answer=answer):
-        return step(*arguments)
+def around_body(cut: BodyCut, step: Any, arguments: tuple[Any, ...], inputs: Any = None, *layers: Any) -> Any:
+    return cut.around_body(step, arguments, layers, nullcontext(), inputs)
 
 
 class Steps:
@@ -141,9 +139,9 @@ def test_the_stages_of_a_cut_step_make_the_whole_step() -> None:
     expected = steps.training_step(batch, 1)["loss"]
     steps.ran.clear()
     with steps.cut():
-        first = until_body(steps.cut, steps.training_step, (batch, 1), lambda x: steps.layers(0, 1, x))
+        first = until_body(steps.cut, steps.training_step, (batch, 1), steps.body[0])
         middle = steps.layers(1, 2, first)
-        value = around_body(steps.cut, steps.training_step, (batch, 1), lambda: steps.layers(2, 3, middle))
+        value = around_body(steps.cut, steps.training_step, (batch, 1), middle, steps.body[2])
     assert torch.equal(value["loss"], expected)
     assert steps.ran == ["before", "before", "after"]
 
@@ -169,7 +167,7 @@ def test_hooks_of_the_body_run() -> None:
     seen = []
     steps.body.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
     with steps.cut():
-        around_body(steps.cut, steps.training_step, (torch.rand(2, 3), 0), lambda: torch.rand(2, 3))
+        around_body(steps.cut, steps.training_step, (torch.rand(2, 3), 0), torch.rand(2, 3))
     assert seen == [(2, 3)]
 
 
@@ -197,7 +195,7 @@ def test_contexts_of_the_step_are_left_before_the_next_one() -> None:
             return steps.body(batch)
 
     with steps.cut():
-        first = until_body(steps.cut, without_gradients, (torch.ones(1, 3),), lambda x: steps.layers(0, 1, x))
+        first = until_body(steps.cut, without_gradients, (torch.ones(1, 3),), steps.body[0])
     assert not first.requires_grad  # inside the user's context
     assert torch.is_grad_enabled()
 
@@ -210,7 +208,7 @@ def test_an_error_of_the_step_is_the_users() -> None:
 
     for run in (until_body, around_body):
         with pytest.raises(KeyError, match="mine"), steps.cut():
-            run(steps.cut, broken, (torch.ones(1, 3),), lambda: None)
+            run(steps.cut, broken, (torch.ones(1, 3),))
 
 
 def never(batch: Tensor) -> Any:
@@ -221,7 +219,7 @@ def test_a_step_that_does_not_call_the_body() -> None:
     steps = Steps()
     for run in (until_body, around_body):
         with pytest.raises(BodyCallError, match=r"`never` did not call the body 'body'\. .* exactly once"), steps.cut():
-            run(steps.cut, never, (torch.ones(1, 3),), lambda: None)
+            run(steps.cut, never, (torch.ones(1, 3),))
 
 
 def test_a_step_that_calls_the_body_twice() -> None:
@@ -231,15 +229,15 @@ def test_a_step_that_calls_the_body_twice() -> None:
         return steps.body(batch) + steps.body(batch)
 
     with pytest.raises(BodyCallError, match="`twice` called 2 times the body 'body'"), steps.cut():
-        around_body(steps.cut, twice, (torch.ones(1, 3),), lambda: torch.ones(1, 3))
+        around_body(steps.cut, twice, (torch.ones(1, 3),), torch.ones(1, 3))
 
 
 def test_one_error_does_not_spoil_the_next_step() -> None:
     steps = Steps()
     with steps.cut():
         with pytest.raises(BodyCallError):
-            around_body(steps.cut, never, (torch.ones(1, 3),), lambda: None)
-        value = around_body(steps.cut, steps.training_step, (torch.zeros(1, 3), 0), lambda: torch.ones(1, 3))
+            around_body(steps.cut, never, (torch.ones(1, 3),))
+        value = around_body(steps.cut, steps.training_step, (torch.zeros(1, 3), 0), torch.ones(1, 3))
     assert value["loss"] == 3
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_hybrid.distributed.pytree import TreeSpec, map_leaves, unflatten
+from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, map_leaves, unflatten
 
 __all__ = ["merge_outputs", "weighted_mean"]
 
@@ -48,7 +48,7 @@ def _merge_extra(values: list[Any], counts: Sequence[int]) -> Any:
         return {key: _merge_extra([value[key] for value in values], counts) for key in first}
     if isinstance(first, (list, tuple)) and all(len(value) == len(first) for value in values):
         entries = [_merge_extra(list(column), counts) for column in zip(*values, strict=True)]
-        return unflatten(entries, TreeSpec(type(first), (), (TreeSpec(None),) * len(entries)))
+        return unflatten(entries, TreeSpec.of(type(first), (), (LEAF,) * len(entries)))
     return map_leaves(_detached, first)
 
 
