@@ -113,8 +113,8 @@ def is_last_batch(trainer: Trainer) -> bool:
 
     Touches: ``_TrainingEpochLoop._num_ready_batches_reached``.
 
-    Without: a run that ended in the middle of an epoch looks like one that ended with it, and a checkpoint of that
-        moment continues with the wrong epoch.
+    Without: a run that ended in the middle of an epoch looks like one that ended with it, and its checkpoint
+        continues with the wrong epoch.
     """
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 

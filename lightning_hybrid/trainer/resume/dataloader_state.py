@@ -10,16 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hybrid.trainer.lightning_internals import (
-    batch_iterator,
-    begun_anew,
-    combined_loader,
-    data_fetcher,
-    fetch_ahead,
-    num_fetched,
-    set_sampler_epoch,
-    start_fetching,
-)
+from lightning_hybrid.trainer import lightning_internals as internals
 from lightning_hybrid.trainer.resume.replay import (
     ReplayableIterator,
     ReplayableLoader,
@@ -32,7 +23,7 @@ __all__ = ["dataloader_state", "load_dataloader_state", "loaders_of"]
 
 def loaders_of(loop: Any) -> list[Any]:
     """The loaders of one of Lightning's loops; none if it has not asked for them yet."""
-    combined = combined_loader(loop)
+    combined = internals.combined_loader(loop)
     return [] if combined is None else combined.flattened
 
 
@@ -46,12 +37,12 @@ def dataloader_state(trainer: Trainer, batches: int | None) -> dict[str, Any] | 
     Returns:
         Tensors and plain values; ``None`` if the loaders are gone, or were asked for before there was a mesh.
     """
-    combined, fetcher = combined_loader(trainer.fit_loop), data_fetcher(trainer)
+    combined, fetcher = internals.combined_loader(trainer.fit_loop), internals.data_fetcher(trainer)
     loaders = loaders_of(trainer.fit_loop)
     if fetcher is None or not all(isinstance(loader, ReplayableLoader) for loader in loaders):
         return None
     assert combined is not None
-    iterator = batch_iterator(combined)
+    iterator = internals.batch_iterator(combined)
     if iterator is None or not all(isinstance(each, ReplayableIterator) for each in iterator.iterators):
         return None
     state: dict[str, Any] = {
@@ -60,7 +51,7 @@ def dataloader_state(trainer: Trainer, batches: int | None) -> dict[str, Any] | 
     }
     if batches is None:
         return {**state, "states": [loader.state_dict() if loader.is_stateful else None for loader in loaders]}
-    fetched, consumed = num_fetched(iterator), begun_anew(iterator)
+    fetched, consumed = internals.num_fetched(iterator), internals.begun_anew(iterator)
     repeated = max(0, fetched - batches)  # fetched ahead, or not trained with to the end
     return {
         **state,
@@ -80,7 +71,7 @@ def load_dataloader_state(trainer: Trainer, state: dict[str, Any] | None, epochs
         state: From :func:`dataloader_state`.
         epochs: How many are over.
     """
-    combined, fetcher = combined_loader(trainer.fit_loop), data_fetcher(trainer)
+    combined, fetcher = internals.combined_loader(trainer.fit_loop), internals.data_fetcher(trainer)
     assert combined is not None, "training begins with loaders"
     assert fetcher is not None, "training begins with loaders"
     loaders = combined.flattened
@@ -113,21 +104,21 @@ def _replay(combined: CombinedLoader, fetcher: Any, state: Mapping[str, Any], ep
     """Ask for the batches of the present epoch once more, in the way in which they have been asked for."""
     loaders: list[Any] = combined.flattened
     for loader, own, records in zip(loaders, state["own"], state["passes"], strict=True):
-        set_sampler_epoch(loader, epochs)
+        internals.set_sampler_epoch(loader, epochs)
         set_loader_generators(loader, own)
         loader.replay(records, state["index"], state["again"])
-    start_fetching(fetcher)
-    iterator = batch_iterator(combined)
+    internals.start_fetching(fetcher)
+    iterator = internals.batch_iterator(combined)
     with suppress(StopIteration):  # other data
         for _ in range(state["index"]):
             next(iterator)
-    consumed = begun_anew(iterator)
+    consumed = internals.begun_anew(iterator)
     for number, loader in enumerate(loaders):
         if loader.is_stateful and consumed is not None and state["consumed"] is not None:
             consumed[number] = state["consumed"][number]
     if state["again"] and fetcher.length is None and hasattr(fetcher, "batches"):
         with suppress(StopIteration):
-            fetch_ahead(fetcher)
+            internals.fetch_ahead(fetcher)
     fetcher.done = state["done"]
     for loader, batches, ended in zip(loaders, iterator.iterators, state["ended"], strict=True):
         if loader.is_stateful and ended and not state["again"]:

@@ -12,16 +12,11 @@ from torchmetrics import Metric
 
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.tensor_bytes import to_host
-from lightning_hybrid.trainer.lightning_internals import (
-    load_result_states,
-    noted_metrics,
-    result_states,
-    set_update_count,
-)
+from lightning_hybrid.trainer import lightning_internals as internals
 
 __all__ = ["load_logged_state", "load_metric_states", "logged_state", "metric_states", "plain_values"]
 
-_METRICS = ("callback", "log", "bar")  # as `noted_metrics` gives them
+_METRICS = ("callback", "log", "bar")  # as `internals.noted_metrics` gives them
 
 
 def logged_state(trainer: Trainer, *, up_to_date: bool) -> dict[str, Any]:
@@ -34,10 +29,10 @@ def logged_state(trainer: Trainer, *, up_to_date: bool) -> dict[str, Any]:
     Returns:
         Tensors on the host and plain values. Without what was logged over a process group of the user's.
     """
-    entries = result_states(trainer)
+    entries = internals.result_states(trainer)
     if up_to_date:  # each of these properties notes it, and may synchronise
         trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # noqa: B018
-    noted = zip(_METRICS, noted_metrics(trainer), strict=True)
+    noted = zip(_METRICS, internals.noted_metrics(trainer), strict=True)
     return {"entries": entries, **{name: map_leaves(to_host, dict(metrics)) for name, metrics in noted}}
 
 
@@ -50,10 +45,10 @@ def load_logged_state(trainer: Trainer, state: Mapping[str, Any], *, entries: bo
         entries: Whether the running means of the epoch too.
     """
     device = trainer.strategy.root_device
-    for name, metrics in zip(_METRICS, noted_metrics(trainer), strict=True):
-        metrics.update(_moved(state[name], device))
+    for name, metrics in zip(_METRICS, internals.noted_metrics(trainer), strict=True):
+        metrics.update(_to_device(state[name], device))
     if entries:
-        load_result_states(trainer, _moved(state["entries"], device))
+        internals.load_result_states(trainer, _to_device(state["entries"], device))
 
 
 def plain_values(module: LightningModule) -> dict[str, dict[str, Any]]:
@@ -98,9 +93,9 @@ def load_metric_states(module: LightningModule, states: Mapping[str, Any]) -> No
     for name in states.keys() & metrics.keys():
         metric = metrics[name]
         count, values, plain = states[name]
-        set_update_count(metric, count)
+        internals.set_update_count(metric, count)
         for attribute, value in {**values, **plain}.items():
-            setattr(metric, attribute, _moved(value, metric.device))
+            setattr(metric, attribute, _to_device(value, metric.device))
 
 
 class _Bare(Metric):
@@ -120,5 +115,5 @@ def _equal(left: Any, right: Any) -> bool:
     return torch.equal(left, right) if isinstance(left, Tensor) and isinstance(right, Tensor) else bool(left == right)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)

@@ -9,15 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_hybrid.trainer.lightning_internals import (
-    data_fetcher,
-    end_restart,
-    is_last_batch,
-    replace_next_batch,
-    restore_next_batch,
-    set_num_logged_batches,
-    skip_next_validation,
-)
+from lightning_hybrid.trainer import lightning_internals as internals
 
 __all__ = ["LoopState", "has_begun", "is_epoch_over", "progress"]
 
@@ -58,7 +50,7 @@ class LoopState:
         if is_over and not is_epoch_over(trainer):  # ended by `max_steps` or a callback
             return cls("batch", epoch.processed - 1, batch.processed)
         if is_over or epoch.started == epoch.processed:
-            kind = "epoch end" if is_last_batch(trainer) else "epoch cut"
+            kind = "epoch end" if internals.is_last_batch(trainer) else "epoch cut"
             return cls(kind if epoch.completed < epoch.processed else "epoch", epoch.processed, 0)
         kind = "batch"
         if trainer.validating:
@@ -114,7 +106,7 @@ class LoopState:
         """
         fit_loop = trainer.fit_loop
         if not self.in_epoch:
-            end_restart(trainer)
+            internals.end_restart(trainer)
             if self.kind == "epoch end":
                 fit_loop.epoch_progress.current.completed -= 1  # schedulers count the epoch that is ending
                 fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
@@ -122,20 +114,15 @@ class LoopState:
             return
 
         def first_batch(run: Callable[[], None]) -> None:
-            end_restart(trainer)
+            internals.end_restart(trainer)
             if self.kind == "batch":
                 run()
             else:  # only the end of the batch is left
-                skip_next_validation(trainer, skip=self.kind == "validated")
+                internals.skip_next_validation(trainer, skip=self.kind == "validated")
 
         # Otherwise the first batch would be taken for the first of an epoch, and what has been logged be forgotten.
-        set_num_logged_batches(trainer, self.batches)
-        replace_next_batch(trainer, first_batch)
-
-    @staticmethod
-    def cancel_restart(trainer: Trainer) -> None:
-        """Undo :meth:`restart`, if no batch has come."""
-        restore_next_batch(trainer)
+        internals.set_num_logged_batches(trainer, self.batches)
+        internals.replace_next_batch(trainer, first_batch)
 
 
 def has_begun(trainer: Trainer) -> bool:
@@ -146,8 +133,8 @@ def has_begun(trainer: Trainer) -> bool:
 
 def is_epoch_over(trainer: Trainer) -> bool:
     """Whether the epoch has had all its batches; otherwise `max_steps` or a callback may have ended the run in it."""
-    fetcher = data_fetcher(trainer)
-    return is_last_batch(trainer) or (fetcher is not None and fetcher.done)
+    fetcher = internals.data_fetcher(trainer)
+    return internals.is_last_batch(trainer) or (fetcher is not None and fetcher.done)
 
 
 def progress(trainer: Trainer) -> tuple[int, int]:

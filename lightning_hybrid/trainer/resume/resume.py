@@ -23,18 +23,7 @@ from lightning_hybrid.distributed.random import (
     seed_generators,
     set_generator_states,
 )
-from lightning_hybrid.trainer.lightning_internals import (
-    before_validation,
-    combined_loader,
-    data_fetcher,
-    discard_loaders,
-    is_accumulating,
-    note_saved_step,
-    reload_epochs,
-    restore_validation,
-    result_collection,
-    set_reload_epochs,
-)
+from lightning_hybrid.trainer import lightning_internals as internals
 from lightning_hybrid.trainer.resume.dataloader_state import dataloader_state, load_dataloader_state, loaders_of
 from lightning_hybrid.trainer.resume.logged_state import (
     load_logged_state,
@@ -119,13 +108,13 @@ class ResumeCallback(Callback):
         # A validation that is not over is run again.
         repeated = trainer.validating and loops.kind == "batch end"
         state = self._validation if repeated and self._validation is not None else self._evaluation_state(trainer)
-        results = [result_collection(loop) for loop in (epoch_loop.val_loop, epoch_loop)]
+        results = [internals.result_collection(loop) for loop in (epoch_loop.val_loop, epoch_loop)]
         reset = results[:1] if loops.in_epoch else results
         names = {entry.meta.metric_attribute for entries in reset for entry in entries.values()}
         return {
             "moment": loops.state_dict(),
             "streams": state["streams"],
-            "reloads": reload_epochs(trainer),
+            "reloads": internals.reload_epochs(trainer),
             "rank": {
                 "generators": state["generators"],
                 "loaders": dataloader_state(trainer, loops.batches if loops.in_epoch else None),
@@ -143,7 +132,7 @@ class ResumeCallback(Callback):
         """What an evaluation changes."""
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         own = None
-        if combined_loader(val_loop) is not None:
+        if internals.combined_loader(val_loop) is not None:
             own = [loader_generators(loader) for loader in loaders_of(val_loop)]
         with self._streams.outside():
             generators = generator_states(self._device)
@@ -208,20 +197,20 @@ class ResumeCallback(Callback):
     def restore(self, trainer: Trainer) -> None:
         """After the last hook of the start, before anything of the uninterrupted run: be where the checkpoint was."""
         if not self._has_started:
-            before_validation(trainer, partial(self._snapshot_before_validation, trainer))
+            internals.before_validation(trainer, partial(self._snapshot_before_validation, trainer))
         self._ended, self._has_started = (None, {}), True
         record, self._loaded = self._loaded, None
         if record is None:
             return
         loops = LoopState(**record["moment"])
         if not loops.is_restored(trainer):  # a tuner began before Lightning had restored the loops, and never does
-            iter(data_fetcher(trainer))
+            iter(internals.data_fetcher(trainer))
             return
         if loops.in_epoch:
             _prepare_accumulation(trainer)
-        if loops.in_epoch and is_accumulating(trainer):
+        if loops.in_epoch and internals.is_accumulating(trainer):
             rank_zero_warn(_ACCUMULATING)
-        set_reload_epochs(trainer, record["reloads"])
+        internals.set_reload_epochs(trainer, record["reloads"])
         data_rank, own = self._find(record)
         load_dataloader_state(trainer, own["loaders"], loops.epochs)
         _prepare_validation(trainer, own["validation"])
@@ -237,7 +226,7 @@ class ResumeCallback(Callback):
             seed_generators(derive_seed(common, self._mesh.data_rank), self._device)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
-                note_saved_step(callback, trainer.global_step)
+                internals.note_saved_step(callback, trainer.global_step)
         loops.restart(trainer)
 
     def _find(self, record: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -267,8 +256,8 @@ class ResumeCallback(Callback):
     def close(self, trainer: Trainer) -> None:
         """The run is over."""
         self._loaded, self._has_started = None, False
-        restore_validation(trainer)
-        LoopState.cancel_restart(trainer)
+        internals.restore_validation(trainer)
+        internals.restore_next_batch(trainer)
 
 
 def _prepare_accumulation(trainer: Trainer) -> None:
@@ -282,7 +271,7 @@ def _prepare_validation(trainer: Trainer, states: list[Any] | None) -> None:
     """Have validation loaders, with these states of their own generators, or have none until there is a validation."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     if states is None:
-        discard_loaders(loop)
+        internals.discard_loaders(loop)
         return
     trainer.validating = True
     loop.setup_data()  # unless it has been done

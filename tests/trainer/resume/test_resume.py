@@ -39,7 +39,16 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {
 BATCHES = 6  # of an epoch on each rank
 #: Where iterators end and begin again: that of the shorter stream, and of the longer one while its last batch is used.
 ENDS = ("start 0.4", "batch 0.4", "start 0.5", "start 1.5", "batch 1.5")
-MOMENTS = ("batch 0.0", "inside 3.2", "validation 3", "start 0.4", "batch 0.5", "epoch 0", "batch 1.2", "validation 12")
+SAVED_AT = (
+    "batch 0.0",
+    "inside 3.2",
+    "validation 3",
+    "start 0.4",
+    "batch 0.5",
+    "epoch 0",
+    "batch 1.2",
+    "validation 12",
+)
 
 
 RELOADING = {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3}
@@ -182,21 +191,21 @@ class Noisy(Regression):
 
 
 class Trail(Checkpoint):
-    """Writes down what happened, and checkpoints at the moments asked for.
+    """Writes down what happened, and writes checkpoints where it is asked to.
 
     Args:
         directory: Of the checkpoints; `None` for no checkpoints.
-        moments: When.
+        saved_at: After which hooks, with epoch and batch or step.
     """
 
-    def __init__(self, directory: str | None = None, moments: Sequence[str] = MOMENTS) -> None:
+    def __init__(self, directory: str | None = None, saved_at: Sequence[str] = SAVED_AT) -> None:
         self.directory = directory
-        self.moments = moments
+        self.saved_at = saved_at
         self.saved: list[str] = []
-        self.seen: list[Any] = []
+        self.events: list[Any] = []
 
     def save(self, trainer: Trainer, name: str) -> None:
-        if self.directory is not None and name in self.moments:
+        if self.directory is not None and name in self.saved_at:
             self.saved.append(name)
             trainer.save_checkpoint(f"{self.directory}/{name}")
 
@@ -206,14 +215,14 @@ class Trail(Checkpoint):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         place = (trainer.current_epoch, batch_idx, trainer.fit_loop.total_batch_idx, trainer.global_step)
         samples = batch["a"][0] + batch["b"][0] if isinstance(batch, dict) else batch[0]
-        self.seen.append(
+        self.events.append(
             (place, samples.double().sum().item(), float(outputs["loss"]), trainer.optimizers[0].param_groups[0]["lr"])
         )
         self.save(trainer, f"batch {trainer.current_epoch}.{batch_idx}")
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if not trainer.sanity_checking:
-            self.seen.append(("validation", trainer.global_step, numbers(trainer.callback_metrics)))
+            self.events.append(("validation", trainer.global_step, numbers(trainer.callback_metrics)))
             self.save(trainer, f"validation {trainer.global_step}")
 
     def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
@@ -221,7 +230,7 @@ class Trail(Checkpoint):
         self.save(trainer, f"inside {trainer.global_step}.{batch}")
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.seen.append(("epoch", trainer.current_epoch, numbers(trainer.callback_metrics)))
+        self.events.append(("epoch", trainer.current_epoch, numbers(trainer.callback_metrics)))
         self.save(trainer, f"epoch {trainer.current_epoch}")
 
 
@@ -287,14 +296,14 @@ def scramble(seed: int) -> None:
 
 def compared(resumed: dict[str, Any], again: Trail, straight: dict[str, Any], trail: Trail) -> list[str]:
     """Where a resumed run differs from the end of the uninterrupted one."""
-    end = trail.seen[len(trail.seen) - len(again.seen) :]
-    found = differences(resumed, straight) + differences(again.seen, end, "seen")
-    return found if again.seen else [*found, "nothing has happened"]
+    end = trail.events[len(trail.events) - len(again.events) :]
+    found = differences(resumed, straight) + differences(again.events, end, "events")
+    return found if again.events else [*found, "nothing has happened"]
 
 
 def interrupted(layout: Layout, directory: str, half: bool, hparams: Any, arguments: Any) -> dict[str, list[str]]:
-    """What is different in runs that go on from each moment of an uninterrupted one."""
-    trail = Trail(directory, ENDS if hparams.get("data") == "streams" else MOMENTS)
+    """What is different in runs that continue from each checkpoint of an uninterrupted one."""
+    trail = Trail(directory, ENDS if hparams.get("data") == "streams" else SAVED_AT)
     scramble(3)
     straight = trained(layout, trail, None, half, hparams, **arguments)
     found = {}
@@ -347,7 +356,7 @@ def test_a_run_goes_on_bit_by_bit(ranks: Pools, tmp_path: Path, case: str) -> No
 
 
 def accumulating(layout: Layout, directory: str) -> dict[str, tuple[bool, bool]]:
-    """For each moment whether the resumed run differs, and whether there was a warning."""
+    """For each checkpoint whether the resumed run differs, and whether there was a warning."""
     trail = Trail(directory)
     scramble(3)
     straight = trained(layout, trail, None, False, {}, accumulate_grad_batches=3)
@@ -406,8 +415,8 @@ def stopped(layout: Layout, directory: str, steps: int, limits: dict[str, Any]) 
     scramble(4)
     again = Trail()
     resumed = trained(layout, again, path, False, hparams, **arguments)
-    assert again.seen[0][0] in ("validation", (steps // BATCHES, steps % BATCHES, steps, steps + 1))
-    for run in (straight, resumed):  # that the first run was at its end is a part of its own story
+    assert again.events[0][0] in ("validation", (steps // BATCHES, steps % BATCHES, steps, steps + 1))
+    for run in (straight, resumed):  # that the first run was at its end is part of it
         run["loops"] = None
     return compared(resumed, again, straight, trail)
 
@@ -438,12 +447,12 @@ def test_the_data_go_on_under_another_layout(ranks: Pools, tmp_path: Path, name:
     ranks(size, lightning=True).run(ended, layout, str(tmp_path), None, str(tmp_path / "straight.ckpt"))
     expected = torch.load(tmp_path / "straight.ckpt", weights_only=True)
     size, layout = LAYOUTS[other]
-    for moment in ("batch 1.2", "epoch 0", "validation 12"):
+    for saved_at in ("batch 1.2", "epoch 0", "validation 12"):
         path = tmp_path / "resumed.ckpt"
-        ranks(size, lightning=True).run(ended, layout, str(tmp_path), str(tmp_path / moment), str(path))
+        ranks(size, lightning=True).run(ended, layout, str(tmp_path), str(tmp_path / saved_at), str(path))
         found = torch.load(path, weights_only=True)
         for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
-            assert_same(found[key], expected[key], where=f"{moment}: {key}")
+            assert_same(found[key], expected[key], where=f"{saved_at}: {key}")
 
 
 # -- loaders with a state of their own ---------------------------------------------------------------------------------
@@ -504,7 +513,7 @@ def tuned(directory: str) -> list[Any]:
     arguments: Any = {"default_root_dir": directory, "callbacks": [finder, trail], "enable_checkpointing": True}
     trainer = make_trainer({}, max_epochs=3, **arguments)
     trainer.fit(Regression(), DataLoader(dataset(24), 8))
-    return [each[0] for each in trail.seen if each[0] != "epoch"]
+    return [each[0] for each in trail.events if each[0] != "epoch"]
 
 
 def peeked(path: str) -> list[Any]:
@@ -516,32 +525,32 @@ def peeked(path: str) -> list[Any]:
 
     trail = Trail()
     make_trainer({}, callbacks=[trail], enable_checkpointing=True).fit(Peeking())
-    return [each[0] for each in trail.seen]
+    return [each[0] for each in trail.events]
 
 
 def test_a_run_goes_on_from_the_checkpoint_that_it_begins_with_and_no_other(ranks: Pools, tmp_path: Path) -> None:
     """Lightning's tuners and hooks of the user read some too."""
     pool = ranks(1, lightning=True)
-    (seen,) = pool.run(tuned, str(tmp_path))
-    assert seen == [
+    (events,) = pool.run(tuned, str(tmp_path))
+    assert events == [
         (epoch, batch, 3 * epoch + batch, 3 * epoch + batch + 1) for epoch in range(3) for batch in range(3)
     ]
-    pool.run(story, {}, str(tmp_path), None)
-    (seen,) = pool.run(peeked, str(tmp_path / "batch 1.2"))
-    assert seen[:BATCHES] == [(0, batch, batch, batch + 1) for batch in range(BATCHES)]
+    pool.run(events_of, {}, str(tmp_path), None)
+    (events,) = pool.run(peeked, str(tmp_path / "batch 1.2"))
+    assert events[:BATCHES] == [(0, batch, batch, batch + 1) for batch in range(BATCHES)]
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
 
 
-def story(layout: Layout | None, directory: str | None, resume: str | None) -> tuple[list[Any], list[str]]:
-    """What a run saw, and whether Lightning warned that the data do not go on."""
+def events_of(layout: Layout | None, directory: str | None, resume: str | None) -> tuple[list[Any], list[str]]:
+    """What happened in a run, and whether Lightning warned that the data do not go on."""
     trail = Trail(directory)
     scramble(3 if resume is None else 4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trained(layout, trail, resume, False, {"data": "joined", "plateau": "none"})
-    return trail.seen, [text for text in (str(each.message) for each in caught) if "not resumable" in text]
+    return trail.events, [text for text in (str(each.message) for each in caught) if "not resumable" in text]
 
 
 @pytest.mark.parametrize("name", ["1x1x1", "dp2 x tp2"])
@@ -549,17 +558,17 @@ def test_without_the_record_a_run_does_not_go_on(ranks: Pools, tmp_path: Path, n
     """Then it is a checkpoint as Lightning writes it."""
     size, layout = LAYOUTS[name]
     pool = ranks(size, lightning=True)
-    straight = pool.run(story, layout, str(tmp_path), None)
+    straight = pool.run(events_of, layout, str(tmp_path), None)
     whole = torch.load(tmp_path / "batch 1.2", weights_only=True)
-    places = list(whole["hybrid_parallel"].pop("ranks"))
-    assert places == ([(0, 0, 0)] if size == 1 else [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)])
+    coordinates = list(whole["hybrid_parallel"].pop("ranks"))
+    assert coordinates == ([(0, 0, 0)] if size == 1 else [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)])
     torch.save(whole, tmp_path / "bare")
-    goes_on = pool.run(story, layout, None, str(tmp_path / "batch 1.2"))
-    does_not = pool.run(story, layout, None, str(tmp_path / "bare"))
+    goes_on = pool.run(events_of, layout, None, str(tmp_path / "batch 1.2"))
+    does_not = pool.run(events_of, layout, None, str(tmp_path / "bare"))
     for rank in range(size):
-        (seen, _), (right, silent), (wrong, warned) = straight[rank], goes_on[rank], does_not[rank]
-        assert right == seen[-len(right) :]
-        assert wrong != seen[-len(wrong) :]
+        (events, _), (right, silent), (wrong, warned) = straight[rank], goes_on[rank], does_not[rank]
+        assert right == events[-len(right) :]
+        assert wrong != events[-len(wrong) :]
         assert not silent
         assert bool(warned) is (rank == 0)
 
