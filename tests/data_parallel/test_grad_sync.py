@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.data_parallel import grad_sync as module
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
@@ -171,6 +173,18 @@ def shared_table(pipeline: int) -> int:
 
 def test_tables_that_stages_share_make_the_same_groups_on_every_rank(ranks: Pools) -> None:
     assert ranks(3).run(shared_table, 3, timeout=20.0) == [3, 3, 3]
+
+
+def redistributed() -> bool:
+    model, _, grad_sync = divided(1, 2)
+    with mock.patch.object(module, "redistribute_grad") as redistribute:
+        grad_sync.finish()
+    found = [call.args[0] for call in redistribute.call_args_list]
+    return list(map(id, found)) == list(map(id, real(model).values()))
+
+
+def test_a_step_costs_nothing_for_placeholders(ranks: Pools) -> None:
+    assert all(ranks(2).run(redistributed))
 
 
 @pytest.mark.parametrize("freeze", ["body.0", "head"])

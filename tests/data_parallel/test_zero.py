@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.data_parallel.zero.grad_scatter import ReduceScatterBucket
 from lightning_hybrid.data_parallel.zero.param import RowShards
-from lightning_hybrid.data_parallel.zero.zero import ZeroParameters
+from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
 from lightning_hybrid.distributed.dtensor import full_tensor, to_local
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, loader, make_trainer, together
@@ -46,6 +46,14 @@ def test_rows_are_those_of_chunk(shape: tuple[int, ...], num_ranks: int) -> None
 
 def test_what_has_one_row_is_not_divided() -> None:
     assert all(RowShards.of(torch.Size(shape), 2) is None for shape in [(), (1,), (1, 1), (0, 3)])
+
+
+# -- none --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_stands_for_no_zero_can_be_asked_for_the_same() -> None:
+    public = {name for name in vars(ZeroParameters) if not name.startswith("_")}
+    assert public == {name for name in vars(NoZero) if not name.startswith("_")} - {"reduces_each_backward"}
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,26 @@
+"""Collectives are found under the names of this version of torch, whichever it still has."""
+
+from __future__ import annotations
+
+import runpy
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from lightning_hybrid.distributed import process_group
+
+NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+
+
+@pytest.mark.parametrize(("new", "old"), NAMES.items())
+def test_a_collective_is_found_when_its_old_name_has_gone(new: str, old: str) -> None:
+    with mock.patch.object(dist, new, len, create=True), mock.patch.object(dist, old):
+        delattr(dist, old)
+        assert runpy.run_path(process_group.__file__)[new] is len
+
+
+@pytest.mark.parametrize(("new", "old"), NAMES.items())
+def test_a_collective_is_found_before_it_got_its_new_name(new: str, old: str) -> None:
+    with mock.patch.object(dist, new, None, create=True):
+        assert runpy.run_path(process_group.__file__)[new] is getattr(dist, old)
