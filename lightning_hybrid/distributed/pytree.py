@@ -41,7 +41,7 @@ class TreeSpec:
         )
 
     def __hash__(self) -> int:
-        """Computed once: specs are looked up at every micro-batch."""
+        """Computed once: specs are looked up at every microbatch."""
         return self._hash
 
     def __reduce__(self) -> tuple[type[TreeSpec], tuple[Any, ...]]:

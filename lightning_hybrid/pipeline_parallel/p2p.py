@@ -25,7 +25,7 @@ __all__ = ["Channel", "Recv", "Send", "make_channels"]
 _NATIVE = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 )
-# Messages of one channel never need telling apart: the k-th send meets the k-th receive.
+# Messages of one channel need no tags: the k-th send meets the k-th receive.
 _TAG = 0
 
 
@@ -272,7 +272,7 @@ class _WireTensor:
     Attributes:
         index: Its index among the leaves.
         has_elements: Whether there is anything to send.
-        as_bytes: Whether the backend has to be told that it is bytes.
+        as_bytes: Whether the backend moves it as bytes.
         moves: Whether it lives in another memory than the one from which, and to which, the backend moves it.
     """
 

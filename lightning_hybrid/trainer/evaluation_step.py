@@ -154,4 +154,4 @@ class EvaluationStep:
         if not pipeline.is_last:
             return None
         user_join = getattr(pipeline.module, "join_body_output", None)
-        return join(outputs, counts, wary=wary) if user_join is None or len(outputs) == 1 else user_join(outputs)
+        return join(outputs, counts, strict=wary) if user_join is None or len(outputs) == 1 else user_join(outputs)
