@@ -147,10 +147,16 @@ class Channel:
         """
         send = Send()
         known = None if self._dynamic else self._formats.get(key)
-        if known is None:
-            known = self._formats[key] = self._send_meta(_describe(leaves, spec), send)
-        elif not known.meta.fits(leaves, spec):
-            _check_equal(known.meta, _describe(leaves, spec))
+        try:
+            if known is None:
+                known = self._formats[key] = self._send_meta(TreeMeta.of(leaves, spec), send)
+            elif not known.meta.fits(leaves, spec):
+                _check_equal(known.meta, TreeMeta.of(leaves, spec))
+        except TypeError as error:
+            raise TypeError(
+                f"a message cannot cross a stage boundary: {error}; pass dense tensors and plain values between the "
+                "layers of the body, or move the boundary with `partition`"
+            ) from error
         group = self._group()
         for wire in known.tensors:
             if wire.has_elements:
@@ -304,16 +310,6 @@ class _Format(NamedTuple):
     @classmethod
     def of(cls, meta: TreeMeta, wire: torch.device) -> _Format:
         return cls(meta, [_WireTensor(index, tensor, wire) for index, tensor in meta.tensors()])
-
-
-def _describe(leaves: list[Any], spec: TreeSpec | None) -> TreeMeta:
-    try:
-        return TreeMeta.of(leaves, spec)
-    except TypeError as error:
-        raise TypeError(
-            f"{error}. Pass dense tensors and plain values between the layers of the body, or move the boundary of the "
-            "stages with `partition`"
-        ) from error
 
 
 def _check_equal(known: TreeMeta, meta: TreeMeta) -> None:
