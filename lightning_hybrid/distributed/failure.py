@@ -93,7 +93,7 @@ class FailureStore:
                 if self._store.check([self._key]):
                     kind, text = json.loads(self._store.get(self._key))
                     return _KINDS.get(kind, RuntimeError)(text)
-            except Exception:  # the store died with the rank that keeps it: nobody can tell any more
+            except Exception:  # the store died with the rank that hosts it: nobody knows any more
                 return None
             if time.monotonic() > deadline:
                 return None

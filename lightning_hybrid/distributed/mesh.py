@@ -170,7 +170,7 @@ class Mesh:
 
     @property
     def zero_mesh(self) -> DeviceMesh:
-        """What ZeRO shards parameters over: the replicas, inside the tensor-parallel ranks, if there are several.
+        """What ZeRO shards parameters over: the replicas, inside the tensor-parallel ranks, if there are any.
 
         In this order, so that each replica has some of the rows that a rank has of a tensor-parallel layer.
         """

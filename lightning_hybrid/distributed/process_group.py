@@ -17,7 +17,7 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 class GroupRef:
     """A weak reference to a process group: torch owns groups, and destroying one must close its connections.
 
-    A copy is the reference itself, so that whoever has one may be copied: callbacks copy whole modules.
+    A copy is the reference itself, so that its owners can be copied: callbacks copy modules.
 
     Args:
         group: The group; ``None`` is a group that this rank is not in, which is an error of the caller.

@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 _MASK = (1 << 64) - 1
-_MT19937_BYTES = 4 * 625  # 624 words and the place among them
+_MT19937_BYTES = 4 * 625  # 624 words and the position among them
 
 
 def derive_seed(*coordinates: int) -> int:
     """A seed that depends on every coordinate and is the same in every process and on every machine.
 
     Args:
-        coordinates: Integers, such as (global seed, step, micro-batch, data rank).
+        coordinates: Integers, such as (global seed, step, microbatch, data rank).
 
     Returns:
         An integer of 64 bits.
@@ -167,7 +167,7 @@ def own_numbers(rank: int, device: torch.device) -> Iterator[None]:
     the same numbers again.
 
     Args:
-        rank: This rank's place in the group.
+        rank: This rank inside the group.
         device: Where numbers are drawn.
     """
     common = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
@@ -219,7 +219,7 @@ class RandomReplay:
 
 
 class RandomStreams:
-    """Two streams of random numbers inside a step, and the world outside of it, which notices neither.
+    """Two streams of random numbers inside a step, and the states outside of it, which neither changes.
 
     ::
 
@@ -229,12 +229,12 @@ class RandomStreams:
                                             | layers()  |
         layers                              `-- own  ---'                      one stream per (stage, data rank)
 
-    Seeds are derived from coordinates and nothing but a count is kept between steps, so a resumed run draws what the
+    Seeds are derived from coordinates and no state but a count lives between steps, so a resumed run draws what the
     uninterrupted one would have drawn.
 
     Args:
         seed: The global seed, equal on all ranks.
-        data_rank: This rank's place in its data-parallel group: replicas draw different numbers.
+        data_rank: This rank inside its data-parallel group: replicas draw different numbers.
         device: The device of the model.
     """
 
@@ -243,7 +243,7 @@ class RandomStreams:
         self._data_rank = data_rank
         self._device = device
         # The layers' stream of numpy is a generator of its own that takes the global one's place: copying the state
-        # costs 80 us, too much for each micro-batch. (A second normal number that numpy has in store gets lost.)
+        # costs 80 us, too much for each microbatch. (A second normal number that numpy has in store gets lost.)
         self._layers_numpy = np.random.MT19937(0)
         self._numbers: Counter[str] = Counter()
         self._outside: list[tuple[Any, Any, Any]] = []
@@ -252,13 +252,13 @@ class RandomStreams:
         """0, 1, 2, ...: a coordinate for what has none, such as the batches of evaluations.
 
         Args:
-            of: What is counted.
+            of: The name of the count.
         """
         self._numbers[of] += 1
         return self._numbers[of] - 1
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is kept between steps: the seed, and how far :meth:`next_number` has counted."""
+        """The seed, and the counts of :meth:`next_number`: all that has to be saved."""
         return {"seed": self._seed, "numbers": dict(self._numbers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -270,7 +270,7 @@ class RandomStreams:
         """Start the stream of the user's code.
 
         Args:
-            coordinates: What the numbers depend on beside seed and data rank, such as (step, micro-batch).
+            coordinates: What the numbers depend on beside seed and data rank, such as (step, microbatch).
         """
         seed_generators(derive_seed(self._seed, self._data_rank, *coordinates), self._device)
 
@@ -285,7 +285,7 @@ class RandomStreams:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Inside, the generators are for a moment as they are outside of what is isolated."""
+        """Inside, the generators are in the states that they have outside of :meth:`isolated`."""
         if not self._outside:
             yield
             return

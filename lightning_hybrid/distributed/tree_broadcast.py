@@ -174,7 +174,7 @@ class TreeBroadcast:
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         meta, values = _split(leaves, spec)
         number = self._numbers.get(meta)
-        # Pickled before anything is sent: if it fails, the others can still be told.
+        # Pickled before anything is sent: after an error :meth:`fail` still reaches the others.
         pickled_meta = pickle.dumps(meta) if number is None else None
         pickled_values = pickle.dumps(values) if meta.has_values else None
         self._control(_NEW if number is None else number)

@@ -83,7 +83,7 @@ class TreeMeta(NamedTuple):
         return cls(spec, tuple(metas))
 
     def fits(self, leaves: Sequence[Any], spec: TreeSpec | None) -> bool:
-        """Whether this describes a tree, as far as can be told at once; pickles of equal values may differ."""
+        """Whether this describes a tree, compared without unpickling; pickles of equal values may differ."""
         described = [
             (leaf.shape, leaf.dtype, leaf.requires_grad, leaf.is_cpu) if isinstance(leaf, Tensor) else _value_meta(leaf)
             for leaf in leaves

@@ -1,4 +1,4 @@
-"""Splitting a batch into micro-batches, and joining what came of them."""
+"""Splitting a batch into microbatches, and joining their outputs."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = ["JoinError", "Slicing", "find_batch_size", "join", "signature", "size
 
 
 class JoinError(ValueError):
-    """Outputs of micro-batches cannot be put together without doubt."""
+    """It is ambiguous how to join the outputs of microbatches."""
 
 
-def sizes(total: int, parts: int) -> list[int]:
-    """Divide a number of samples into micro-batches that differ by at most one, the larger ones first.
+def sizes(total: int, num_microbatches: int) -> list[int]:
+    """Split a number of samples into microbatches that differ by at most one, the larger ones first.
 
     Args:
         total: The number of samples.
-        parts: The wished number of micro-batches. There are fewer when there are fewer samples.
+        num_microbatches: The requested number. There are fewer when there are fewer samples.
 
     Example:
         >>> sizes(10, 4), sizes(3, 4)
         ([3, 3, 2, 2], [1, 1, 1])
     """
-    parts = max(1, min(parts, total))
-    small, larger = divmod(total, parts)
-    return [small + 1] * larger + [small] * (parts - larger)
+    number = max(1, min(num_microbatches, total))
+    small, larger = divmod(total, number)
+    return [small + 1] * larger + [small] * (number - larger)
 
 
 def signature(tree: Any) -> Hashable:
@@ -86,7 +86,7 @@ def _listed_samples(batch: Any) -> int | None:
 
 
 def _sample_tensor(batch: Any) -> Tensor | None:
-    """The tensor that tells the number of samples."""
+    """The tensor whose length is the number of samples."""
     tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim > 0]
     if not tensors:
         return None
@@ -106,15 +106,15 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
 
     Tensors whose first dimension is the number of samples are split, and so are lists with one entry for each sample:
     strings, numbers, or records of one class such as the targets of detection. (A container that holds the tensor by
-    which the samples are counted is no such list.) Everything else - a mixing coefficient, class weights - goes whole
-    to every micro-batch.
+    which the samples are counted is no such list.) Everything else - a mixing coefficient, class weights - goes
+    unsplit to every microbatch.
 
     Args:
         batch: A nested container of values.
-        num_microbatches: The wished number of micro-batches.
+        num_microbatches: The requested number of microbatches.
 
     Returns:
-        The micro-batches, and the number of samples of each.
+        The microbatches, and the number of samples of each.
     """
     total = find_batch_size(batch)
     if total is None or num_microbatches == 1:
@@ -190,12 +190,12 @@ def _level(spec: TreeSpec, num_children: int) -> TreeSpec:
 
 @dataclass(frozen=True)
 class Slicing:
-    """How the input of the body is divided in evaluation, where the user's step sees the whole batch.
+    """How the input of the body is split in evaluation, where the user's step sees the whole batch.
 
     Attributes:
         spec: The shape of the tree.
-        dims: For each leaf the dimension that is the batch; ``None`` for leaves that go whole to every micro-batch.
-        counts: The number of samples of each micro-batch; one entry if the tree is not divided.
+        dims: For each leaf the dimension that is the batch; ``None`` for leaves that go unsplit to every microbatch.
+        counts: The number of samples of each microbatch; one entry if the tree is not split.
     """
 
     spec: TreeSpec
@@ -203,7 +203,7 @@ class Slicing:
     counts: tuple[int, ...]
 
     def apply(self, tree: Any) -> list[Any]:
-        """The micro-batches of a tree."""
+        """The microbatches of a tree."""
         if len(self.counts) == 1:
             return [tree]
         leaves, _ = flatten(tree)
@@ -215,15 +215,15 @@ class Slicing:
 
 
 def slicing(tree: Any, total: int | None, num_microbatches: int) -> Slicing:
-    """Find out how to divide the input of the body, leaf by leaf.
+    """Find out how to split the input of the body, leaf by leaf.
 
     A dimension is taken for the batch if its length is the number of samples. If a leaf has several such dimensions, or
-    none of the leaves has one, the tree stays whole: right, only not overlapped.
+    none of the leaves has one, the tree is not split: correct, only not overlapped.
 
     Args:
         tree: The input of the body for the whole batch.
         total: The number of samples, ``None`` if unknown.
-        num_microbatches: The wished number of micro-batches.
+        num_microbatches: The requested number of microbatches.
     """
     leaves, spec = flatten(tree)
     candidates = [
@@ -237,45 +237,45 @@ def slicing(tree: Any, total: int | None, num_microbatches: int) -> Slicing:
     return Slicing(spec, dims, tuple(sizes(total, num_microbatches)))
 
 
-def join(parts: list[Any], counts: Sequence[int], *, wary: bool = False) -> Any:
-    """Put the outputs of the body together again.
+def join(outputs: list[Any], counts: Sequence[int], *, strict: bool = False) -> Any:
+    """Join the outputs of the body.
 
     Args:
-        parts: One tree for each micro-batch.
+        outputs: One tree for each microbatch.
         counts: The number of samples of each.
-        wary: Whether to doubt leaves that are the same in all micro-batches although they follow ``counts``.
+        strict: Whether to refuse leaves that are the same in all microbatches although they follow ``counts``.
 
     Returns:
         The tree of the whole batch: leaves with one dimension that follows ``counts`` are concatenated along it, leaves
-        without are taken from the first micro-batch if they are the same in all.
+        without are taken from the first microbatch if they are the same in all.
 
     Raises:
-        JoinError: If a leaf has several such dimensions, or has none and differs between micro-batches. The batch
-            must then run as one micro-batch.
+        JoinError: If a leaf has several such dimensions, or has none and differs between microbatches. The batch
+            must then run as one microbatch.
     """
-    if len(parts) == 1:
-        return parts[0]
-    flat = [flatten(part) for part in parts]
+    if len(outputs) == 1:
+        return outputs[0]
+    flat = [flatten(output) for output in outputs]
     spec = flat[0][1]
     if any(other != spec for _, other in flat):
-        raise JoinError("The outputs of the micro-batches are different containers.")
+        raise JoinError("The outputs of the microbatches are different containers.")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return unflatten([_join_leaf(list(column), counts, wary) for column in columns], spec)
+    return unflatten([_join_leaf(list(column), counts, strict) for column in columns], spec)
 
 
-def _join_leaf(values: list[Any], counts: Sequence[int], wary: bool) -> Any:
+def _join_leaf(values: list[Any], counts: Sequence[int], strict: bool) -> Any:
     first = values[0]
     if not isinstance(first, Tensor):
         if not all(_equal(value, first) for value in values[1:]):
-            raise JoinError(f"A plain value differs between micro-batches: {values}.")
+            raise JoinError(f"A plain value differs between microbatches: {values}.")
         return first
     if not all(isinstance(value, Tensor) for value in values):
-        raise JoinError("A leaf is a tensor in some micro-batches and none in others.")
+        raise JoinError("A leaf is a tensor in some microbatches and none in others.")
     alike = all(value.ndim == first.ndim for value in values)
     lengths = zip(*(value.shape for value in values), strict=True) if alike else ()
     dims = [dim for dim, along in enumerate(lengths) if along == tuple(counts)]
     if len(dims) == 1:
-        if wary and all(_same(value, first) for value in values[1:]):
+        if strict and all(_same(value, first) for value in values[1:]):
             raise JoinError(f"A leaf of shape {tuple(first.shape)} may go by samples or not: it is always the same.")
         return torch.cat(values, dims[0])
     if dims or any(value is not first and not _same(value, first) for value in values[1:]):

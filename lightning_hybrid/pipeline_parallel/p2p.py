@@ -25,7 +25,7 @@ __all__ = ["Channel", "Recv", "Send", "make_channels"]
 _NATIVE = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 )
-# Messages of one channel never need telling apart: the k-th send meets the k-th receive.
+# Messages of one channel need no tags: the k-th send meets the k-th receive.
 _TAG = 0
 
 
@@ -147,10 +147,16 @@ class Channel:
         """
         send = Send()
         known = None if self._dynamic else self._formats.get(key)
-        if known is None:
-            known = self._formats[key] = self._send_meta(_describe(leaves, spec), send)
-        elif not known.meta.fits(leaves, spec):
-            _check_equal(known.meta, _describe(leaves, spec))
+        try:
+            if known is None:
+                known = self._formats[key] = self._send_meta(TreeMeta.of(leaves, spec), send)
+            elif not known.meta.fits(leaves, spec):
+                _check_equal(known.meta, TreeMeta.of(leaves, spec))
+        except TypeError as error:
+            raise TypeError(
+                f"a message cannot cross a stage boundary: {error}; pass dense tensors and plain values between the "
+                "layers of the body, or move the boundary with `partition`"
+            ) from error
         group = self._group()
         for wire in known.tensors:
             if wire.has_elements:
@@ -272,7 +278,7 @@ class _WireTensor:
     Attributes:
         index: Its index among the leaves.
         has_elements: Whether there is anything to send.
-        as_bytes: Whether the backend has to be told that it is bytes.
+        as_bytes: Whether the backend moves it as bytes.
         moves: Whether it lives in another memory than the one from which, and to which, the backend moves it.
     """
 
@@ -304,16 +310,6 @@ class _Format(NamedTuple):
     @classmethod
     def of(cls, meta: TreeMeta, wire: torch.device) -> _Format:
         return cls(meta, [_WireTensor(index, tensor, wire) for index, tensor in meta.tensors()])
-
-
-def _describe(leaves: list[Any], spec: TreeSpec | None) -> TreeMeta:
-    try:
-        return TreeMeta.of(leaves, spec)
-    except TypeError as error:
-        raise TypeError(
-            f"{error}. Pass dense tensors and plain values between the layers of the body, or move the boundary of the "
-            "stages with `partition`"
-        ) from error
 
 
 def _check_equal(known: TreeMeta, meta: TreeMeta) -> None:

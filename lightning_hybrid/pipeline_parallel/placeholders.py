@@ -29,7 +29,7 @@ _T = TypeVar("_T", bound=Tensor)
 class PlaceholderTensor(Tensor):
     """A tensor on the meta device that stays there when its module is moved.
 
-    A module is moved as a whole (by the Trainer, by callbacks that copy it), which torch refuses for meta tensors.
+    All of a module is moved at once (by the Trainer, by callbacks that copy it), which torch refuses for meta tensors.
     """
 
     @classmethod
@@ -106,15 +106,15 @@ def replace_with_placeholders(module: nn.Module, stage_map: StageMap, rank: int)
     """Replace what other stages hold by placeholders; names, order and ties stay.
 
     Args:
-        module: The whole module.
+        module: The module.
         stage_map: Which stage holds what.
         rank: This pipeline rank.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    kept = {id(tensor) for name, tensor in (*parameters.items(), *buffers.items()) if rank in stage_map.ranks_of(name)}
-    _replace(module, parameters, kept, _placeholder_parameter)
-    _replace(module, buffers, kept, lambda tensor: tensor.detach().to("meta").as_subclass(PlaceholderBuffer))
+    local = {id(tensor) for name, tensor in (*parameters.items(), *buffers.items()) if rank in stage_map.ranks_of(name)}
+    _replace(module, parameters, local, _placeholder_parameter)
+    _replace(module, buffers, local, lambda tensor: tensor.detach().to("meta").as_subclass(PlaceholderBuffer))
     if not any(getattr(hook, "hook", None) is _load_into_themselves for hook in _loading_hooks(module)):
         module.register_load_state_dict_pre_hook(_load_into_themselves)  # type: ignore[no-untyped-call]
 
@@ -136,7 +136,7 @@ def _loading_hooks(module: nn.Module) -> list[Any]:
 def _load_into_themselves(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Whoever loads a state dict into the module, or into a copy of it: a placeholder takes itself, without a warning.
 
-    What does not fit stays in the state dict, and torch says what it says about the whole module.
+    What does not fit stays in the state dict, and torch reports it as for any module.
     """
     tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     for name, tensor in tensors:
@@ -151,10 +151,10 @@ def _placeholder_parameter(parameter: Tensor) -> PlaceholderParameter:
     return placeholder
 
 
-def _replace(module: nn.Module, tensors: dict[str, _T], kept: set[int], make: Callable[[_T], Tensor]) -> None:
+def _replace(module: nn.Module, tensors: dict[str, _T], local: set[int], make: Callable[[_T], Tensor]) -> None:
     replaced: dict[int, Tensor] = {}  # tied tensors stay tied
     for name, tensor in tensors.items():
-        if id(tensor) in kept or is_placeholder(tensor):
+        if id(tensor) in local or is_placeholder(tensor):
             continue
         if id(tensor) not in replaced:
             replaced[id(tensor)] = make(tensor)
@@ -169,7 +169,7 @@ def refuse_call(layer: nn.Module, error: type[Exception], text: str) -> None:
     Args:
         layer: The layer.
         error: What is raised then.
-        text: What it says.
+        text: The text of the error.
     """
     layer.register_forward_pre_hook(_Refusal(error, text))
 

@@ -76,7 +76,7 @@ class Timeline:
 
     @cached_property
     def peak_in_flight(self) -> tuple[float, ...]:
-        """How many microbatches each rank keeps activations of, at its worst moment.
+        """How many microbatches each rank keeps activations of, at its peak.
 
         One is the activations of a microbatch in all ``v`` chunks of the rank; each chunk that has run ``F`` and not
         yet ``B`` counts ``1 / v``. A schedule without backward keeps nothing.

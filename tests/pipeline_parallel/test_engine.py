@@ -143,10 +143,10 @@ def assert_gradients_of_one_process(job: Job, stages: range) -> int:
     ours = job.gradients(stages)
     job.zero_grad()
     job.in_one_process()
-    for mine, theirs in zip(ours, job.gradients(stages), strict=True):
-        assert (mine is None) == (theirs is None)
-        if mine is not None:
-            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-14)
+    for own, theirs in zip(ours, job.gradients(stages), strict=True):
+        assert (own is None) == (theirs is None)
+        if own is not None:
+            torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-14)
     job.zero_grad()
     return len(ours)
 
@@ -250,7 +250,7 @@ def executed(name: str, num_chunks: int, num_microbatches: int) -> tuple[list[st
         return job.loss(outputs) if stage == job.last else outputs
 
     schedule = build(name, size, num_microbatches, num_chunks)
-    for _ in range(2):  # the first time headers travel, too
+    for _ in range(2):  # the first time metas travel, too
         said.clear()
         happened.clear()
         engine.run(schedule, compute, ["key"] * num_microbatches)
@@ -287,12 +287,12 @@ def count_messages(dynamic_shapes: bool, same_keys: bool) -> list[tuple[int, int
 @pytest.mark.parametrize(
     ("dynamic_shapes", "same_keys", "expected"),
     [
-        (False, False, [4 + 2 * 2, 4, 4]),  # two keys, a header (two messages) each, in the first step only
+        (False, False, [4 + 2 * 2, 4, 4]),  # two keys, a meta (two messages) each, in the first step only
         (False, True, [4 + 2, 4 + 2, 4 + 2]),  # a new shape with every step
         (True, False, [4 * 3, 4 * 3, 4 * 3]),
     ],
 )
-def test_header_travels_when_the_key_is_new(
+def test_the_meta_travels_when_the_key_is_new(
     ranks: Pools, dynamic_shapes: bool, same_keys: bool, expected: list[int]
 ) -> None:
     for counts in ranks(2).run(count_messages, dynamic_shapes, same_keys):
@@ -482,7 +482,7 @@ def test_wrong_use_is_told() -> None:
 def test_schedule_written_by_hand() -> None:
     """The engine needs nothing but a list: here the backwards of two stages on one rank, in another order."""
     order = "0F0 0F1 1F1 1F0 1B0 0B0 1B1 0B1"
-    schedule = Schedule("mine", 1, 2, 2, (tuple(map(Action.parse, order.split())),))
+    schedule = Schedule("by hand", 1, 2, 2, (tuple(map(Action.parse, order.split())),))
     job, said = Job("in place", 2, [1, 3]), list[str]()
     Engine(0, {}, trace=said.append).run(schedule, job.compute, ["a", "b"])
     assert said == order.split()

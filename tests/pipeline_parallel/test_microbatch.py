@@ -33,7 +33,7 @@ class Attention:
 
 
 @pytest.mark.parametrize(
-    ("total", "parts", "expected"),
+    ("total", "number", "expected"),
     [
         (8, 4, [2, 2, 2, 2]),
         (10, 4, [3, 3, 2, 2]),
@@ -43,15 +43,15 @@ class Attention:
         (7, 1, [7]),
     ],
 )
-def test_sizes(total: int, parts: int, expected: list[int]) -> None:
-    assert sizes(total, parts) == expected
+def test_sizes(total: int, number: int, expected: list[int]) -> None:
+    assert sizes(total, number) == expected
 
 
 def test_sizes_are_those_of_numpys_array_split() -> None:
     for total in range(1, 40):
-        for parts in range(1, 20):
-            expected = [len(chunk) for chunk in torch.arange(total).tensor_split(min(parts, total))]
-            assert sizes(total, parts) == expected
+        for number in range(1, 20):
+            expected = [len(chunk) for chunk in torch.arange(total).tensor_split(min(number, total))]
+            assert sizes(total, number) == expected
 
 
 # -- the number of samples ---------------------------------------------------------------------------------------------
@@ -233,11 +233,11 @@ def test_a_dataclass_may_have_a_field_called_keys() -> None:
 def test_nothing_is_lost_when_batches_are_split() -> None:
     rng = random.Random(0)
     for _ in range(200):
-        total, wished = rng.randrange(1, 20), rng.randrange(1, 9)
+        total, requested = rng.randrange(1, 20), rng.randrange(1, 9)
         width = rng.randrange(20, 30)  # never the number of samples
         batch = {"x": torch.rand(total, width), "y": (torch.rand(total), [str(i) for i in range(total)]), "lam": 0.1}
-        parts, counts = split_batch(batch, wished)
-        assert counts == sizes(total, wished) or wished == 1
+        parts, counts = split_batch(batch, requested)
+        assert counts == sizes(total, requested) or requested == 1
         assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
         assert torch.equal(torch.cat([part["y"][0] for part in parts]), batch["y"][0])
         assert [name for part in parts for name in part["y"][1]] == batch["y"][1]
@@ -299,16 +299,16 @@ def test_a_tree_that_cannot_be_divided_without_doubt_stays_whole(tree: Any, tota
     assert plan.apply(tree)[0] is tree
 
 
-@pytest.mark.parametrize("wished", [1, 2, 3, 8])
-def test_slicing_and_joining_are_inverse(wished: int) -> None:
-    rng = random.Random(wished)
+@pytest.mark.parametrize("requested", [1, 2, 3, 8])
+def test_slicing_and_joining_are_inverse(requested: int) -> None:
+    rng = random.Random(requested)
     for _ in range(50):
         total = rng.randrange(9, 14)
         shape = [15, 16, 17][: rng.randrange(3)]
         shape.insert(rng.randrange(len(shape) + 1), total)
         tree = Pair(torch.rand(shape), {"whole": torch.rand(20), "flag": True, "x": [torch.rand(total)]})
-        plan = slicing(tree, total, wished)
-        assert plan.counts == tuple(sizes(total, wished))
+        plan = slicing(tree, total, requested)
+        assert plan.counts == tuple(sizes(total, requested))
         again = join(plan.apply(tree), plan.counts)
         assert torch.equal(again.x, tree.x)
         assert torch.equal(again.y["x"][0], tree.y["x"][0])

@@ -39,9 +39,9 @@ def exchange(trees: list[tuple[str, Any]], dynamic_shapes: bool = False) -> tupl
             message.wait()
         assert group.unwaited == 0
         return [], group.calls
-    receipts = [channel.post(key) for key, _ in trees]
-    waited = {i: receipts[i].wait() for i in reversed(range(len(receipts)))}
-    return [unflatten(*waited[i]) for i in range(len(receipts))], group.calls
+    receives = [channel.post(key) for key, _ in trees]
+    waited = {i: receives[i].wait() for i in reversed(range(len(receives)))}
+    return [unflatten(*waited[i]) for i in range(len(receives))], group.calls
 
 
 def assert_same(received: Any, sent: Any) -> None:
@@ -98,13 +98,13 @@ def test_every_tree_crosses(ranks: Pools, dynamic_shapes: bool) -> None:
     assert ranks(2).run(exchange_all, dynamic_shapes) == [0, 2 * len(trees())]
 
 
-def test_header_travels_once_per_key(ranks: Pools) -> None:
+def test_the_meta_travels_once_per_key(ranks: Pools) -> None:
     small, large = torch.randn(2), torch.randn(5)
     messages = [("small", small), ("small", small), ("large", large), ("small", small), ("large", large)]
     (_, sent), (received, posted) = ranks(2).run(exchange, messages)
     assert [tensor.numel() for tensor in received] == [2, 2, 5, 2, 5]
     sizes = [size for _, size in sent]
-    header = slice(0, 2)  # length and bytes
+    meta = slice(0, 2)  # length and bytes
     assert sizes[0] == 1
     assert sizes[2:4] == [2, 2]
     assert sizes[4] == 1
@@ -112,7 +112,7 @@ def test_header_travels_once_per_key(ranks: Pools) -> None:
     assert [size for _, size in posted] == sizes, "the k-th send meets the k-th receive"
     (_, sent), _ = ranks(2).run(exchange, messages, True)
     assert len(sent) == 3 * len(messages)
-    assert all(size < 1000 for _, size in sent[header])
+    assert all(size < 1000 for _, size in sent[meta])
 
 
 def test_message_without_elements_costs_nothing_once_known(ranks: Pools) -> None:
@@ -209,7 +209,7 @@ def test_every_receive_is_fresh(ranks: Pools) -> None:
 
 
 def overtake() -> list[tuple[str, int]]:
-    """A receive with a known header is posted behind one with an unknown header, long before anything is sent."""
+    """A receive with a known meta is posted behind one with an unknown meta, long before anything is sent."""
     opened = open_channel(0, 1)
     assert opened is not None
     channel, group = opened
@@ -223,17 +223,17 @@ def overtake() -> list[tuple[str, int]]:
     channel.post("known").wait()
     before = len(group.calls)
     new, known = channel.post("new"), channel.post("known")
-    assert len(group.calls) == before, "posting neither blocks nor overtakes an unread header"
+    assert len(group.calls) == before, "posting neither blocks nor overtakes an unread meta"
     dist.barrier()
     assert known.wait()[0][0].tolist() == [1.0]
     assert new.wait()[0][0].tolist() == [4.0] * 4
     again = channel.post("new")
-    assert group.calls[-1] == ("recv", 4), "a known header is received at once"
+    assert group.calls[-1] == ("recv", 4), "a known meta is received at once"
     del again
     return group.calls
 
 
-def test_receive_does_not_overtake_an_unread_header(ranks: Pools) -> None:
+def test_receive_does_not_overtake_an_unread_meta(ranks: Pools) -> None:
     ranks(2).run(overtake)
 
 

@@ -24,7 +24,7 @@ __all__ = [
     "build_forward",
     "compute_order",
     "post_receives_early",
-    "retirements",
+    "prove_sends_received",
     "validate",
 ]
 

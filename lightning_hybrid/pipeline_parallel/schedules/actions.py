@@ -92,7 +92,7 @@ class Schedule:
         num_microbatches: Microbatches in one step.
         actions: ``actions[rank]`` is that rank's list.
         retired: ``retired[rank][position]`` are this rank's own sends that are proven received once the action at
-            ``position`` has its input; empty before :func:`~.passes.retirements`.
+            ``position`` has its input; empty before :func:`~.passes.prove_sends_received`.
     """
 
     name: str

@@ -13,7 +13,7 @@ def add_communication(schedule: Schedule) -> Schedule:
     """Add the sends and receives to a schedule that only computes.
 
     The schedule is played once, on all ranks together, in unit time. When a computation finishes whose result another
-    rank needs, the send is written on the one list and the receive on the other, at that same moment::
+    rank needs, the send is written on the one list and the receive on the other, at that same time::
 
         rank 0   0F0 0SEND_F0   0F1 0SEND_F1       0RECV_B0   0B0
                         |              |               ^
@@ -116,22 +116,22 @@ def prove_sends_received(schedule: Schedule) -> Schedule:
     ranks = range(schedule.num_ranks)
     uses = [[_send_used_by(schedule, action) for action in actions] for actions in schedule.actions]
     known = [[0] * schedule.num_ranks for _ in ranks]  # known[rank][other]: how much of the other's list is surely done
-    told: dict[Action, list[int]] = {}  # for each send, what its sender knew
+    clocks: dict[Action, list[int]] = {}  # for each send, what its sender knew
     proofs: list[list[tuple[Action, ...]]] = [[] for _ in ranks]
 
     def do(rank: int, action: Action) -> bool:
         proven: list[Action] = []
         send = uses[rank][known[rank][rank]]
         if send is not None:
-            if send not in told:
+            if send not in clocks:
                 return False
-            for other, (old, new) in enumerate(zip(known[rank], told[send], strict=True)):
+            for other, (old, new) in enumerate(zip(known[rank], clocks[send], strict=True)):
                 if other != rank and new > old:
                     used = (own for own in uses[other][old:new] if own is not None)
                     proven += [own for own in used if schedule.rank_of(own.stage) == rank]
                     known[rank][other] = new
         elif action.kind.is_send:
-            told[action] = [*known[rank]]
+            clocks[action] = [*known[rank]]
         proofs[rank].append(tuple(proven))
         known[rank][rank] += 1
         return True

@@ -55,12 +55,12 @@ def _check_complete(schedule: Schedule) -> None:
 
 def _check_own_order(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.actions):
-        seen: set[Action] = set()
+        before: set[Action] = set()
         for position, action in enumerate(actions):
             for needed in _needed_on_own_list(schedule, action):
-                if needed not in seen:
+                if needed not in before:
                     _fail(schedule, f"rank {rank} has {action} (position {position}) before {needed}, which it needs")
-            seen.add(action)
+            before.add(action)
 
 
 def _needed_on_own_list(schedule: Schedule, action: Action) -> list[Action]:
