@@ -255,7 +255,7 @@ class Ragged(Around):
 
 
 class Few(Around):
-    """Batches with fewer samples than micro-batches."""
+    """Batches with fewer samples than microbatches."""
 
     samples = 14
     batch_per_step = 3
@@ -329,7 +329,7 @@ class Normalised(Around):
     """Batch statistics, in the body, before it and after it.
 
     SGD: a bias before a normalisation has no influence, and Adam makes a step of what rounding leaves of its gradient.
-    Micro-batches of 4: with two samples a normalisation is nearly a sign, and multiplies rounding by a million.
+    Microbatches of 4: with two samples a normalisation is nearly a sign, and multiplies rounding by a million.
     """
 
     batch_per_step = 12
@@ -443,7 +443,7 @@ class Expert(nn.Module):
 
 
 class Branching(Example):
-    """A branch that is used by one replica only, by some micro-batches only, and in some batches not at all."""
+    """A branch that is used by one replica only, by some microbatches only, and in some batches not at all."""
 
     def build(self) -> None:
         self.body = nn.Sequential(*(Expert(WIDTH) for _ in range(self.layers)))
@@ -640,7 +640,7 @@ class DataclassBatch(Around):
 
 
 class NamedTupleBatch(Around):
-    """Batches are named tuples; one entry has no batch dimension and goes whole to every micro-batch."""
+    """Batches are named tuples; one entry has no batch dimension and goes whole to every microbatch."""
 
     def loss(self, batch: Triple) -> Tensor:
         return (batch.weights * (self(batch.x) - batch.y) ** 2).mean()

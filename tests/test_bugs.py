@@ -52,7 +52,7 @@ def check_fit(ranks: Pools, job: Any, layout: Layout = PP2) -> None:
 
 
 class Uneven(Regression):
-    """Micro-batches of 1 and 7 samples, and a body whose input is divided in another way again."""
+    """Microbatches of 1 and 7 samples, and a body whose input is divided in another way again."""
 
     def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
         return [tuple(part[:1] for part in batch), tuple(part[1:] for part in batch)]
@@ -87,7 +87,7 @@ def test_body_inputs_may_be_divided_into_parts_of_any_shape(ranks: Pools) -> Non
 
 
 class Masked(Regression):
-    """The mean over samples whose feature is positive: in some micro-batches there are none."""
+    """The mean over samples whose feature is positive: in some microbatches there are none."""
 
     def microbatch_weight(self, batch: Any) -> Tensor:
         return (batch[0][:, 0] > 0.4).sum()

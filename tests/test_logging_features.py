@@ -138,7 +138,7 @@ def test_every_kind_of_log_in_steps_is_that_of_one_process_on_every_rank(ranks: 
 
 
 class LogsWithBatchSizes(Regression):
-    """With the size of a batch that is known elsewhere, with a tensor, and with no samples in some micro-batches."""
+    """With the size of a batch that is known elsewhere, with a tensor, and with no samples in some microbatches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -159,7 +159,7 @@ def logs_with_batch_sizes(layout: Layout, batch_size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_microbatches", [3, 5])
 def test_logs_with_a_batch_size_are_those_of_one_process(ranks: Pools, num_microbatches: int) -> None:
-    # The last batch has half of the samples: smaller micro-batches, or fewer.
+    # The last batch has half of the samples: smaller microbatches, or fewer.
     expected = logs_with_batch_sizes(None, 8)
     layout = {"pipeline_parallel_size": 2, "num_microbatches": num_microbatches}
     first, last = ranks(2, lightning=True).run(logs_with_batch_sizes, layout, 8)
@@ -293,7 +293,7 @@ def logs_in_hooks(layout: Layout, batch_size: int) -> dict[str, Any]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_logs_in_hooks_and_lists_kept_for_them_are_those_of_one_process_on_every_rank(ranks: Pools, name: str) -> None:
     size, replicas, layout = LAYOUTS[name]
-    # As many micro-batches as divide every batch, so that a mean over a list of micro-batches is a mean over batches.
+    # As many microbatches as divide every batch, so that a mean over a list of microbatches is a mean over batches.
     count = 2
     LAYOUTS_EQUAL = {**layout, "num_microbatches": count}
     expected = logs_in_hooks(None, 8 * replicas)
@@ -306,7 +306,7 @@ def test_logs_in_hooks_and_lists_kept_for_them_are_those_of_one_process_on_every
 
 
 def _without_max(tree: Any) -> Any:
-    """A greatest loss over a list of micro-batches is not that of batches: only equal on all ranks."""
+    """A greatest loss over a list of microbatches is not that of batches: only equal on all ranks."""
     if isinstance(tree, dict):
         return {key: _without_max(value) for key, value in tree.items() if key != "callback_train_epoch_end"}
     return [_without_max(value) for value in tree] if isinstance(tree, (list, tuple)) else tree

@@ -477,7 +477,7 @@ def means_of_losses(layout: Layout, batch_size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_microbatches", [3, 8])
 def test_a_mean_of_losses_counts_each_batch_once(ranks: Pools, num_microbatches: int) -> None:
-    expected = means_of_losses(None, 10)  # the last batch has 6 samples, in fewer micro-batches of 8
+    expected = means_of_losses(None, 10)  # the last batch has 6 samples, in fewer microbatches of 8
     layout = {"pipeline_parallel_size": 2, "num_microbatches": num_microbatches}
     for result in ranks(2, lightning=True).run(means_of_losses, layout, 10):
         assert_same(result, expected, 1e-6)

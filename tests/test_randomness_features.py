@@ -87,7 +87,7 @@ def test_noise_in_steps_is_equal_in_a_model_group_and_differs_between_replicas(r
     for column in (0, 1, 2):
         numbers = [found[column] for result in last for found in (*result["before"], *result["after"])]
         numbers += [found[column] for result in results for draws in result["layers"].values() for found in draws]
-        assert len(set(numbers)) == len(numbers), "every micro-batch, place, stage and replica draws its own numbers"
+        assert len(set(numbers)) == len(numbers), "every microbatch, place, stage and replica draws its own numbers"
 
 
 def test_noise_is_reproducible_and_depends_on_the_seed(ranks: Pools) -> None:

@@ -10,7 +10,7 @@ The oracle is plain Lightning. Which one it is depends on what the numbers mean:
 
 - ``"joined"``: one process with the batches of all replicas joined.
 - ``"ddp"``: Lightning's DDP with as many replicas, where the mean over *replicas* is the meaning.
-- ``microbatched=True``: the process (or each DDP process) runs the micro-batches one by one and adds up their losses:
+- ``microbatched=True``: the process (or each DDP process) runs the microbatches one by one and adds up their losses:
   for layers with batch statistics, and where random numbers are drawn.
 """
 
@@ -55,7 +55,7 @@ class Subject:
         strategy: Arguments of `HybridStrategy` that go before those of a layout.
         trainer: Arguments of the `Trainer`, with and without the strategy.
         replicas: The oracle where there are several replicas.
-        microbatched: Whether the oracle runs micro-batches.
+        microbatched: Whether the oracle runs microbatches.
         layers_draw: Whether layers draw random numbers, so that the oracle needs the stages.
     """
 
@@ -140,7 +140,7 @@ SUBJECTS: dict[str, Subject] = _named(
         Subject("token_weighted", zoo.TokenWeighted),
         # The mean over replicas of sums over samples, as DDP has it.
         Subject("summed", zoo.Summed, strategy={"loss_reduction": "sum"}, replicas="ddp"),
-        # Statistics belong to a replica's micro-batch.
+        # Statistics belong to a replica's microbatch.
         Subject("normalised", zoo.Normalised, {"num_microbatches": 3}, replicas="ddp", microbatched=True),
         Subject("frozen_first", zoo.FrozenFirst),
         Subject("frozen_middle", zoo.FrozenMiddle),
@@ -440,7 +440,7 @@ def dealing(cls: type[zoo.Example]) -> type[zoo.Example]:
 
 
 def accumulating(cls: type[zoo.Example], microbatches: int, stages: tuple[range, ...] | None) -> type[zoo.Example]:
-    """A module whose step adds up the losses of micro-batches; it draws the random numbers that the strategy draws.
+    """A module whose step adds up the losses of microbatches; it draws the random numbers that the strategy draws.
 
     Args:
         cls: The module's class; its batches are tuples of tensors, it returns a loss, and logs means.

@@ -81,7 +81,7 @@ def dry_run(
 ) -> DryRun:
     """Estimate what the ranks of a run will hold.
 
-    Lightning's own loop runs up to the first training step, which runs on one micro-batch of fake tensors: they have
+    Lightning's own loop runs up to the first training step, which runs on one microbatch of fake tensors: they have
     shapes and no memory. With real values it runs only if it reads some. `configure_model` is treated alike. Layers are
     parallelized over ranks of a fake process group.
 
@@ -204,7 +204,7 @@ class _DryRunStrategy(SingleDeviceStrategy):
         return mode
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one micro-batch, and estimate what each pipeline rank holds.
+        """Run one microbatch, and estimate what each pipeline rank holds.
 
         Raises:
             _StopAfterFirstStepError: Always.
@@ -232,7 +232,7 @@ class _DryRunStrategy(SingleDeviceStrategy):
         raise _StopAfterFirstStepError
 
     def _activations(self, microbatch: Any, args: Sequence[Any]) -> dict[int, int] | None:
-        """The bytes that autograd saves of a micro-batch, by stage."""
+        """The bytes that autograd saves of a microbatch, by stage."""
         module = self._module
         if not module.automatic_optimization:
             return None  # its step is forward and backward, as often as it likes

@@ -166,7 +166,7 @@ def _layout(layout: Mapping[str, Any]) -> str:
     chunks = layout.get("num_chunks", 1)
     return (
         f"{sizes}, {layout.get('rank_order')}; {layout.get('schedule')!r}"
-        f"{f', {chunks} chunks per rank' if chunks > 1 else ''}, {layout.get('num_microbatches')} micro-batches;"
+        f"{f', {chunks} chunks per rank' if chunks > 1 else ''}, {layout.get('num_microbatches')} microbatches;"
         f" {layout.get('body')!r} in stages of {stages} layers"
     )
 

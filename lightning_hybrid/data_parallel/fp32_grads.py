@@ -11,7 +11,7 @@ __all__ = ["Float32Gradients"]
 
 
 class Float32Gradients:
-    """Gradients are float32 while micro-batches add to them and while they are reduced; optimizers get their own dtype.
+    """Gradients are float32 while microbatches add to them and while they are reduced; optimizers get their own dtype.
 
     ::
 

@@ -42,7 +42,7 @@ FIRST_BUCKET_BYTES = 2**20
 class GradientBuckets:
     """The gradients of some parameters, summed over a group and multiplied by a factor, in place in ``.grad``.
 
-    One optimizer step is ``arm(); backward(); launch_rest(); finish()``. All of what earlier micro-batches left in
+    One optimizer step is ``arm(); backward(); launch_rest(); finish()``. All of what earlier microbatches left in
     ``.grad`` takes part: a gradient is sent as it is after the armed backward, when it is final.
 
     Every rank of the group passes the same parameters (shape, dtype, order, ``requires_grad``), may use other ones of
@@ -168,7 +168,7 @@ class GradientBuckets:
         return [AllReduceBucket(members) for members in assign(parameters, self.bucket_bytes)]
 
     def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
-        # Runs at every parameter in every backward of every micro-batch; only the last one counts.
+        # Runs at every parameter in every backward of every microbatch; only the last one counts.
         if not self._armed:
             return
         if bucket.work is not None:

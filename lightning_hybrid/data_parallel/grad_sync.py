@@ -152,7 +152,7 @@ class GradientSync:
 
         Args:
             evaluates: Whether it is one of an evaluation, during which parameters stay the same.
-            is_cut: Whether its batch is split into micro-batches; in an evaluation, as each replica can.
+            is_cut: Whether its batch is split into microbatches; in an evaluation, as each replica can.
         """
         unchanged = evaluates and self._has_evaluated
         self.zero.open(unchanged=unchanged, reshard_after_forward=not (evaluates and is_cut))
@@ -165,7 +165,7 @@ class GradientSync:
         self.zero.close()
 
     def forward_begins(self, stage: int) -> None:
-        """The layers of this stage are about to run, for one micro-batch."""
+        """The layers of this stage are about to run, for one microbatch."""
         self.zero.forward_begins(stage)
 
     def backward_begins(self, stage: int, *, is_last: bool) -> None:

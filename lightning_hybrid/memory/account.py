@@ -37,7 +37,7 @@ class MemoryUsage:
         parameters: Of its stages; with ZeRO its shards, and what is unsharded at a time.
         gradients: Of these.
         optimizer: States of the optimizers; ``None`` if unknown.
-        activations: What autograd saves of the micro-batches in flight; ``None`` if unknown.
+        activations: What autograd saves of the microbatches in flight; ``None`` if unknown.
         buffers: Of its stages.
     """
 
@@ -167,7 +167,7 @@ def peak_activation_bytes(schedule: Schedule, rank: int, per_microbatch: Mapping
     Args:
         schedule: Of a training step.
         rank: Pipeline rank.
-        per_microbatch: What one micro-batch takes in each stage of the rank, by stage.
+        per_microbatch: What one microbatch takes in each stage of the rank, by stage.
     """
     current = peak = 0
     for action in schedule.actions[rank]:

@@ -50,7 +50,7 @@ def estimate(
         zero_stage: What is sharded over the replicas.
         frees_early: Whether stage 3 reshards a layer after each use.
         float32_gradients: Whether gradients are accumulated in float32 at least.
-        num_backwards: The backwards of a stage before an optimizer step: micro-batches times accumulated batches.
+        num_backwards: The backwards of a stage before an optimizer step: microbatches times accumulated batches.
         activations: What autograd saves, if that is known.
     """
     locations = locate(module.named_parameters(remove_duplicate=False), stage_map)

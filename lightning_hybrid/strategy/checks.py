@@ -107,7 +107,7 @@ def check_module(module: LightningModule, *, cut: bool) -> None:
 
     Args:
         module: The user's module.
-        cut: Whether steps run in micro-batches or stages, so that Lightning's automatic optimization must drive them.
+        cut: Whether steps run in microbatches or stages, so that Lightning's automatic optimization must drive them.
 
     Raises:
         ValueError: If something of it cannot work.
@@ -117,20 +117,20 @@ def check_module(module: LightningModule, *, cut: bool) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
-            f"{name} uses manual optimization, which calls backward inside `training_step`; with micro-batches the"
+            f"{name} uses manual optimization, which calls backward inside `training_step`; with microbatches the"
             " strategy runs forward and backward itself. Remove `self.automatic_optimization = False`, or use"
             " pipeline_parallel_size=1 and num_microbatches=1."
         )
     if is_overridden("backward", module):
         raise ValueError(
-            f"{name} overrides `backward`, which would never be called: with micro-batches the strategy runs backward"
+            f"{name} overrides `backward`, which would never be called: with microbatches the strategy runs backward"
             " itself. Remove the method, or use pipeline_parallel_size=1 and num_microbatches=1."
         )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(module, step)  # `None` is how some switch a step off
         if callable(method) and "dataloader_iter" in inspect.signature(method).parameters:
             raise ValueError(
-                f"`{name}.{step}(dataloader_iter)` fetches batches itself, so they cannot be split into micro-batches."
+                f"`{name}.{step}(dataloader_iter)` fetches batches itself, so they cannot be split into microbatches."
                 f" Write `{step}(batch, batch_idx)`."
             )
     given = [hook for hook in ("split_body_input", "join_body_output") if hasattr(module, hook)]
@@ -183,7 +183,7 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
     """
     if cut and len(optimizers) > 1:
         raise ValueError(
-            f"`configure_optimizers` returned {len(optimizers)} optimizers; automatic optimization, which micro-batches"
+            f"`configure_optimizers` returned {len(optimizers)} optimizers; automatic optimization, which microbatches"
             " need, works with one. Put the parameters into groups of one optimizer."
         )
     if cut and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):

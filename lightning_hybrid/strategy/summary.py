@@ -166,7 +166,7 @@ def layout_text(sizes: Mapping[str, int], schedule: Schedule, *, bubble: float) 
         return layout
     chunks = f", {schedule.num_chunks} chunks per rank" if schedule.num_chunks > 1 else ""
     return (
-        f"{layout}; schedule {schedule.name!r}{chunks}, {schedule.num_microbatches} micro-batches,"
+        f"{layout}; schedule {schedule.name!r}{chunks}, {schedule.num_microbatches} microbatches,"
         f" bubble {100 * bubble:.1f} %"
     )
 
@@ -186,4 +186,4 @@ def batch_text(batch_size: int | None, replicas: int, accumulated: int, *, num_m
     text = f"Effective batch: {batch_size} samples x {parts} = {batch_size * replicas * accumulated} per optimizer step"
     if num_microbatches is None:
         return text
-    return f"{text}; micro-batches of {-(-batch_size // num_microbatches)}"
+    return f"{text}; microbatches of {-(-batch_size // num_microbatches)}"

@@ -35,7 +35,7 @@ def batch_reading_hooks(module: LightningModule) -> list[str]:
         module: The user's module, attached to a Trainer with callbacks and perhaps a data module.
 
     Returns:
-        Names of hooks; without any, a batch may stay on the host until a micro-batch is needed.
+        Names of hooks; without any, a batch may stay on the host until a microbatch is needed.
     """
     found = [
         f"{type(module).__name__}.{hook}" for hook in (*_TRANSFER_HOOKS, *_BATCH_HOOKS) if is_overridden(hook, module)
@@ -63,7 +63,7 @@ def _pinned(leaf: Any) -> Any:
 
 
 def to_device(microbatch: Any, device: torch.device) -> Any:
-    """The micro-batch on the device; what is there already is not copied."""
+    """The microbatch on the device; what is there already is not copied."""
     return move_data_to_device(microbatch, device)
 
 

@@ -791,7 +791,7 @@ def set_forward_value(metric: Metric, value: Any) -> None:
     Touches:
         `Metric._forward_cache`
     Without:
-        A metric that is logged with ``on_step=True`` would have the value of the last micro-batch, on one stage.
+        A metric that is logged with ``on_step=True`` would have the value of the last microbatch, on one stage.
     """
     metric._forward_cache = value
 

@@ -72,7 +72,7 @@ def test_file_and_directory_of_a_run_say_the_same(ranks: Pools, tmp_path: Path) 
     assert heads[2].startswith(f"{tmp_path / 'shards'}: directory of 4 files, ")
     assert bodies[0] == bodies[1] == bodies[2]
     assert f"written by  lightning_hybrid {__version__}, torch {torch.__version__}, lightning " in bodies[0]
-    assert "data 1 x tensor 1 x pipeline 2, pp-dp-tp; '1f1b', 4 micro-batches; 'body' in stages of 2 + 2" in bodies[0]
+    assert "data 1 x tensor 1 x pipeline 2, pp-dp-tp; '1f1b', 4 microbatches; 'body' in stages of 2 + 2" in bodies[0]
     assert "progress    epoch 2, step 10\n" in bodies[0]
     assert bodies[0].endswith(END)
 

@@ -16,7 +16,7 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from tests.pool import Pools
 from tests.training_jobs import make_trainer
 
-PARTS = 16  # micro-batches
+PARTS = 16  # microbatches
 BATCH = 32
 
 
@@ -62,7 +62,7 @@ def train(layout: dict[str, Any], batch_size: int = BATCH, accumulated: int = 1)
 
 
 def by_hand(batches: list[list[Tensor]], parts: int, share: float) -> dict[str, Tensor]:
-    """Gradients of micro-batches in bfloat16, their sum over all replicas' batches in float32, rounded once."""
+    """Gradients of microbatches in bfloat16, their sum over all replicas' batches in float32, rounded once."""
     module = Net().bfloat16()
     sums = {name: torch.zeros(p.shape) for name, p in module.named_parameters()}
     for batch in batches:

@@ -211,7 +211,7 @@ def test_an_overflow_skips_the_step_of_all(ranks: Pools, layout: dict[str, Any])
 
 
 class Uneven(Regression):
-    """Replicas have batches of other sizes, so that they could run 4 and 3 micro-batches."""
+    """Replicas have batches of other sizes, so that they could run 4 and 3 microbatches."""
 
     def train_dataloader(self) -> Any:
         samples = loader(num_samples=12).dataset

@@ -115,7 +115,7 @@ class MemoryMeter(Callback):
 
     Attributes:
         usages: By pipeline rank, of the first replica the tensor-parallel rank that holds the most: what it held; and
-            the activations that the schedule lets expect from those of the first micro-batch. On every rank.
+            the activations that the schedule lets expect from those of the first microbatch. On every rank.
     """
 
     def __init__(self, prints: bool = False) -> None:
@@ -202,7 +202,7 @@ class MemoryMeter(Callback):
             print(f"MEASURED {[astuple(usage) for usage, _ in self.usages]}")
 
     def _expected(self, trainer: Trainer) -> int:
-        """The activations that the schedule holds, from those of the first micro-batch."""
+        """The activations that the schedule holds, from those of the first microbatch."""
         config, sizes = trainer.strategy.settings, trainer.strategy.sizes
         saved = {stage: self._meter.saved_bytes([(stage, 0)]) for stage in self._visits}
         num_chunks = config.num_chunks if sizes[2] > 1 else 1

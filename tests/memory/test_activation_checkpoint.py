@@ -106,10 +106,10 @@ def train(layout: dict[str, Any], recompute: Any, layer: Callable[[], nn.Module]
 PP2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 CHUNKS = {**PP2, "num_chunks": 2, "schedule": "interleaved_1f1b"}
 SEQUENCES = {"tensor_parallel_size": 2, "sequence_parallel": True}
-#: (ranks, layout, micro-batches of the two batches)
+#: (ranks, layout, microbatches of the two batches)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "one process": (1, {}, 2),
-    "micro-batches": (1, {"num_microbatches": 2}, 4),
+    "microbatches": (1, {"num_microbatches": 2}, 4),
     "pp2": (2, PP2, 8),
     "chunks": (2, CHUNKS, 8),
     "tp2": (2, {"tensor_parallel_size": 2}, 2),
@@ -616,7 +616,7 @@ def test_bytes_that_a_layer_keeps_follow_the_formula(recompute: Any, dtype: torc
         assert expected == s * b * h * (34 + 5 * a * s / h)
 
 
-# -- what is kept while micro-batches are under way -------------------------------------------------------------------
+# -- what is kept while microbatches are under way -------------------------------------------------------------------
 
 S, B, H, A = 12, 2, 16, 2
 

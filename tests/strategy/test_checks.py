@@ -349,7 +349,7 @@ def test_a_fused_optimizer_with_a_scaler_is_refused_on_every_rank(ranks: Pools) 
 
 
 def survivors() -> list[str]:
-    """What is refused in a pipeline works on one process without micro-batches, as Lightning's own."""
+    """What is refused in a pipeline works on one process without microbatches, as Lightning's own."""
     done = []
     for make in (NoBody, SmallBody, OwnBackward, FetchesItselfInValidation, Searches):
         if make is not NoBody:

@@ -99,13 +99,13 @@ def test_unknown_memory_as_text_with_peaks() -> None:
 def test_the_layout_in_one_line() -> None:
     text = layout_text({**SIZES, "pp": 4}, build("1f1b", 4, 8), bubble=3 / 11)
     assert text == (
-        "Layout: data 2 x tensor 1 x pipeline 4 = 8 processes; schedule '1f1b', 8 micro-batches, bubble 27.3 %"
+        "Layout: data 2 x tensor 1 x pipeline 4 = 8 processes; schedule '1f1b', 8 microbatches, bubble 27.3 %"
     )
 
 
 def test_the_layout_with_several_chunks() -> None:
     text = layout_text({**SIZES, "pp": 2}, build("interleaved_1f1b", 2, 4, 2), bubble=0.1)
-    assert text.endswith("; schedule 'interleaved_1f1b', 2 chunks per rank, 4 micro-batches, bubble 10.0 %")
+    assert text.endswith("; schedule 'interleaved_1f1b', 2 chunks per rank, 4 microbatches, bubble 10.0 %")
 
 
 def test_the_layout_without_a_pipeline() -> None:
@@ -116,7 +116,7 @@ def test_the_layout_without_a_pipeline() -> None:
 def test_the_effective_batch_in_one_line() -> None:
     expected = "Effective batch: 10 samples x 2 replicas x 3 accumulated batches = 60 per optimizer step"
     assert batch_text(10, 2, 3, num_microbatches=None) == expected
-    assert batch_text(10, 2, 3, num_microbatches=4) == f"{expected}; micro-batches of 3"
+    assert batch_text(10, 2, 3, num_microbatches=4) == f"{expected}; microbatches of 3"
     assert batch_text(None, 2, 3, num_microbatches=4).startswith("Effective batch: the loader's batch x 2 replicas")
 
 

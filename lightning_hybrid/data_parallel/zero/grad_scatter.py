@@ -27,7 +27,7 @@ class ReduceScatterBucket(Bucket):
         on each rank    rank 0's rows | 1 1 || rank 1's rows | 1 1 ||     the sum goes to rank 0 || to rank 1 ||
 
     The numbers behind the bar say which gradients this rank had, as in :class:`AllReduceBucket`. What arrives is added
-    to the gradient of the shard: earlier micro-batches may have left something there.
+    to the gradient of the shard: earlier microbatches may have left something there.
 
     Args:
         parameters: The parameters, in the order in which the gradients of their unsharded forms should arrive.

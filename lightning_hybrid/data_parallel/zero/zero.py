@@ -70,7 +70,7 @@ class ZeroParameters:
     Attributes:
         parameters: The parameters that are sharded, by the identity of the shard.
         reduces_each_backward: Whether gradients are reduced after each backward, and not only after the last one of a
-            step; replicas have to run equally many micro-batches then.
+            step; replicas have to run equally many microbatches then.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class ZeroParameters:
         Args:
             unchanged: Whether parameters are the same as in the step before.
             reshard_after_forward: Whether layers may be resharded after each use in this step: replicas have to run
-                equally many micro-batches then.
+                equally many microbatches then.
         """
         if self._is_open:
             return
@@ -209,7 +209,7 @@ class ZeroParameters:
         return (self._root, *self._groups)
 
     def forward_begins(self, stage: int) -> None:
-        """The layers of a stage are about to run, for one micro-batch."""
+        """The layers of a stage are about to run, for one microbatch."""
         if self._reshards_now and stage in self._stage_prefetchers:
             self._stage_prefetchers[stage].begin()
 

@@ -59,7 +59,7 @@ class LoggerProxy:
             del attributes["print"]
 
     def next_microbatch(self, *, keep: bool) -> None:
-        """A micro-batch begins.
+        """A microbatch begins.
 
         Args:
             keep: Whether its calls count. Code before the body also runs on the first stage, where they do not.

@@ -49,7 +49,7 @@ class Log:
 
 
 class LogRecorder:
-    """Replaces `LightningModule.log` while a step runs in micro-batches.
+    """Replaces `LightningModule.log` while a step runs in microbatches.
 
     Args:
         module: The user's module.
@@ -64,7 +64,7 @@ class LogRecorder:
 
     @contextmanager
     def __call__(self) -> Iterator[list[list[Log]]]:
-        """While this is entered, calls of `self.log` are recorded: a list for each micro-batch."""
+        """While this is entered, calls of `self.log` are recorded: a list for each microbatch."""
         self._records, self._current, self._values = [], None, {}
         attributes, record = vars(self._module), self._record_of_step()
         outside = attributes.get("log")
@@ -80,7 +80,7 @@ class LogRecorder:
                 attributes["log"] = outside
 
     def next_microbatch(self, *, keep: bool) -> None:
-        """A micro-batch begins.
+        """A microbatch begins.
 
         Args:
             keep: Whether its logs count. Code before the body also runs on the first stage, where they do not.
@@ -146,15 +146,15 @@ def log_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]
 def merge_logs(
     records: Sequence[Sequence[Log]], counts: Sequence[int], num_microbatches: int | None = None
 ) -> list[Log]:
-    """Merge what the micro-batches of one batch logged.
+    """Merge what the microbatches of one batch logged.
 
-    A mean is weighted by the number of samples, or by a ``batch_size`` that micro-batches have of their own; a sum is
+    A mean is weighted by the number of samples, or by a ``batch_size`` that microbatches have of their own; a sum is
     added, the least or greatest value is taken; so each is what one process would have logged if the value is a mean,
     sum, minimum or maximum over samples.
 
     Args:
-        records: The logs of each micro-batch.
-        counts: The number of samples of each micro-batch.
+        records: The logs of each microbatch.
+        counts: The number of samples of each microbatch.
         num_microbatches: How many a full batch has; ``None`` for as many as this one.
 
     Returns:
@@ -189,20 +189,20 @@ def _weigh(sizes: list[Any], counts: list[int], num_microbatches: int) -> tuple[
 
     ::
 
-        a batch of 2 + 2 + 1 samples; a full one has 4 micro-batches
+        a batch of 2 + 2 + 1 samples; a full one has 4 microbatches
 
         batch_size=None                     weights 2, 2, 1    of the batch  None
         batch_size=len(x)        2, 2, 1            2, 2, 1                  5
         batch_size=mask.sum()    7, 4, 9            7, 4, 9                  20
         batch_size=32            32, 32, 32         2, 2, 1                  4 * 32
 
-    One number for all belongs to the batch: the same for each batch, also for a last one with fewer micro-batches.
+    One number for all belongs to the batch: the same for each batch, also for a last one with fewer microbatches.
     It is not given once, as one process would, because a number of tokens may happen to be the same in all of a full
-    batch's micro-batches, and then it must be their sum; the weights of batches are relative.
+    batch's microbatches, and then it must be their sum; the weights of batches are relative.
 
     Args:
         sizes: As they were given, ``None`` where they were not.
-        counts: The number of samples of each micro-batch.
+        counts: The number of samples of each microbatch.
         num_microbatches: How many a full batch has.
     """
     if all(size is None for size in sizes):

@@ -36,8 +36,8 @@ class _Batch:
 
     Attributes:
         num_microbatches: How often the user's code runs.
-        weights: Of the micro-batches that are still to come.
-        weight: What the micro-batch that runs counts in the batch; ``None`` for as much as any other call.
+        weights: Of the microbatches that are still to come.
+        weight: What the microbatch that runs counts in the batch; ``None`` for as much as any other call.
         forwards: How often each metric's `forward` was called.
         logged: The metrics that were logged, and whether by step.
     """
@@ -54,9 +54,9 @@ class MetricsAcrossStages:
 
     - ``compute()`` runs on the last stage, over the data-parallel group, and its result is broadcast; so it must be
       called on all ranks, as Lightning does and as hooks do.
-    - A metric's value of a *batch* (``forward``, logged with ``on_step=True``) would be that of the last micro-batch. A
-      copy of the metric, its batch metric, is reset at each batch and updated with all of its micro-batches.
-    - A `MeanMetric` of losses counts each of them once, and so each batch. A micro-batch counts its part of that.
+    - A metric's value of a *batch* (``forward``, logged with ``on_step=True``) would be that of the last microbatch. A
+      copy of the metric, its batch metric, is reset at each batch and updated with all of its microbatches.
+    - A `MeanMetric` of losses counts each of them once, and so each batch. A microbatch counts its part of that.
     - Every metric synchronises over the data-parallel group, also one that belongs to a callback or that a hook has
       made: the ranks of a pipeline see the same samples, and over WORLD each would count once for every stage.
 
@@ -151,7 +151,7 @@ class MetricsAcrossStages:
             self._is_local = False
 
     def _count_batches(self, metric: nn.Module) -> None:
-        """Let a `MeanMetric` count a number that has no weight by the part that its micro-batch has in the batch."""
+        """Let a `MeanMetric` count a number that has no weight by the part that its microbatch has in the batch."""
         if getattr(type(metric), "update", None) is not MeanMetric.update:  # of a subclass's own nothing is known
             return
         assert isinstance(metric, MeanMetric)
@@ -171,13 +171,13 @@ class MetricsAcrossStages:
 
         Args:
             num_microbatches: How often the user's code runs.
-            counts: The samples of each micro-batch; nothing if they are not to be counted by them.
+            counts: The samples of each microbatch; nothing if they are not to be counted by them.
         """
         self._find_again()
         self._reset_batch_metrics()
         batch = self._batch = _Batch(num_microbatches, iter([count / sum(counts) for count in counts]))
         with ExitStack() as hooks, self._local():
-            hooks.callback(setattr, batch, "weight", None)  # what comes after the step belongs to no micro-batch
+            hooks.callback(setattr, batch, "weight", None)  # what comes after the step belongs to no microbatch
             if self._is_last and num_microbatches > 1:
                 for name, metric in self._metrics.items():
                     if self._logged_on_step.get(name, True):
@@ -190,7 +190,7 @@ class MetricsAcrossStages:
                     set_forward_value(self._metrics[name], metric.compute())
 
     def next_microbatch(self, *, keep: bool) -> None:
-        """A micro-batch begins.
+        """A microbatch begins.
 
         Args:
             keep: Whether its metrics count. Code before the body also runs on the first stage, where they do not.
@@ -245,7 +245,7 @@ class MetricsAcrossStages:
                 more.
 
         Returns:
-            The value over all micro-batches; ``None`` if the metric's ``forward`` was not called.
+            The value over all microbatches; ``None`` if the metric's ``forward`` was not called.
         """
         batch = self._batch
         if batch.num_microbatches > 1:

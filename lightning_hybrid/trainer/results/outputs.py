@@ -1,4 +1,4 @@
-"""What `training_step` returned for each micro-batch, put together as if it had run once."""
+"""What `training_step` returned for each microbatch, put together as if it had run once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["merge_outputs", "weighted_mean"]
 
 
 def merge_outputs(outputs: Sequence[Any], counts: Sequence[int], loss: Tensor) -> Any:
-    """Merge what the user's `training_step` returned for each micro-batch.
+    """Merge what the user's `training_step` returned for each microbatch.
 
     Args:
-        outputs: A loss tensor, or a dictionary with ``"loss"`` and extras, for each micro-batch.
-        counts: The number of samples of each micro-batch.
+        outputs: A loss tensor, or a dictionary with ``"loss"`` and extras, for each microbatch.
+        counts: The number of samples of each microbatch.
         loss: The loss of the whole batch, shape ``()``.
 
     Returns:
         The loss, or the dictionary: tensors, arrays and lists that follow the number of samples are concatenated, other
         floating-point tensors, arrays and numbers are averaged with the samples as weights, containers are merged entry
-        by entry, everything else is the first micro-batch's.
+        by entry, everything else is the first microbatch's.
     """
     if isinstance(outputs[0], Tensor):
         return loss

@@ -262,7 +262,7 @@ def test_batch_sizes_that_were_given(sizes: list[Any], weights: list[int], batch
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 32])
 def test_a_batch_size_that_is_always_the_same_makes_batches_count_the_same(size: int) -> None:
-    counts = [[2, 2, 2, 2], [2, 2, 1, 1], [2, 2]]  # a full batch, a shorter one, one with fewer micro-batches
+    counts = [[2, 2, 2, 2], [2, 2, 1, 1], [2, 2]]  # a full batch, a shorter one, one with fewer microbatches
     logs = [merge_logs([[entry(1.0, batch_size=size)] for _ in each], each, 4) for each in counts]
     found = [log.arguments["batch_size"] for (log,) in logs]
     assert found == [4 * size, 4 * size, 4 if size == 2 else 4 * size]  # two samples in each: taken for their number

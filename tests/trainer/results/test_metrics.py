@@ -202,7 +202,7 @@ def test_the_value_of_a_batch_is_over_its_microbatches(ranks: Pools) -> None:
 
 
 def by_shares() -> dict[str, list[float]]:
-    """Two batches of 3 samples, in micro-batches of 2 and 1: what `MeanMetric` says of the second one and of both."""
+    """Two batches of 3 samples, in microbatches of 2 and 1: what `MeanMetric` says of the second one and of both."""
     updates: dict[str, Any] = {
         "numbers": lambda metric, value, count: metric(value),
         "tensors": lambda metric, value, count: metric(value=torch.tensor(value)),
