@@ -127,7 +127,7 @@ class EvaluationStep:
         counts = broadcast_object(counts, 0, control)
         y, joined = None, True
         try:
-            y = self._run(key, x, counts, coordinates, wary=True)
+            y = self._run(key, x, counts, coordinates, strict=True)
         except JoinError:
             joined = False
         if not broadcast_object(joined, control.size() - 1, control):
@@ -149,7 +149,7 @@ class EvaluationStep:
         return plan.apply(x), plan.counts
 
     def _run(
-        self, key: Hashable, x: Any, counts: tuple[int, ...], coordinates: tuple[int, ...], *, wary: bool = False
+        self, key: Hashable, x: Any, counts: tuple[int, ...], coordinates: tuple[int, ...], *, strict: bool = False
     ) -> Any:
         context = self._context
         parts = self._divide(x, sum(counts), counts)[0] if context.is_first else []
@@ -172,4 +172,4 @@ class EvaluationStep:
         if not context.is_last:
             return None
         user_join = find_hook(context.module, "join_body_output")
-        return join(outputs, counts, wary=wary) if user_join is None or len(outputs) == 1 else user_join(outputs)
+        return join(outputs, counts, strict=strict) if user_join is None or len(outputs) == 1 else user_join(outputs)
