@@ -187,7 +187,7 @@ def _serve(connection: Connection, rank: int, size: int, lightning: bool, direct
 
     gc.freeze()  # what was imported stays, and need not be looked through again and again
     torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # what nobody reads is not reckoned
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # what nobody reads is not estimated
     multiprocessing.current_process().daemon = False  # a daemon may not start workers of a DataLoader
     os.chdir(directory)  # what a Trainer leaves behind goes with the pool
     with (directory / f"stacks-{rank}").open("w") as stacks:

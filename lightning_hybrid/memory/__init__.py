@@ -1,1 +1,1 @@
-"""Where the bytes of a rank go, and how they get fewer: activation checkpointing, offload, the account."""
+"""The memory of a rank: an estimate of it, and what makes it less: activation checkpointing and offload."""

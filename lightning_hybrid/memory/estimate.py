@@ -41,7 +41,7 @@ def estimate(
     """What a pipeline rank of the first replica will hold, than which no other replica holds more.
 
     Args:
-        module: The user's module, whole or with placeholders for what other ranks hold.
+        module: The user's module, with or without placeholders for what other ranks hold.
         stage_map: Which stage holds what.
         layers: The layers of each stage of the rank.
         optimizers: The user's; ``None`` if they are not to be tried.

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_hybrid.data_parallel.zero.zero import NoZero
 from lightning_hybrid.distributed.dtensor import local_gradient
 from lightning_hybrid.distributed.mesh import AXES
 from lightning_hybrid.distributed.pytree import flatten
@@ -129,7 +130,7 @@ class MemoryMeter(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure."""
         self._module, self._first_step = pl_module, trainer.global_step
-        self._grad_sync = grad_sync = trainer.strategy._parts.grad_sync
+        self._grad_sync = grad_sync = trainer.strategy.run.grad_sync
         self._around(trainer.strategy, "training_step", around=self._training_step)
         self._around(grad_sync, "forward_begins", after=self._forward_begins)
         self._around(grad_sync, "backward_ends", before=self._look)
@@ -165,7 +166,7 @@ class MemoryMeter(Callback):
     def _training_step(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._visits.clear()
         self._meter = LiveTensorMeter(self._meter.peak)
-        excluded = (*self._grad_sync.forms(), *self._module.buffers(), *flatten(batch)[0])
+        excluded = (*self._grad_sync.local_parameters(), *self._module.buffers(), *flatten(batch)[0])
         self._meter.exclude(leaf for leaf in excluded if isinstance(leaf, Tensor))
         with self._meter():
             return step(batch, *args, **kwargs)
@@ -177,11 +178,12 @@ class MemoryMeter(Callback):
 
     def _look(self, *_: Any) -> None:
         grad_sync = self._grad_sync
-        parameters, zero = grad_sync.forms(), grad_sync.wholes
-        gradients = [gradient for gradient in map(local_gradient, parameters) if gradient is not None]
-        in_flight = zero.travelling if zero else ()
-        self._parameters = max(self._parameters, storage_bytes([*parameters, *in_flight]))
-        self._gradients = max(self._gradients, storage_bytes([*gradients, *grad_sync.travelling]))
+        parameters = grad_sync.local_parameters()
+        groups = () if isinstance(grad_sync.zero, NoZero) else grad_sync.zero._all
+        gathered = [shards for group in groups for _, shards, _ in group._in_flight]
+        reduced = [bucket._flat for buckets in grad_sync._all for bucket in buckets._buckets]
+        self._parameters = max(self._parameters, storage_bytes([*parameters, *gathered]))
+        self._gradients = max(self._gradients, storage_bytes([*map(local_gradient, parameters), *reduced]))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Gather what was measured once all that a step needs has been there, and end."""

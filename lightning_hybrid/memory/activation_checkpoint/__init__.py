@@ -1,1 +1,1 @@
-"""Activations that are computed again in backward instead of being kept."""
+"""Activations that are recomputed in backward instead of being saved."""

@@ -78,7 +78,7 @@ def chosen_layers(
 
     Args:
         recompute: The argument, checked.
-        module: The whole module.
+        module: The module with all its layers, placeholders or not.
         body: The dotted name of the body and the body; where modules are named, ``None`` if the step is not cut at it.
         stages: The layers of each stage, by position.
 
