@@ -39,6 +39,7 @@ from lightning_hybrid.strategy.layout import (
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.lightning_internals import set_device_mesh
+from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.results.logging import LogRecorder
 from lightning_hybrid.trainer.training_step import split_into
 
@@ -211,7 +212,7 @@ class _DryRunStrategy(SingleDeviceStrategy):
         """
         module, config = self._module, self._config
         data, _, pipeline = self._sizes
-        microbatches, _ = split_into(batch, config.num_microbatches, module)
+        microbatches, _ = split_into(batch, config.num_microbatches, find_hook(module, "split_batch"))
         activations = self._activations(microbatches[0], args)
         schedule = find_schedule(config, pipeline, len(microbatches))
         for rank in range(pipeline):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
 from lightning_hybrid.data_parallel.fp32_grads import Float32Gradients
@@ -50,6 +51,7 @@ class GradientSync:
 
     Attributes:
         zero: Likewise.
+        reduces: Whether the last backward of a stage starts to reduce its gradients; otherwise they are accumulated.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class GradientSync:
     ) -> None:
         self._mesh = mesh
         self.zero = zero or NoZero()
+        self.reduces = True
         self._has_evaluated = False
         self._undo: list[Callable[[], None]] = []
         if sync_batch_norm and mesh.data_parallel_size > 1:
@@ -88,7 +91,7 @@ class GradientSync:
         self._after_backward: list[GradientBuckets] = []
         self._over_holders: list[GradientBuckets] = []
         self._each_backward: set[int] = set()
-        self._float32 = Float32Gradients(self.local_parameters() if float32_gradients else ())
+        self._float32 = [Float32Gradients(self.local_parameters())] if float32_gradients else []
         named = dict(module.named_parameters(remove_duplicate=False))
         self._make_buckets(named[name] for name in sorted(adds_up))
 
@@ -154,6 +157,9 @@ class GradientSync:
             evaluates: Whether it is one of an evaluation, during which parameters stay the same.
             is_cut: Whether its batch is split into microbatches; in an evaluation, as each replica can.
         """
+        if not self.zero.is_active:
+            yield
+            return
         unchanged = evaluates and self._has_evaluated
         self.zero.open(unchanged=unchanged, reshard_after_forward=not (evaluates and is_cut))
         self._has_evaluated = evaluates
@@ -166,27 +172,31 @@ class GradientSync:
 
     def forward_begins(self, stage: int) -> None:
         """The layers of this stage are about to run, for one microbatch."""
-        self.zero.forward_begins(stage)
+        if self.zero.is_active:
+            self.zero.forward_begins(stage)
 
-    def backward_begins(self, stage: int, *, is_last: bool) -> None:
-        """A backward of this stage begins; the gradients that come in the last one of a step are final."""
-        self._float32.begin()
-        self.zero.backward_begins(stage)
-        for buckets in self._by_stage.get(stage, ()):
-            if is_last or id(buckets) in self._each_backward:
-                buckets.arm()
-
-    def backward_ends(self, stage: int, *, is_last: bool, frees: bool) -> None:
-        """All gradients of this backward are there.
+    def backward_begins(self, stage: int, is_last: bool) -> None:
+        """A backward of this stage begins.
 
         Args:
             stage: The stage.
-            is_last: Whether they are final.
-            frees: Whether the stage's layers are not needed any more in this step.
+            is_last: Whether it is the stage's last one of this step: then the gradients that come are final, unless
+                they are accumulated over steps.
         """
-        self.zero.backward_ends(stage, is_last=frees)
+        for float32 in self._float32:
+            float32.begin()
+        if self.zero.is_active:
+            self.zero.backward_begins(stage)
         for buckets in self._by_stage.get(stage, ()):
-            if is_last or id(buckets) in self._each_backward:
+            if (is_last and self.reduces) or id(buckets) in self._each_backward:
+                buckets.arm()
+
+    def backward_ends(self, stage: int, is_last: bool) -> None:
+        """All gradients of this backward are there; arguments as for :meth:`backward_begins`."""
+        if self.zero.is_active:
+            self.zero.backward_ends(stage, is_last=is_last)
+        for buckets in self._by_stage.get(stage, ()):
+            if (is_last and self.reduces) or id(buckets) in self._each_backward:
                 buckets.launch_rest()
             if id(buckets) in self._each_backward:
                 buckets.finish()
@@ -202,8 +212,10 @@ class GradientSync:
             buckets.launch_rest()
             buckets.finish()
         for location in self._parameters:
-            redistribute_grad(location.tensor)
-        self._float32.end()
+            if isinstance(location.tensor.grad, DTensor):
+                redistribute_grad(location.tensor)
+        for float32 in self._float32:
+            float32.end()
 
     def broadcast_parameters(self) -> None:
         """Give every tensor the values of its first holder on the first replica."""
@@ -241,7 +253,8 @@ class GradientSync:
 
     def remove(self) -> None:
         """Take the hooks off the parameters, and put the user's layers back."""
-        self._float32.end()
+        for float32 in self._float32:
+            float32.end()
         for undo in self._undo:
             undo()
         for buckets in self._all:

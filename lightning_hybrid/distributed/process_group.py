@@ -21,24 +21,27 @@ class GroupRef:
 
     Args:
         group: The group; ``None`` is a group that this rank is not in, which is an error of the caller.
+
+    Attributes:
+        weak: The reference of the interpreter, for hot paths: it gives ``None`` for a group that has been destroyed.
     """
 
-    __slots__ = ("__weakref__", "_reference")
+    __slots__ = ("__weakref__", "weak")
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         assert group is not None, "this rank is in none of these groups"
-        self._reference = weakref.ref(group)
+        self.weak = weakref.ref(group)
 
     def __call__(self) -> dist.ProcessGroup:
         """The group, which must not have been destroyed."""
-        group = self._reference()
+        group = self.weak()
         assert group is not None, "the process groups have been destroyed"
         return group
 
     @property
     def is_alive(self) -> bool:
         """Whether the group still exists."""
-        return self._reference() is not None
+        return self.weak() is not None
 
     def __copy__(self) -> GroupRef:
         """Itself."""

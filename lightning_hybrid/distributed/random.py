@@ -6,7 +6,7 @@ import ctypes
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -246,6 +246,7 @@ class RandomStreams:
         # costs 80 us, too much for each microbatch. (A second normal number that numpy has in store gets lost.)
         self._layers_numpy = np.random.MT19937(0)
         self._numbers: Counter[str] = Counter()
+        self._hooks = ExitStack()
         self._outside: list[tuple[Any, Any, Any]] = []
 
     def next_number(self, of: str) -> int:
@@ -273,6 +274,15 @@ class RandomStreams:
             coordinates: What the numbers depend on beside seed and data rank, such as (step, microbatch).
         """
         seed_generators(derive_seed(self._seed, self._data_rank, *coordinates), self._device)
+
+    def begin_hooks(self, *coordinates: int) -> None:
+        """What hooks draw from here on is not noticed outside, until :meth:`end_hooks`; coordinates as for the user."""
+        self._hooks.enter_context(self.isolated())
+        self.seed_user(*coordinates)
+
+    def end_hooks(self) -> None:
+        """Hooks are over, if any have begun."""
+        self._hooks.close()
 
     @contextmanager
     def isolated(self) -> Iterator[None]:

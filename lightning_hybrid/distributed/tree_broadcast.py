@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.distributed.process_group import GroupRef
-from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+from lightning_hybrid.distributed.pytree import TreeMeta, TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
-from lightning_hybrid.distributed.tree_meta import TreeMeta
 
 __all__ = ["TreeBroadcast", "broadcast_object", "receive_tree", "reduce_over", "send_tree"]
 

@@ -14,9 +14,8 @@ from torch.distributed import ProcessGroup, Work
 
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import GroupRef
-from lightning_hybrid.distributed.pytree import TreeSpec
+from lightning_hybrid.distributed.pytree import TensorMeta, TreeMeta, TreeSpec
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
-from lightning_hybrid.distributed.tree_meta import TensorMeta, TreeMeta
 from lightning_hybrid.pipeline_parallel.schedules import ChannelKey
 
 __all__ = ["Channel", "Recv", "Send", "make_channels"]
@@ -157,7 +156,7 @@ class Channel:
                 f"a message cannot cross a stage boundary: {error}; pass dense tensors and plain values between the "
                 "layers of the body, or move the boundary with `partition`"
             ) from error
-        group = self._group()
+        group: Any = self._group.weak()  # at every message: no call of Python
         for wire in known.tensors:
             if wire.has_elements:
                 tensor = leaves[wire.index].detach().contiguous().resolve_neg()
@@ -206,7 +205,7 @@ class Channel:
 
     def _start(self, recv: Recv, known: _Format) -> None:
         recv.format = known
-        group = self._group()
+        group: Any = self._group.weak()  # at every message: no call of Python
         for wire in known.tensors:
             # Never a tensor that autograd has seen: hooks would stay on it (pytorch#185331).
             tensor = wire.allocate()

@@ -382,7 +382,7 @@ class HybridStrategy(ReplicaCollectives):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch forward, and with a pipeline backward too."""
         run, trainer = self.run, self._module.trainer
-        self.world.batch_hooks.close()
+        self.world.streams.end_hooks()
         run.grad_sync.broadcast_buffers()
         backward = not lightning_internals.skips_backward(trainer)
         return run.training_step(
@@ -436,7 +436,7 @@ class HybridStrategy(ReplicaCollectives):
         return self._evaluate("predict_step", args, self.precision_plugin.predict_step_context)
 
     def _evaluate(self, name: str, args: tuple[Any, ...], context: Callable[[], Any]) -> Any:
-        self.world.batch_hooks.close()
+        self.world.streams.end_hooks()
         return self.run.evaluation_step(name, *args, precision=context)
 
     @override

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,7 +87,6 @@ class SeededBatchHooks(Callback):
     def __init__(self, streams: RandomStreams, *, alone: bool) -> None:
         self._streams = streams
         self._alone = alone
-        self._open = ExitStack()
 
     def install(self, module: LightningModule) -> None:
         """Seed for the hook before the transfer, which Lightning calls itself."""
@@ -100,7 +99,7 @@ class SeededBatchHooks(Callback):
 
     def close(self) -> None:
         """The hooks at the start of a batch are over."""
-        self._open.close()
+        self._streams.end_hooks()
 
     @contextmanager
     def transfer(self, module: LightningModule, *, before: bool = False) -> Iterator[None]:
@@ -124,8 +123,7 @@ class SeededBatchHooks(Callback):
 
     def _begin(self, *coordinates: int) -> None:
         self.close()  # a hook may have said that its batch is to be skipped
-        self._open.enter_context(self._streams.isolated())
-        self._streams.seed_user(_BATCH_START, *coordinates)
+        self._streams.begin_hooks(_BATCH_START, *coordinates)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Seed for this batch: a resumed run draws the same."""

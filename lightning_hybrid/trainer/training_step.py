@@ -54,6 +54,8 @@ class TrainingStep:
         self._schedule = schedule
         self._num_microbatches = num_microbatches
         self._loss_reduction = loss_reduction
+        self._user_split = find_hook(context.module, "split_batch")
+        self._user_weight = find_hook(context.module, "microbatch_weight")
 
     def __call__(
         self,
@@ -86,6 +88,7 @@ class TrainingStep:
             outputs.append(value)
             return scale(_weighted(_loss_of(value), factors[microbatch]))
 
+        grad_sync.reduces = reduce
         compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of)
         version = context.version(gradients=backward)
         with (
@@ -97,8 +100,8 @@ class TrainingStep:
                 self._schedule_of(len(counts), backward=backward),
                 compute,
                 context.keys(version, map(signature, microbatches)),
-                backward_begins=lambda stage, last: grad_sync.backward_begins(stage, is_last=last and reduce),
-                backward_ends=lambda stage, last: grad_sync.backward_ends(stage, is_last=last and reduce, frees=last),
+                backward_begins=grad_sync.backward_begins,
+                backward_ends=grad_sync.backward_ends,
                 profile=context.profile,
             )
             if reduce:
@@ -106,7 +109,7 @@ class TrainingStep:
                     grad_sync.finish()
         return context.share(
             lambda: (
-                merge_outputs(outputs, counts, _total(outputs, weights)),
+                _merge(outputs, counts, weights),
                 merge_logs(records, counts, self._num_microbatches),
             )
         )
@@ -158,12 +161,12 @@ class TrainingStep:
         return build_forward(num_ranks, num_microbatches, num_chunks)
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
-        microbatches, counts = split_into(batch, self._num_microbatches, self._context.module)
+        microbatches, counts = split_into(batch, self._num_microbatches, self._user_split)
         if not self._grad_sync.zero.reduces_each_backward or self._num_microbatches == 1:
             return microbatches, counts
         # Replicas take part in the same collectives, so the one with the smallest batch decides.
         least = self._context.mesh.data_parallel_min(len(counts))
-        return (microbatches, counts) if least == len(counts) else split_into(batch, least, self._context.module)
+        return (microbatches, counts) if least == len(counts) else split_into(batch, least, self._user_split)
 
     def _weights(self, microbatches: list[Any], counts: list[int]) -> tuple[list[float | Tensor], list[float | Tensor]]:
         """What each microbatch counts.
@@ -174,7 +177,7 @@ class TrainingStep:
         """
         if self._loss_reduction == "sum":
             return [1.0] * len(counts), [1.0] * len(counts)
-        weigh = find_hook(self._context.module, "microbatch_weight")
+        weigh = self._user_weight
         if weigh is None:
             shares: list[float | Tensor] = [count / sum(counts) for count in counts]
             return shares, shares
@@ -235,22 +238,25 @@ class UncutTrainingStep:
             reduce: Whether gradients shall be averaged now, and not accumulated.
         """
         grad_sync = self._grad_sync
-        grad_sync.backward_begins(0, is_last=reduce)
+        grad_sync.reduces = reduce
+        grad_sync.backward_begins(0, is_last=True)
         run()
-        grad_sync.backward_ends(0, is_last=reduce, frees=True)
+        grad_sync.backward_ends(0, is_last=True)
         if reduce:
             grad_sync.finish()
         if self._module.automatic_optimization:
             grad_sync.zero.close()
 
 
-def split_into(batch: Any, num_microbatches: int, module: LightningModule) -> tuple[list[Any], list[int]]:
+def split_into(
+    batch: Any, num_microbatches: int, user_split: Callable[[Any, int], Sequence[Any]] | None
+) -> tuple[list[Any], list[int]]:
     """Split a training batch, by the module's `split_batch` if it has one.
 
     Args:
         batch: The batch.
         num_microbatches: The requested number of microbatches.
-        module: The user's module.
+        user_split: The module's hook `split_batch`, if it has one.
 
     Returns:
         The microbatches, and the number of samples of each.
@@ -258,7 +264,6 @@ def split_into(batch: Any, num_microbatches: int, module: LightningModule) -> tu
     Raises:
         ValueError: If `split_batch` returns none.
     """
-    user_split = find_hook(module, "split_batch")
     if user_split is None:
         return split_batch(batch, num_microbatches)
     microbatches = list(user_split(batch, num_microbatches))
@@ -270,6 +275,13 @@ def split_into(batch: Any, num_microbatches: int, module: LightningModule) -> tu
         return microbatches, counts
     _, total = split_batch(batch, 1)
     return microbatches, sizes(max(total[0], len(microbatches)), len(microbatches))
+
+
+def _merge(outputs: Sequence[Any], counts: Sequence[int], weights: Sequence[float | Tensor]) -> Any:
+    """What the step returned, as if it had run once: the loss, or a dictionary with it."""
+    losses = [_share(_loss_of(output).detach(), weight) for output, weight in zip(outputs, weights, strict=True)]
+    loss = sum(losses[1:], losses[0])
+    return loss if isinstance(outputs[0], Tensor) else merge_outputs(outputs, counts, loss)
 
 
 def _loss_of(output: Any) -> Tensor:
@@ -302,12 +314,6 @@ def _weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
     if isinstance(weight, Tensor):
         return loss * weight.to(loss.dtype)
     return loss if weight == 1.0 else loss * weight
-
-
-def _total(outputs: Sequence[Any], weights: Sequence[float | Tensor]) -> Tensor:
-    """The loss of the batch, without a graph."""
-    losses = [_share(_loss_of(output).detach(), weight) for output, weight in zip(outputs, weights, strict=True)]
-    return sum(losses[1:], losses[0])
 
 
 def _share(loss: Tensor, weight: float | Tensor) -> Tensor:

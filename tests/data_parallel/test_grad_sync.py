@@ -70,7 +70,7 @@ def reduce_gradients(data: int, pipeline: int, rounds: int) -> list[dict[str, An
                 waiting.remove(name)
                 parameter = real(model)[name]
                 (parameter * gradient_of(name, dist.get_rank(), parameter.shape)).sum().backward()
-            grad_sync.backward_ends(stage, is_last=True, frees=True)
+            grad_sync.backward_ends(stage, is_last=True)
         grad_sync.finish()
         found.append({name: copy.deepcopy(parameter.grad) for name, parameter in real(model).items()})
     grad_sync.remove()
@@ -202,6 +202,6 @@ def reduce_frozen(freeze: str) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not name.startswith("unused"):
             parameter.sum().backward()
-    grad_sync.backward_ends(0, is_last=True, frees=True)
+    grad_sync.backward_ends(0, is_last=True)
     grad_sync.finish()
     return {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.distributed.tree_meta import TreeMeta
+from lightning_hybrid.distributed.pytree import TreeMeta, flatten
 
 
 def meta_of(tree: Any) -> TreeMeta:

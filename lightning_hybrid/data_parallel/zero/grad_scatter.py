@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from lightning_hybrid.data_parallel.bucket import Bucket
-from lightning_hybrid.data_parallel.grad_buckets import BUCKET_BYTES, GradientBuckets, assign
+from lightning_hybrid.data_parallel.grad_buckets import BUCKET_BYTES, Bucket, GradientBuckets, assign
 from lightning_hybrid.data_parallel.zero.param import ShardedParameter
 from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
 from lightning_hybrid.distributed.dtensor import give_gradient, local_gradient, to_local

@@ -73,6 +73,8 @@ class ZeroParameters:
             step; replicas have to run equally many microbatches then.
     """
 
+    is_active = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -317,7 +319,7 @@ class ZeroParameters:
 class NoZero:
     """In the place of :class:`ZeroParameters` where replicas shard nothing."""
 
-    reduces_each_backward = False
+    is_active = reduces_each_backward = False
 
     def tensors(self) -> list[Tensor]:
         """None."""
@@ -337,4 +339,7 @@ class NoZero:
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    open = close = abandon = follow = forward_begins = backward_begins = backward_ends = remove = _nothing
+    open = close = abandon = follow = remove = _nothing
+
+    # Not called in a step, where even nothing takes time: see `is_active`.
+    forward_begins = backward_begins = backward_ends = _nothing

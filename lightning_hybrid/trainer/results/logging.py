@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.trainer.lightning_internals import attached_trainer, intercept_results, set_forward_value
-from lightning_hybrid.trainer.results.outputs import weighted_mean
 
-__all__ = ["Log", "LogRecorder", "log_arguments", "merge_logs", "pack_logs", "replay", "unpack_logs"]
+__all__ = ["Log", "LogRecorder", "log_arguments", "merge_logs", "pack_logs", "replay", "unpack_logs", "weighted_mean"]
 
 
 # What can follow name and value in a call of `self.log`.
@@ -113,7 +113,8 @@ class LogRecorder:
                 value = None
             elif isinstance(value, Tensor):
                 _, of_batch = self._values.get(id(value), (None, None))
-                value = full_tensor(value.detach()).clone()  # it may be changed in place later in the step
+                # It may be changed in place later in the step.
+                value = (full_tensor(value) if isinstance(value, DTensor) else value).detach().clone()
             if self._current is not None:
                 _check_value(name, value)
                 self._current.append(Log(name, value, metric, arguments, of_batch))
@@ -290,3 +291,17 @@ def replay(module: LightningModule, logs: Sequence[Log], *, alone: bool) -> None
         assert isinstance(metric, Metric)
         set_forward_value(metric, entry.value)  # Lightning reads the value of this batch there
         type(module).log(module, entry.name, metric, **{**arguments, "metric_attribute": entry.metric})
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The mean of tensors of one shape.
+
+    Args:
+        values: The tensors.
+        weights: What each counts.
+    """
+    total = float(sum(weights))
+    mean = values[0] * (weights[0] / total)
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        mean = mean + value * (weight / total)
+    return mean

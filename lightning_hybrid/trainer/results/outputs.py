@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, map_leaves, unflatten
+from lightning_hybrid.trainer.results.logging import weighted_mean
 
-__all__ = ["merge_outputs", "weighted_mean"]
+__all__ = ["merge_outputs"]
 
 
 def merge_outputs(outputs: Sequence[Any], counts: Sequence[int], loss: Tensor) -> Any:
@@ -68,17 +69,3 @@ def _merge_arrays(values: list[Any], counts: Sequence[int]) -> Any:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The mean of tensors of one shape.
-
-    Args:
-        values: The tensors.
-        weights: What each counts.
-    """
-    total = float(sum(weights))
-    mean = values[0] * (weights[0] / total)
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        mean = mean + value * (weight / total)
-    return mean
