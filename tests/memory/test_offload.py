@@ -41,7 +41,7 @@ def switched_on(name: str, min_bytes: int = 0) -> Offload:
     """As on a device."""
     made = Offload([name], torch.device("cpu"), min_bytes=min_bytes)
     assert not made.has_effect
-    vars(made).update(_activations=name == "activations", _states=name == "optimizer", _stream=object())
+    vars(made).update(moves_activations=name == "activations", _states=name == "optimizer", _stream=object())
     return made
 
 
