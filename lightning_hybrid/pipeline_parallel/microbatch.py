@@ -69,9 +69,12 @@ def find_batch_size(batch: Any) -> int | None:
         The number of samples, ``None`` if nothing in the batch has a first dimension.
     """
     listed = _listed_samples(batch)
+    return _count_samples(batch, listed, _sample_tensor(batch) if listed is None else None)
+
+
+def _count_samples(batch: Any, listed: int | None, samples: Tensor | None) -> int | None:
     if listed is not None:
         return listed
-    samples = _sample_tensor(batch)
     return _first_list_length(batch) if samples is None else samples.shape[0]
 
 
@@ -116,12 +119,14 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
     Returns:
         The microbatches, and the number of samples of each.
     """
-    total = find_batch_size(batch)
+    listed = _listed_samples(batch)
+    samples = _sample_tensor(batch) if listed is None else None
+    total = _count_samples(batch, listed, samples)
     if total is None or num_microbatches == 1:
         return [batch], [1 if total is None else total]
     counts = sizes(total, num_microbatches)
-    if _listed_samples(batch) is None:
-        return _split(batch, counts, _sample_tensor(batch)), counts
+    if listed is None:
+        return _split(batch, counts, samples), counts
     spec, fields = _children(batch)
     assert spec is not None
     columns = [

@@ -65,8 +65,8 @@ class Recv:
         Returns:
             The leaves, each tensor freshly allocated and with the sender's ``requires_grad``, and the spec of the tree.
         """
-        meta, _ = self.format or self._channel.read_metas_until(self)
-        leaves = meta.values()
+        meta, _, has_values = self.format or self._channel.read_metas_until(self)
+        leaves = meta.values() if has_values else [None] * len(meta.leaves)
         for wire, tensor, work in self.pending:
             if work is not None:
                 work.wait()
@@ -305,10 +305,11 @@ class _Format(NamedTuple):
 
     meta: TreeMeta
     tensors: list[_WireTensor]
+    has_values: bool
 
     @classmethod
     def of(cls, meta: TreeMeta, wire: torch.device) -> _Format:
-        return cls(meta, [_WireTensor(index, tensor, wire) for index, tensor in meta.tensors()])
+        return cls(meta, [_WireTensor(index, tensor, wire) for index, tensor in meta.tensors()], meta.has_values)
 
 
 def _check_equal(known: TreeMeta, meta: TreeMeta) -> None:

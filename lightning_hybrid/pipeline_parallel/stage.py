@@ -171,7 +171,7 @@ def _enter(message: Message | None) -> tuple[Any, list[Tensor | _Source | None]]
                 leaf = _Identity.apply(source, _ANCHOR, leaf.detach())  # type: ignore[no-untyped-call]
         inputs.append(leaf)
         sources.append(source)
-    return (inputs[0] if spec is LEAF else unflatten(inputs, spec)), sources
+    return (inputs[0] if spec.kind is None else unflatten(inputs, spec)), sources
 
 
 def _root(leaf: Any) -> Root | None:

@@ -385,21 +385,17 @@ class HybridStrategy(ReplicaCollectives):
         self.world.streams.end_hooks()
         run.grad_sync.broadcast_buffers()
         backward = not lightning_internals.skips_backward(trainer)
+        scaler = getattr(self.precision_plugin, "scaler", None)
         return run.training_step(
             *args,
             **kwargs,
             step=trainer.fit_loop.epoch_loop.total_batch_idx,
             precision=self.precision_plugin.train_step_context,
-            scale=self._scale_loss,
+            accumulated=trainer.accumulate_grad_batches,
+            scale=None if scaler is None else scaler.scale,
             backward=backward,
             reduce=backward and not self._sync_blocked,
         )
-
-    def _scale_loss(self, loss: Tensor) -> Tensor:
-        accumulated = self._module.trainer.accumulate_grad_batches
-        loss = loss if accumulated == 1 else loss / accumulated
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return loss if scaler is None else scaler.scale(loss)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

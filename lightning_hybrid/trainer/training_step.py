@@ -62,7 +62,8 @@ class TrainingStep:
         *arguments: Any,
         step: int,
         precision: Callable[[], AbstractContextManager[None]],
-        scale: Callable[[Tensor], Tensor],
+        accumulated: int,
+        scale: Callable[[Tensor], Tensor] | None,
         backward: bool,
         reduce: bool,
     ) -> Any:
@@ -72,7 +73,8 @@ class TrainingStep:
             arguments: Of the user's `training_step`; the first one is the batch.
             step: The number of this batch since training began; random numbers depend on it.
             precision: The precision plugin's context.
-            scale: Divides the loss by the number of accumulated batches, and scales it for fp16.
+            accumulated: The number of batches whose gradients are accumulated, by which the loss is divided.
+            scale: Scales the loss for fp16.
             backward: Whether gradients are wanted.
             reduce: Whether the gradients shall be summed over holders and averaged over replicas.
 
@@ -86,7 +88,9 @@ class TrainingStep:
 
         def loss_of(microbatch: int, value: Any) -> Tensor:
             outputs.append(value)
-            return scale(_weighted(_loss_of(value), factors[microbatch]))
+            loss = _weighted(_loss_of(value), factors[microbatch])
+            loss = loss if accumulated == 1 else loss / accumulated
+            return loss if scale is None else scale(loss)
 
         grad_sync.reduces = reduce
         compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of)
