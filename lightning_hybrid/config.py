@@ -9,8 +9,6 @@ from pathlib import Path
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["HybridConfig", "Recompute", "UserPlan", "resolve_sizes"]
-
 #: Which layers are recomputed: see `HybridStrategy`.
 Recompute = bool | int | float | str | list[int] | list[str]
 

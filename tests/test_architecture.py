@@ -84,18 +84,9 @@ def sizes_without_reason(path: str, source: str, tree: ast.Module) -> Iterator[t
                 yield node.lineno, f"{node.name} has {length} lines: look at it, and say in LONGER why it stays"
 
 
-def face_violations(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+def face_violations(tree: ast.Module) -> Iterator[tuple[int, str]]:
     if not ast.get_docstring(tree):
         yield 1, "no module docstring"
-    if path.endswith("__init__.py") and not any(isinstance(node, ast.ImportFrom) for node in tree.body):
-        return  # the face of a wing says what it is; names come from the files that define them
-    targets = [
-        target
-        for node in tree.body
-        for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
-    ]
-    if not any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
-        yield 1, "no __all__"
 
 
 def folder_violations(root: Path) -> Iterator[str]:
@@ -118,7 +109,7 @@ def violations(root: Path) -> list[str]:
         complaints = [
             *private_torch(tree),
             *sizes_without_reason(name, source, tree),
-            *face_violations(name, tree),
+            *face_violations(tree),
             *import_violations(name, tree),
         ]
         found += [f"{path.relative_to(root.parent)}:{line}: {text}" for line, text in sorted(set(complaints))]
@@ -168,7 +159,7 @@ PLANTED = {
 }
 
 
-def write_room(root: Path, file: str, body: str, head: str = '"""A room."""\n__all__ = []\n') -> None:
+def write_room(root: Path, file: str, body: str, head: str = '"""A room."""\n') -> None:
     path = root / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(head + body + "\n")
@@ -183,9 +174,9 @@ def test_planted_violation_is_caught(tmp_path: Path, file: str, body: str, compl
     assert found[0].startswith(f"{PACKAGE}/{file}:")
 
 
-def test_missing_docstring_and_all_are_caught(tmp_path: Path) -> None:
+def test_a_missing_docstring_is_caught(tmp_path: Path) -> None:
     write_room(tmp_path / PACKAGE, "distributed/mesh.py", "x = 1", head="")
-    assert [text.split(": ")[1] for text in violations(tmp_path / PACKAGE)] == ["no __all__", "no module docstring"]
+    assert [text.split(": ")[1] for text in violations(tmp_path / PACKAGE)] == ["no module docstring"]
 
 
 def test_full_folders_are_caught(tmp_path: Path) -> None:
@@ -233,5 +224,5 @@ def test_contracts_of_imports_can_be_broken(tmp_path: Path, file: str, line: str
     found = subprocess.run(
         [sys.executable, "-c", check], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert found.returncode == 1, found.stdout + found.stderr
-    assert "1 broken" in found.stdout or "2 broken" in found.stdout
+    assert found.returncode == 1
+    assert "BROKEN" in found.stdout, found.stdout + found.stderr

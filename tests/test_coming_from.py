@@ -402,7 +402,7 @@ def test_yaml_makes_a_training(block: str, tmp_path: Path, monkeypatch: pytest.M
         cli = HybridCLI(args=words, run=False, save_config_callback=None)
     assert isinstance(cli.trainer.strategy, HybridStrategy)
     arguments = yaml.safe_load(block)["trainer"]["strategy"]["init_args"]
-    assert cli.trainer.strategy._wished_sizes[2] == arguments["pipeline_parallel_size"]
+    assert cli.trainer.strategy._requested_sizes[2] == arguments["pipeline_parallel_size"]
     assert hasattr(cli.model, "body")
 
 

@@ -809,9 +809,9 @@ def test_each_function_is_tried() -> None:
         for node in ast.walk(definition)
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "internals"
     }
-    assert sorted(set(internals.__all__) - tried) == []
     public = {name for name, value in vars(internals).items() if _is_own(value) and not name.startswith("_")}
-    assert public <= set(internals.__all__)
+    assert sorted((public | {"STRATEGY_MEMBERS"}) - tried) == []
+    assert len(public) > 40
 
 
 def _is_own(value: Any) -> bool:

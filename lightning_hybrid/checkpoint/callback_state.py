@@ -15,8 +15,6 @@ from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.tree_paths import replaced, value_at
 from lightning_hybrid.distributed.pytree import flatten_with_path
 
-__all__ = ["check_values", "full_finetuning_groups", "gather_callback_tensors"]
-
 _GROUPS = "internal_optimizer_metadata"  # where `BaseFinetuning` keeps them
 
 

@@ -28,8 +28,6 @@ from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
-__all__ = ["Checkpointer"]
-
 
 class TrainingState(Protocol):
     """Where training is, beyond what Lightning's own checkpoint says, so that a resumed run is the rest of the old."""

@@ -13,8 +13,6 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning_hybrid.checkpoint.storage.atomic import discard, new_file
 from lightning_hybrid.checkpoint.tree_paths import cloned, replaced
 
-__all__ = ["FILE_PLUGINS", "FileIO", "local_path"]
-
 _LARGE = 1 << 20  # bytes; what is smaller is read sooner than mapped
 _MAPPED = ("state_dict", "optimizer_states")  # each rank takes a part of these
 

@@ -18,8 +18,6 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object, receive_tree, send_tree
 
-__all__ = ["FullCheckpoint"]
-
 
 class FullCheckpoint:
     """The state of the undivided model and its optimizers, on global rank 0.

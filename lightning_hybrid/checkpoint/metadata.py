@@ -11,8 +11,6 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.version import __version__
 
-__all__ = ["METADATA", "make_metadata"]
-
 METADATA = "hybrid_parallel"  # its key in a checkpoint
 
 

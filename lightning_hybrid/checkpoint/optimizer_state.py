@@ -15,8 +15,6 @@ from lightning_hybrid.checkpoint.tree_paths import cloned
 from lightning_hybrid.distributed.dtensor import distribute_like
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
-__all__ = ["OptimizerStates", "check_number", "numbered"]
-
 _State = dict[str, Any]
 _Group = dict[str, list[Any]]  # what a parameter group has for each of its parameters: "params", maybe "param_names"
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
-__all__ = ["Ownership"]
-
 
 class Ownership:
     """Knows of every tensor of the undivided module which pipeline rank's value counts, and its first name.

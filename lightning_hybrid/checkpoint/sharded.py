@@ -26,8 +26,6 @@ from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderBuffer, is_placeholder
 
-__all__ = ["ShardedCheckpoint"]
-
 
 class SavedOptimizer:
     """The state of one optimizer in a directory, not read yet.

@@ -12,8 +12,6 @@ from torch.nn import Parameter
 from lightning_hybrid.distributed.pytree import flatten_with_path
 from lightning_hybrid.distributed.tensor_bytes import to_host
 
-__all__ = ["snapshot"]
-
 _COLLECTED = ("state_dict", "optimizer_states")
 
 

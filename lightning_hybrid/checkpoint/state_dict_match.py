@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.dtensor import distribute_like, is_zero_sharded
 
-__all__ = ["check_match", "load_module_state", "shape_of"]
-
 
 def shape_of(value: Any) -> torch.Size | None:
     """The shape of a tensor; nothing for another value, such as the extra state of a layer."""

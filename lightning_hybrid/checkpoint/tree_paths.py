@@ -10,8 +10,6 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
 
-__all__ = ["cloned", "insert", "replaced", "tree_of", "value_at", "without"]
-
 
 def value_at(tree: Any, path: TreePath) -> Any:
     """What is at this path, or nothing."""

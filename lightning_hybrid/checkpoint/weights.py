@@ -23,8 +23,6 @@ from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
-__all__ = ["Source", "Weights"]
-
 #: What a user may give: a path, or the state dict of an undivided module.
 Source = str | Path | Mapping[str, Any]
 

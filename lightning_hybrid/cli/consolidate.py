@@ -30,8 +30,6 @@ from lightning_hybrid.checkpoint.storage.dcp import MODEL, OPTIMIZERS, Distribut
 from lightning_hybrid.checkpoint.tree_paths import insert, tree_of
 from lightning_hybrid.distributed.pytree import TreePath
 
-__all__ = ["Outline", "consolidate", "read_outline"]
-
 _ORDER = ("epoch", "global_step", "pytorch-lightning_version", MODEL, "loops", "callbacks", OPTIMIZERS)
 _OF_TRAINING = ("callbacks", OPTIMIZERS, "lr_schedulers")  # what Lightning leaves out where only weights are saved
 

@@ -54,8 +54,6 @@ try:
 except ImportError:
     Store = None
 
-__all__ = ["DryRun", "dry_run"]
-
 _BEFORE, _AFTER = "before the body", "after the body"
 
 

@@ -20,8 +20,6 @@ from lightning_hybrid.distributed.module_names import fold_numbered
 from lightning_hybrid.distributed.pytree import flatten_with_path
 from lightning_hybrid.strategy.summary import text_table
 
-__all__ = ["Inspection", "inspect_checkpoint"]
-
 _KNOWN = {"state_dict", "optimizer_states", "lr_schedulers", "callbacks", "loops", "epoch", "global_step", METADATA}
 _KNOWN |= {"pytorch-lightning_version", "hyper_parameters", "hparams_name", "hparams_type"}
 

@@ -27,8 +27,6 @@ from lightning_hybrid.strategy.layout import describe
 from lightning_hybrid.strategy.strategy import HybridStrategy
 from lightning_hybrid.strategy.summary import memory_table
 
-__all__ = ["HybridCLI", "main"]
-
 PROGRAM = "lightning-hybrid"
 
 

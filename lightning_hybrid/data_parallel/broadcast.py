@@ -11,8 +11,6 @@ from torch.distributed import ProcessGroup
 
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 
-__all__ = ["broadcast_tensors"]
-
 CHUNK_BYTES = 25 * 2**20
 
 

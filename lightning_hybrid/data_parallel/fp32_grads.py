@@ -7,8 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["Float32Gradients"]
-
 
 class Float32Gradients:
     """Gradients are float32 while microbatches add to them and while they are reduced; optimizers get their own dtype.

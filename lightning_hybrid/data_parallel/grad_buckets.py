@@ -33,8 +33,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hybrid.distributed.dtensor import give_gradient, local_gradient, redistribute_grad, to_local
 from lightning_hybrid.distributed.process_group import GroupRef
 
-__all__ = ["BUCKET_BYTES", "GradientBuckets", "assign"]
-
 BUCKET_BYTES = 25 * 2**20
 
 # The first bucket is small: the sooner a collective starts, the more of it hides behind backward.

@@ -12,8 +12,6 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from lightning_hybrid.distributed.dtensor import local_gradient, local_view
 
-__all__ = ["clip_by_total_norm", "total_norm"]
-
 
 @torch.no_grad()
 def total_norm(

@@ -21,8 +21,6 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap, TensorStages, locate
 
-__all__ = ["GradientSync"]
-
 
 class GradientSync:
     """What this rank has in common with others: with the replicas of its stages, and with stages that share a tensor.

@@ -10,8 +10,6 @@ from torch.distributed import ProcessGroup
 
 from lightning_hybrid.distributed.process_group import GroupRef
 
-__all__ = ["synchronize_batch_norm"]
-
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["agree"]
-
 _T = TypeVar("_T")
 
 

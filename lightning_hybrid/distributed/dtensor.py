@@ -16,24 +16,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 REPLICAS = "data_parallel"  # the axis, the last one where replicas shard a tensor
 
-__all__ = [
-    "all_gather_zero",
-    "copy_attributes",
-    "distribute_like",
-    "full_tensor",
-    "give_gradient",
-    "is_sharded",
-    "is_tensor_parallel",
-    "is_zero_sharded",
-    "keeping_marks",
-    "local_gradient",
-    "local_view",
-    "put_local",
-    "redistribute_grad",
-    "shard_of",
-    "to_local",
-]
-
 
 def copy_attributes(old: Tensor, new: Tensor) -> None:
     """Give a tensor the attributes of the one whose place it takes.

@@ -13,8 +13,6 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-__all__ = ["FailureStore", "WrongUseError", "close_groups", "is_transport"]
-
 _KEY = "lightning_hybrid/failure"
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 

@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_hybrid.distributed.process_group import GroupRef
 
-__all__ = ["AXES", "Mesh"]
-
 #: Short names, as in ``rank_order``, and the names of the axes, as Lightning spells them.
 AXES = {"dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel"}
 

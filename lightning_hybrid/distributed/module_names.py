@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-__all__ = ["fold_numbered", "join_names", "name_matches"]
-
 
 def join_names(prefix: str, name: str) -> str:
     """The dotted name of what a module has under a name; the root module's own is empty."""

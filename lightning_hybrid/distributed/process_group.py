@@ -7,8 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["GroupRef", "all_gather_single", "reduce_scatter_single"]
-
 # The names that torch 2.13 brought. The old ones are looked up only where there are no new ones: they may go.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

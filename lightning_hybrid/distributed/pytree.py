@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = []
-
 #: Keys and indices from the root of a tree.
 TreePath = tuple[Any, ...]
 

@@ -13,19 +13,6 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-__all__ = [
-    "RandomReplay",
-    "RandomStreams",
-    "derive_seed",
-    "generator_marks",
-    "generator_states",
-    "own_numbers",
-    "seed_generators",
-    "set_generator_states",
-    "set_torch_states",
-    "torch_states",
-]
-
 _MASK = (1 << 64) - 1
 _MT19937_BYTES = 4 * 625  # 624 words and the position among them
 

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "to_host"]
-
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The numbers of a tensor as a flat uint8 tensor, for no backend knows every dtype.

@@ -14,8 +14,6 @@ from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import TreeMeta, TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 
-__all__ = ["TreeBroadcast", "broadcast_object", "receive_tree", "reduce_over", "send_tree"]
-
 _NEW, _FAILED, _END = -1, -2, 0  # the numbers of metas begin at 1
 
 

@@ -17,17 +17,6 @@ from lightning_hybrid.data_parallel.zero.param import RowShards
 from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
 
-__all__ = [
-    "LocalParameter",
-    "MemoryUsage",
-    "SavedTensorMeter",
-    "optimizer_state_bytes",
-    "peak_activation_bytes",
-    "peak_parameter_bytes",
-    "storage_bytes",
-    "storages_of",
-]
-
 
 @dataclass(frozen=True)
 class MemoryUsage:

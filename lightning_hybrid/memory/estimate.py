@@ -21,8 +21,6 @@ from lightning_hybrid.memory.account import (
 )
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
 
-__all__ = ["estimate"]
-
 
 def estimate(
     module: LightningModule,

@@ -15,8 +15,6 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.memory.account import MemoryUsage
 
-__all__ = ["MemoryReport"]
-
 _log = logging.getLogger("lightning.pytorch")
 
 

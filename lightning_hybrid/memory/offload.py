@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.distributed.dtensor import put_local, to_local
 
-__all__ = ["OFFLOADS", "Offload", "check_offload"]
-
 #: What can be offloaded to the host.
 OFFLOADS = ("activations", "optimizer")
 

@@ -11,8 +11,6 @@ from torch import nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 
-__all__ = ["BodyCallError", "BodyCut", "body_call_text", "find_body", "layer_call_text"]
-
 
 def find_body(module: nn.Module, name: str | None) -> tuple[str, nn.Sequential]:
     """Find the `nn.Sequential` that is divided into stages.

@@ -11,8 +11,6 @@ from lightning_hybrid.pipeline_parallel.p2p import Channel, Recv, Send
 from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule
 from lightning_hybrid.pipeline_parallel.stage import Compute, Stage
 
-__all__ = ["Engine"]
-
 # Sends under way in a schedule without proofs (forward only). Waiting for the oldest cannot wait in a circle: the lists
 # of a schedule would not even if every send blocked.
 _WINDOW = 4

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, unflatten
 
-__all__ = ["JoinError", "Slicing", "find_batch_size", "join", "signature", "sizes", "slicing", "split_batch"]
-
 
 class JoinError(ValueError):
     """It is ambiguous how to join the outputs of microbatches."""

@@ -18,8 +18,6 @@ from lightning_hybrid.distributed.pytree import TensorMeta, TreeMeta, TreeSpec
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.pipeline_parallel.schedules import ChannelKey
 
-__all__ = ["Channel", "Recv", "Send", "make_channels"]
-
 # What every backend moves as it is; everything else moves as bytes.
 _NATIVE = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-__all__ = ["balanced", "explicit", "partition", "uniform"]
-
 
 def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: int) -> list[range]:
     """Cut a row of layers into stages.

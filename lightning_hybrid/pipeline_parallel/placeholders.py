@@ -13,16 +13,6 @@ from torch import Tensor, nn
 from lightning_hybrid.distributed.dtensor import copy_attributes
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
-__all__ = [
-    "PlaceholderBuffer",
-    "PlaceholderParameter",
-    "is_placeholder",
-    "refuse_call",
-    "remove_placeholder_hooks",
-    "replace_with_placeholders",
-    "without_value_text",
-]
-
 _T = TypeVar("_T", bound=Tensor)
 
 

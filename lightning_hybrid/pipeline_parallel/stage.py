@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, unflatten
 
-__all__ = ["Compute", "Gradients", "Message", "Stage"]
-
 Compute = Callable[[int, int, Any], Any]
 """``compute(stage, microbatch, inputs) -> outputs``: runs the layers of a stage."""
 

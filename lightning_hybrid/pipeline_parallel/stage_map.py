@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["StageMap", "TensorStages", "locate"]
-
 
 @dataclass(frozen=True)
 class StageMap:

@@ -9,8 +9,6 @@ from xml.sax.saxutils import escape
 
 from lightning_hybrid.pipeline_parallel.schedules import Action, Kind, Schedule
 
-__all__ = ["Span", "Timeline", "simulate"]
-
 
 @dataclass(frozen=True)
 class Span:

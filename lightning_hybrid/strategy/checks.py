@@ -27,16 +27,6 @@ from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute
 from lightning_hybrid.memory.offload import check_offload
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES
 
-__all__ = [
-    "check_arguments",
-    "check_module",
-    "check_optimizers",
-    "check_plugin",
-    "check_storage",
-    "check_trainer",
-]
-
-
 _AT_LEAST_ONE = ("tensor_parallel_size", "pipeline_parallel_size", "num_chunks")
 _AUTO = ("data_parallel_size", "num_microbatches")
 

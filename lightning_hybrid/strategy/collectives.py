@@ -20,8 +20,6 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.tree_broadcast import reduce_over
 from lightning_hybrid.strategy.launch import has_groups
 
-__all__ = ["ReplicaCollectives", "outside_of_steps"]
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 

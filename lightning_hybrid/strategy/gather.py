@@ -21,8 +21,6 @@ from lightning_hybrid.tensor_parallel.plan import Plan
 from lightning_hybrid.tensor_parallel.shard import unshard
 from lightning_hybrid.tensor_parallel.styles import ParamSplit
 
-__all__ = ["RefusedStep", "check_gathering", "gather_module"]
-
 
 def check_gathering(module: LightningModule, plan: Plan | None) -> None:
     """Whether all that is divided was divided by a plan of this package.

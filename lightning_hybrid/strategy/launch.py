@@ -13,8 +13,6 @@ from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 
 from lightning_hybrid.trainer.lightning_internals import connect_processes, subprocess_launcher
 
-__all__ = ["announce", "has_groups", "make_launcher", "start_groups"]
-
 
 def make_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
     """What starts the other processes; ``None`` if there are none, or if they have been started.

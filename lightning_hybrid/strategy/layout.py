@@ -19,18 +19,6 @@ from lightning_hybrid.strategy.summary import layout_text, plan_table, stage_row
 from lightning_hybrid.tensor_parallel.plan import Plan, make_plan
 from lightning_hybrid.trainer.module_hooks import find_hook
 
-__all__ = [
-    "describe",
-    "find_layers",
-    "find_own_layers",
-    "find_plan",
-    "find_recomputed",
-    "find_schedule",
-    "find_stages",
-    "is_cut",
-    "layout",
-]
-
 
 def is_cut(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module) -> bool:
     """Whether steps run in stages, in microbatches or on shared layers, or losses are weighted over replicas.

@@ -15,8 +15,6 @@ from lightning_hybrid.distributed.dtensor import copy_attributes
 from lightning_hybrid.distributed.random import RandomStreams, derive_seed, seed_generators
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
-__all__ = ["Initialization", "lacks_values"]
-
 _METHODS = ("reset_parameters", "_reset_parameters")  # as layers of torch call them
 
 

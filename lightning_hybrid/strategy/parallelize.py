@@ -40,8 +40,6 @@ from lightning_hybrid.strategy.summary import plan_table
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.plan import Plan
 
-__all__ = ["ModuleParallelizer"]
-
 _PLAN = "_tensor_parallel_plan"  # where a module remembers how its layers were divided
 
 

@@ -38,8 +38,6 @@ from lightning_hybrid.trainer.lightning_internals import example_input, set_exam
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
 
-__all__ = ["CALLBACK_ORDER", "AfterHook", "Patches", "add_callbacks", "remove_callbacks"]
-
 #: Our callbacks go before the user's, in this order: hooks of a batch are seeded before anything draws; what the last
 #: stage has kept is shared before anybody reads it at an epoch's end; the place in the data is taken before one of them
 #: saves a checkpoint; and an exception ends the run before one of them waits for other ranks.

@@ -49,8 +49,6 @@ from lightning_hybrid.trainer.resume.resume import ResumeCallback
 from lightning_hybrid.trainer.step_context import StepContext
 from lightning_hybrid.trainer.training_step import TrainingStep, UncutTrainingStep
 
-__all__ = ["AttachedModule", "Run", "World"]
-
 _RUNS = count()  # names the failures of each set of process groups
 
 

@@ -42,8 +42,6 @@ from lightning_hybrid.trainer import lightning_internals, optimization
 from lightning_hybrid.trainer.batch_hooks import pinned
 from lightning_hybrid.trainer.precision import adapt, check_optimizer
 
-__all__ = ["HybridStrategy"]
-
 
 class HybridStrategy(ReplicaCollectives):
     """Trains an unmodified LightningModule over data x tensor x pipeline parallel ranks, with one process's numbers.
@@ -144,14 +142,14 @@ class HybridStrategy(ReplicaCollectives):
         self._world: World | None = None
         self._attached: AttachedModule | None = None
         self._run: Run | None = None
-        self._started: WeakSet[LightningModule] = WeakSet()  # modules that have had their initial weights
+        self._started: WeakSet[LightningModule] | None = None  # modules that have had their initial weights
         self._sync_blocked = False
         self.num_nodes = 1
         super().__init__()
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups, and what is known of modules, stay with their process.
-        empty: dict[str, Any] = {"_world": None, "_attached": None, "_run": None, "_started": WeakSet()}
+        empty = {"_world": None, "_attached": None, "_run": None, "_started": None}
         return {**super().__getstate__(), **empty}
 
     # -- what there is -----------------------------------------------------------------------------------------------
@@ -266,6 +264,7 @@ class HybridStrategy(ReplicaCollectives):
         module = self._module
         lightning_internals.set_device_mesh(module, self.device_mesh)
         if self._attached is None or self._attached.module is not module:
+            self._started = WeakSet() if self._started is None else self._started
             self._attached, self._run = AttachedModule(self._world, module, self._started), None
         self._world.open(module.trainer)
         checks.check_trainer(module.trainer, module, num_stages=self._attached.parallelizer.num_stages)

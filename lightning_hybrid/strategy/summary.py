@@ -13,17 +13,6 @@ from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.schedules import Schedule
 from lightning_hybrid.tensor_parallel.plan import Plan
 
-__all__ = [
-    "StageRow",
-    "batch_text",
-    "layout_text",
-    "memory_table",
-    "plan_table",
-    "stage_rows",
-    "stage_table",
-    "text_table",
-]
-
 
 @dataclass(frozen=True)
 class StageRow:

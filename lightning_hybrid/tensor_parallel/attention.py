@@ -14,8 +14,6 @@ from lightning_hybrid.distributed.random import own_numbers
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 from lightning_hybrid.tensor_parallel.mappings import copy_to_tp, gather_from_tp, reduce_from_tp
 
-__all__ = ["ParallelAttention"]
-
 
 class ParallelAttention(ParallelLayer):
     """An `nn.MultiheadAttention` that computes this rank's heads; its class and arguments are torch's.

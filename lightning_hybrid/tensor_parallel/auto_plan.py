@@ -9,8 +9,6 @@ from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.tensor_parallel.sequence_parallel import count_uses
 from lightning_hybrid.tensor_parallel.styles import find_style
 
-__all__ = ["auto_plan"]
-
 # Activations that act on each feature alone, so that a shard of the features is enough.
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.Softsign),

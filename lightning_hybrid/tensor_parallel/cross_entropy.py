@@ -20,8 +20,6 @@ from torch.autograd.function import once_differentiable
 
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup, all_reduce_max, reduce_from_tp
 
-__all__ = ["argmax", "cross_entropy", "in_loss_precision", "log_sum_exp"]
-
 
 def in_loss_precision(logits: Tensor) -> Tensor:
     """Under autocast torch takes these losses in float32."""

@@ -26,21 +26,6 @@ from lightning_hybrid.tensor_parallel.mappings import (
 )
 from lightning_hybrid.tensor_parallel.vocab_parallel import VocabParallelLogits
 
-__all__ = [
-    "ColumnParallelLinear",
-    "OnShards",
-    "ParallelLayer",
-    "RowParallelLinear",
-    "SequenceGathered",
-    "SequenceRegion",
-    "VocabParallelEmbedding",
-    "VocabParallelHead",
-    "disable_fastpath",
-    "parallelize_layer",
-    "restore_fastpath",
-    "restore_layer",
-]
-
 
 class ParallelLayer:
     """What all of these layers have.

@@ -34,17 +34,6 @@ from torch.distributed import ProcessGroup
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.process_group import GroupRef, all_gather_single, reduce_scatter_single
 
-__all__ = [
-    "TensorGroup",
-    "all_reduce_max",
-    "copy_to_tp",
-    "gather_from_sp",
-    "gather_from_tp",
-    "reduce_from_tp",
-    "reduce_scatter_to_sp",
-    "scatter_to_tp",
-]
-
 
 class TensorGroup(GroupRef):
     """The ranks that share each layer: a weak reference to their process group, its size, and the rank in it.

@@ -22,9 +22,6 @@ from lightning_hybrid.tensor_parallel.sequence_parallel import assign_sequence_d
 from lightning_hybrid.tensor_parallel.shard import Sharder
 from lightning_hybrid.tensor_parallel.styles import STYLES, ParamSplit, PlanRow, find_style
 
-__all__ = ["Plan", "make_plan"]
-
-
 _WITH_SUFFIX = ("sequence_region:0", "sequence_region:1", "attention:memory")
 _ATTRIBUTES = "divide:"  # "divide:num_heads" divides integers that a module of the user's own computes with
 

@@ -18,8 +18,6 @@ from torch import nn
 
 from lightning_hybrid.tensor_parallel.styles import STYLES, PlanRow
 
-__all__ = ["assign_sequence_dims", "count_uses"]
-
 _FOR_SEQUENCES = frozenset(name for name, style in STYLES.items() if style.for_sequences)
 
 

@@ -14,8 +14,6 @@ from lightning_hybrid.distributed.dtensor import copy_attributes
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 
-__all__ = ["Sharder", "unshard"]
-
 
 class Sharder:
     """Shards parameters; one that is tied stays tied.

@@ -13,8 +13,6 @@ from lightning_hybrid.tensor_parallel import layers
 from lightning_hybrid.tensor_parallel.attention import ParallelAttention
 from lightning_hybrid.tensor_parallel.layers import parallelize_layer
 
-__all__ = ["STYLES", "ParamSplit", "PlanRow", "Style", "find_style"]
-
 
 @dataclass(frozen=True)
 class ParamSplit:

@@ -18,8 +18,6 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup, gather_from_tp
 
-__all__ = ["VocabParallelLogits", "implements", "to_plain_tensors"]
-
 _AUTOGRAD = ("apply", "grad", "backward")
 _Operation = Callable[..., Any]
 _HANDLED_FUNCTIONS: dict[str, _Operation] = {}

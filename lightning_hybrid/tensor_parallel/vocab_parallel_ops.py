@@ -17,8 +17,6 @@ from lightning_hybrid.tensor_parallel.cross_entropy import argmax, cross_entropy
 from lightning_hybrid.tensor_parallel.mappings import copy_to_tp
 from lightning_hybrid.tensor_parallel.vocab_parallel import VocabParallelLogits, implements
 
-__all__: list[str] = []  # imported for what it registers
-
 _METADATA = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__", "get_device", "__hash__"),
     *("is_floating_point", "is_complex", "is_signed", "is_contiguous"),

@@ -17,8 +17,6 @@ from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.trainer.lightning_internals import unwrap_before_batch_transfer, wrap_before_batch_transfer
 
-__all__ = ["SeededBatchHooks", "batch_reading_hooks", "pinned", "to_device"]
-
 # These tell random numbers of hooks from those of steps, 0 to 3.
 _TRANSFER, _BATCH_START = 4, 5
 

@@ -34,8 +34,6 @@ from lightning_hybrid.trainer.lightning_internals import (
 from lightning_hybrid.trainer.resume.replay import LoaderWrapper, ReplayableLoader
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
 
-__all__ = ["ComparedLoader", "DataLoaderPreparer", "ReplicaSampler", "SharedLoader", "prepare_loader"]
-
 
 class DataLoaderPreparer:
     """Prepares loaders instead of Lightning.

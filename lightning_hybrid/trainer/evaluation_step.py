@@ -17,8 +17,6 @@ from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.step_context import StepContext
 
-__all__ = ["EvaluationStep", "UncutEvaluationStep"]
-
 _STEPS = {"validation_step": 1, "test_step": 2, "predict_step": 3}
 
 

@@ -13,8 +13,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.distributed.failure import FailureStore, is_transport
 
-__all__ = ["ExceptionCallback"]
-
 
 class ExceptionCallback(Callback):
     """Goes before the callbacks of the user: they hear of an exception earlier than the strategy does.

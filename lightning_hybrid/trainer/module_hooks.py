@@ -7,8 +7,6 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-__all__ = ["ModuleHooks", "find_hook"]
-
 
 class ModuleHooks(Protocol):
     """What a LightningModule may define beside Lightning's own hooks; each one alone, unless it says otherwise.

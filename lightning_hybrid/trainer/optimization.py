@@ -12,8 +12,6 @@ from torch import Tensor
 
 from lightning_hybrid.trainer.lightning_internals import replace_closure
 
-__all__ = ["PipelineClosure", "install", "uninstall"]
-
 
 class PipelineClosure(Closure):
     """Zeroes the gradients, runs the step - in which the gradients come to be - and then calls the backward hooks.

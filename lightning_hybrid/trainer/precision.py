@@ -27,8 +27,6 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.distributed.dtensor import local_view
 
-__all__ = ["SUPPORTED", "ModelGroupGradScaler", "adapt", "check", "check_optimizer"]
-
 #: The values of ``Trainer(precision=...)`` that train here.
 SUPPORTED = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 

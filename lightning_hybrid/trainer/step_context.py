@@ -25,8 +25,6 @@ from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from lightning_hybrid.trainer.results.module_attributes import assign_scalars, pack_scalars, scalars
 
-__all__ = ["StepContext"]
-
 _torch_profiles: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 _KEYS = count()  # channels outlive a run: what they have learnt for a key of one must not be taken for another's

@@ -24,8 +24,6 @@ from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
 
-__all__ = ["TrainingStep", "UncutTrainingStep", "split_into"]
-
 _TRAINING = 0  # tells the random numbers of training from those of evaluation
 
 

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.data_parallel import grad_sync as module
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
+from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderTensor, replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from tests.pool import Pools
 
@@ -175,16 +174,23 @@ def test_tables_that_stages_share_make_the_same_groups_on_every_rank(ranks: Pool
     assert ranks(3).run(shared_table, 3, timeout=20.0) == [3, 3, 3]
 
 
-def redistributed() -> bool:
-    model, _, grad_sync = divided(1, 2)
-    with mock.patch.object(module, "redistribute_grad") as redistribute:
+def dispatched() -> int:
+    """How often finishing a step goes through torch's dispatch to placeholders."""
+    _, _, grad_sync = divided(1, 2)
+    dispatch = PlaceholderTensor.__torch_function__
+    calls = []
+
+    def counted(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(args[0])
+        return dispatch(*args, **kwargs)
+
+    with mock.patch.object(PlaceholderTensor, "__torch_function__", classmethod(counted)):
         grad_sync.finish()
-    found = [call.args[0] for call in redistribute.call_args_list]
-    return list(map(id, found)) == list(map(id, real(model).values()))
+    return len(calls)
 
 
 def test_a_step_costs_nothing_for_placeholders(ranks: Pools) -> None:
-    assert all(ranks(2).run(redistributed))
+    assert ranks(2).run(dispatched) == [0, 0]
 
 
 @pytest.mark.parametrize("freeze", ["body.0", "head"])

@@ -78,7 +78,7 @@ class Held(Callback):
         self._note("in the step", pl_module)
 
     def _note(self, moment: str, module: Any) -> None:
-        zero = module.trainer.strategy._parts.grad_sync.zero
+        zero = module.trainer.strategy.run.grad_sync.zero
         sharded = list(zero.parameters.values()) if isinstance(zero, ZeroParameters) else []
         parameters = [*module.parameters(), *(each.flat for each in sharded), *(each.sharded for each in sharded)]
         self.bytes[f"parameters {moment}"] = _bytes(parameters)
@@ -132,7 +132,7 @@ class GradientPeak(Callback):
     peak = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        zero = trainer.strategy._parts.grad_sync.zero
+        zero = trainer.strategy.run.grad_sync.zero
         launch = ReduceScatterBucket.launch
 
         def watched(bucket: ReduceScatterBucket, *args: Any) -> None:

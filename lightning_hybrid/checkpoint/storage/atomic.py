@@ -21,8 +21,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["MARK", "commit", "discard", "new_file", "recover", "resolve", "rollback", "unfinished"]
-
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, <fcntl.h> and <linux/fs.h>
 
 MARK = ".metadata"  # a directory that has this file is complete

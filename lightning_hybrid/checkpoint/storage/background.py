@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-__all__ = ["BackgroundWriter"]
-
 
 class BackgroundWriter:
     """A thread that runs jobs in the order of their submission; a failure is raised to whoever waits for them."""

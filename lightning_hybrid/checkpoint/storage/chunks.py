@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor, Placement
 
 from lightning_hybrid.distributed.dtensor import to_local
 
-__all__ = ["local_chunks"]
-
 
 def local_chunks(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
     """The chunks of a tensor that live on this rank.

@@ -53,8 +53,6 @@ from lightning_hybrid.checkpoint.storage.atomic import MARK, commit, recover, re
 from lightning_hybrid.checkpoint.storage.chunks import local_chunks
 from lightning_hybrid.distributed.pytree import TreePath
 
-__all__ = ["MODEL", "OPTIMIZERS", "DistributedCheckpoint", "write_directory"]
-
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"  # what Lightning calls them in a checkpoint
 
 _EXTRA = "meta.pt"

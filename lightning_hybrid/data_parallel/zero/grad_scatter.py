@@ -15,8 +15,6 @@ from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
 from lightning_hybrid.distributed.dtensor import give_gradient, local_gradient, to_local
 from lightning_hybrid.distributed.process_group import reduce_scatter_single
 
-__all__ = ["ReduceScatterBucket", "ZeroGradients"]
-
 
 class ReduceScatterBucket(Bucket):
     """A bucket of which each rank gets its rows.

@@ -15,18 +15,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_hybrid.distributed.dtensor import all_gather_zero, copy_attributes, put_local, to_local
 
-__all__ = [
-    "Owner",
-    "RowShards",
-    "ShardedParameter",
-    "find_owners",
-    "is_shard",
-    "set_parameter",
-    "shard",
-    "unshard",
-    "unsharded_shape",
-]
-
 Owner = tuple[nn.Module, str]
 """Where a parameter is found: the module, and its name there."""
 

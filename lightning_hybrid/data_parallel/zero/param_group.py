@@ -11,8 +11,6 @@ from torch.distributed import ProcessGroup, Work
 from lightning_hybrid.data_parallel.zero.param import ShardedParameter
 from lightning_hybrid.distributed.process_group import GroupRef, all_gather_single
 
-__all__ = ["ParameterGroup"]
-
 
 class ParameterGroup:
     """The parameters of a layer, which are unsharded or are not.

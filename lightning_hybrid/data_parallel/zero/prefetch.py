@@ -11,8 +11,6 @@ from torch import Tensor
 from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 
-__all__ = ["Prefetcher", "post_backward_hook"]
-
 
 class Prefetcher:
     """Unshards layers one after the other, each while the one before it computes.

@@ -13,8 +13,6 @@ from lightning_hybrid.data_parallel.zero.param import Owner, find_owners, is_sha
 from lightning_hybrid.distributed.dtensor import is_zero_sharded, to_local
 from lightning_hybrid.distributed.mesh import Mesh
 
-__all__ = ["listed_layers", "own_parameters", "shard_module", "unshard_module"]
-
 
 def shard_module(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Let each replica keep its shard of every parameter; the first one's values count.

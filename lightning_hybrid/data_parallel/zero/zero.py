@@ -20,8 +20,6 @@ from lightning_hybrid.data_parallel.zero.prefetch import Prefetcher, post_backwa
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
 from lightning_hybrid.distributed.pytree import flatten
 
-__all__ = ["NoZero", "ZeroParameters"]
-
 
 @dataclass(frozen=True)
 class _Layer:

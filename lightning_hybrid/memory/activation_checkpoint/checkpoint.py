@@ -15,8 +15,6 @@ from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.random import RandomReplay
 from lightning_hybrid.memory.activation_checkpoint.selective import SavedResults
 
-__all__ = ["ActivationCheckpointing"]
-
 
 class ActivationCheckpointing:
     """While this is entered, layers save their inputs and nothing else, and run again in backward.

@@ -12,8 +12,6 @@ from torch import nn
 from lightning_hybrid.config import Recompute
 from lightning_hybrid.distributed.module_names import name_matches
 
-__all__ = ["check_recompute", "chosen_layers", "is_by_name"]
-
 
 def check_recompute(recompute: Any, num_ranks: int, num_chunks: int) -> None:
     """Check the argument by itself.

@@ -26,8 +26,6 @@ try:
 except ImportError:  # then nothing is saved, and all is recomputed
     Mode = None
 
-__all__ = ["SavedResults"]
-
 _PRODUCTS = frozenset(
     f"aten::{name}"
     for name in (

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["Action", "ChannelKey", "Kind", "Schedule"]
-
 ChannelKey = tuple[int, int, Literal["activation", "gradient"]]
 """Sender rank, receiver rank, and what travels."""
 

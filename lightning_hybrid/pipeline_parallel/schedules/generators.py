@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from lightning_hybrid.pipeline_parallel.schedules.actions import Action, Kind
 
-__all__ = ["SCHEDULES", "compute_order", "forward_order", "gpipe", "interleaved_1f1b", "one_f_one_b"]
-
 _T = TypeVar("_T")
 
 Order = tuple[tuple[Action, ...], ...]

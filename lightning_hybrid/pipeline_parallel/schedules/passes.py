@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Schedule
 
-__all__ = ["add_communication", "post_receives_early", "prove_sends_received"]
-
 
 def add_communication(schedule: Schedule) -> Schedule:
     """Add the sends and receives to a schedule that only computes.

@@ -7,8 +7,6 @@ from typing import NoReturn
 
 from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Kind, Schedule
 
-__all__ = ["validate"]
-
 
 def validate(schedule: Schedule) -> None:
     """Prove that every rank gets to the end of its list and that nothing is missing.

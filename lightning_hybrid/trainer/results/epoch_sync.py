@@ -27,8 +27,6 @@ from lightning_hybrid.trainer.results.module_attributes import (
     unpack,
 )
 
-__all__ = ["EpochSync"]
-
 _WITHOUT_VALUE = Ellipsis  # instead of a value that was computed from placeholders
 _MESSAGE, _LENGTH = 256, 4  # bytes: what a logged number needs, with its name, and how its length is written
 

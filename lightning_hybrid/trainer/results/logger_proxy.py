@@ -13,8 +13,6 @@ from lightning.pytorch.loggers import Logger
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.tensor_bytes import to_host
 
-__all__ = ["LoggerCall", "LoggerProxy", "make_calls", "pack_calls"]
-
 LoggerCall = tuple[int | None, tuple[tuple[str, Any], ...], tuple[Any, ...], dict[str, Any]]
 """Which logger (``None`` for `self.print`), the path from it to what is called, and the arguments."""
 

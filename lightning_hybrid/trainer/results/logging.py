@@ -21,9 +21,6 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.trainer.lightning_internals import attached_trainer, intercept_results, set_forward_value
 
-__all__ = ["Log", "LogRecorder", "log_arguments", "merge_logs", "pack_logs", "replay", "unpack_logs", "weighted_mean"]
-
-
 # What can follow name and value in a call of `self.log`.
 _POSITIONAL = tuple(inspect.signature(LightningModule.log).parameters)[3:]
 

@@ -27,8 +27,6 @@ from lightning_hybrid.trainer.lightning_internals import (
     update_arguments,
 )
 
-__all__ = ["MetricsAcrossStages"]
-
 
 @dataclass
 class _Batch:

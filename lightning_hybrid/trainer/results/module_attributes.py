@@ -20,18 +20,6 @@ from lightning_hybrid.distributed.pytree import flatten, map_leaves
 from lightning_hybrid.distributed.tensor_bytes import to_host
 from lightning_hybrid.trainer.lightning_internals import lightning_attributes
 
-__all__ = [
-    "assign",
-    "assign_scalars",
-    "attribute_versions",
-    "digest",
-    "pack",
-    "pack_attribute",
-    "pack_scalars",
-    "scalars",
-    "unpack",
-]
-
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
 _EXACT = 2**53  # the integers up to here are numbers of float64
 _SCALARS = frozenset([bool, int, float, str, type(None)])

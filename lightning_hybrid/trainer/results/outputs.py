@@ -12,8 +12,6 @@ from torch import Tensor
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, map_leaves, unflatten
 from lightning_hybrid.trainer.results.logging import weighted_mean
 
-__all__ = ["merge_outputs"]
-
 
 def merge_outputs(outputs: Sequence[Any], counts: Sequence[int], loss: Tensor) -> Any:
     """Merge what the user's `training_step` returned for each microbatch.

@@ -18,8 +18,6 @@ from lightning_hybrid.trainer.resume.replay import (
     set_loader_generators,
 )
 
-__all__ = ["dataloader_state", "load_dataloader_state", "loaders_of"]
-
 
 def loaders_of(loop: Any) -> list[Any]:
     """The loaders of one of Lightning's loops; none if it has not asked for them yet."""

@@ -14,8 +14,6 @@ from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.tensor_bytes import to_host
 from lightning_hybrid.trainer import lightning_internals as internals
 
-__all__ = ["load_logged_state", "load_metric_states", "logged_state", "metric_states", "plain_values"]
-
 _METRICS = ("callback", "log", "bar")  # as `internals.noted_metrics` gives them
 
 

@@ -11,8 +11,6 @@ from lightning.pytorch import Trainer
 
 from lightning_hybrid.trainer import lightning_internals as internals
 
-__all__ = ["LoopState", "has_begun", "is_epoch_over", "progress"]
-
 
 @dataclass
 class LoopState:

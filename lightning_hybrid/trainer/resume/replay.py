@@ -10,8 +10,6 @@ import torch
 
 from lightning_hybrid.distributed.random import generator_marks, generator_states, set_generator_states
 
-__all__ = ["LoaderWrapper", "ReplayableIterator", "ReplayableLoader", "loader_generators", "set_loader_generators"]
-
 
 class LoaderWrapper:
     """Shows what Lightning reads of a loader.

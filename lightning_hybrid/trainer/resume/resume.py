@@ -35,8 +35,6 @@ from lightning_hybrid.trainer.resume.logged_state import (
 from lightning_hybrid.trainer.resume.loop_state import LoopState, has_begun, is_epoch_over, progress
 from lightning_hybrid.trainer.resume.replay import ReplayableLoader, loader_generators, set_loader_generators
 
-__all__ = ["ResumeCallback"]
-
 Coordinate = tuple[int, int, int]  # (data, tensor, pipeline) rank
 
 
