@@ -30,8 +30,8 @@ from lightning_hybrid.distributed.failure import FailureStore, close_groups
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
-from lightning_hybrid.memory.measure import MemoryReport
 from lightning_hybrid.memory.offload import Offload
+from lightning_hybrid.memory.report import MemoryReport
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.p2p import make_channels
 from lightning_hybrid.strategy.gather import RefusedStep
@@ -263,13 +263,14 @@ class Run:
             zero=parallelizer.make_zero(),
             float32_gradients=config.float32_gradients,
         )
+        self._installed = ExitStack()
+        self._installed.callback(self.grad_sync.remove)
         self.grad_sync.broadcast_parameters()
         world.in_flight.add(self.grad_sync)
         self.offload = Offload(config.offload, world.device)
         self.training_step: TrainingStep | UncutTrainingStep | RefusedStep
         self.evaluation_step: EvaluationStep | UncutEvaluationStep | RefusedStep
         self._context: StepContext | None = None
-        self._installed = ExitStack()
         around_forwards = parallelizer.around_forwards(self.offload, self.grad_sync.local_parameters)
         if not attached.is_cut:
             self.training_step = UncutTrainingStep(module, self.grad_sync, around_forwards)
@@ -324,7 +325,6 @@ class Run:
         self.grad_sync.zero.follow(trainer.strategy.optimizers)
         estimate = partial(self._attached.parallelizer.estimate_memory, trainer.strategy.optimizers)
         add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))
-        undo.callback(self.grad_sync.remove)
         if self._context is None:
             return
         patches = Patches(module, world.mesh)

@@ -147,6 +147,7 @@ class HybridStrategy(ReplicaCollectives):
         self.num_nodes = 1
         super().__init__()
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         # Process groups, and what is known of modules, stay with their process.
         empty = {"_world": None, "_attached": None, "_run": None, "_started": None}

@@ -11,7 +11,7 @@ import torch
 
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.memory.account import MemoryUsage
-from lightning_hybrid.memory.measure import MemoryReport
+from lightning_hybrid.memory.report import MemoryReport
 from tests.pool import Pools
 
 
