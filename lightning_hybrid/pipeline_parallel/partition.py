@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -97,14 +98,8 @@ def balanced(weights: Sequence[int], num_stages: int) -> list[range]:
 
 def _lightest_limit(weights: Sequence[int], num_stages: int) -> int:
     """The smallest possible weight of the heaviest stage, by bisection over the integers."""
-    low, high = max(weights), sum(weights)
-    while low < high:
-        middle = (low + high) // 2
-        if _stages_needed(weights, middle) <= num_stages:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    limits = range(max(weights), sum(weights) + 1)
+    return limits[bisect_left(limits, True, key=lambda limit: _stages_needed(weights, limit) <= num_stages)]
 
 
 def _stages_needed(weights: Sequence[int], limit: int) -> int:
@@ -121,29 +116,25 @@ def _most_even(weights: Sequence[int], num_stages: int, limit: int) -> list[rang
     """Dynamic programming over (stages that remain, first layer of these), from the last stage to the first."""
     num_layers = len(weights)
     prefix = [0, *accumulate(weights)]
-    # costs[first]: squared weights and squared counts of the best way to cut what begins at layer first, if any
-    costs: list[tuple[int, int] | None] = [*[None] * num_layers, (0, 0)]
-    ends: list[list[int]] = []  # ends[-1 - stage][first]: where the stage that begins at first ends, for the best way
+    # best[first]: squared weights and squared counts of the best way to cut what begins at layer first, if any,
+    # and where the first stage of that way ends
+    best: dict[int, tuple[int, int, int]] = {num_layers: (0, 0, num_layers)}
+    best_of_stages = []
     for stage in reversed(range(num_stages)):
-        next_costs: list[tuple[int, int] | None] = [None] * (num_layers + 1)
-        next_ends = [0] * (num_layers + 1)
+        rest, best = best, {}
         for first in range(stage, num_layers):
-            for end in range(first + 1, num_layers + 1):
-                load = prefix[end] - prefix[first]
-                if load > limit:
-                    break
-                rest = costs[end]
-                if rest is None:
-                    continue
-                cost = rest[0] + load**2, rest[1] + (end - first) ** 2
-                best = next_costs[first]
-                if best is None or cost < best:
-                    next_costs[first], next_ends[first] = cost, end
-        costs = next_costs
-        ends.append(next_ends)
+            too_far = bisect_right(prefix, prefix[first] + limit)
+            ways = [
+                (rest[end][0] + (prefix[end] - prefix[first]) ** 2, rest[end][1] + (end - first) ** 2, end)
+                for end in range(first + 1, too_far)
+                if end in rest
+            ]
+            if ways:
+                best[first] = min(ways)
+        best_of_stages.append(best)
     bounds = [0]
-    for end_of in reversed(ends):
-        bounds.append(end_of[bounds[-1]])
+    for best in reversed(best_of_stages):
+        bounds.append(best[bounds[-1]][2])
     assert bounds[-1] == num_layers
     return [range(first, end) for first, end in pairwise(bounds)]
 
