@@ -126,6 +126,11 @@ class Schedule:
             return None
         return Action(action.stage, Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B, action.microbatch)
 
+    def send_for(self, action: Action) -> Action | None:
+        """The send whose message ``action`` works on; ``None`` if it is no computation, or needs no message."""
+        receive = self.receive_for(action) if action.kind.is_compute else None
+        return None if receive is None else self.counterpart(receive)
+
     def send_of(self, action: Action) -> Action | None:
         """The send that passes on the result of the computation ``action``, or ``None`` if no other rank needs it."""
         is_forward = action.kind is Kind.F

@@ -113,12 +113,11 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 1)
 
     def of_rank(rank: int) -> tuple[Action, ...]:
         stages = range(rank, num_ranks * num_chunks, num_ranks)
-        forwards = [_slot(stage, Kind.F, i) for group in groups for stage in stages for i in group]
-        backwards = [_slot(stage, Kind.B, i) for group in groups for stage in reversed(stages) for i in group]
+        forwards, backwards = _in_groups(Kind.F, stages, groups), _in_groups(Kind.B, stages[::-1], groups)
         # When its first backward comes, the last rank has run the first group through all chunks but one. Each rank
         # before it runs its forwards one step earlier and gets its gradients one step later: two more are under way.
         warm_up = (num_chunks - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank)
-        return tuple(action for action in _in_turns(forwards, backwards, warm_up) if action is not None)
+        return tuple(filter(None, _in_turns(forwards, backwards, warm_up)))
 
     return tuple(of_rank(rank) for rank in range(num_ranks))
 
@@ -131,16 +130,8 @@ def forward_order(num_ranks: int, num_microbatches: int, num_chunks: int = 1) ->
     """
     _check_sizes(num_ranks, num_microbatches, num_chunks)
     groups = _groups(num_ranks, num_microbatches)
-    return tuple(
-        tuple(
-            Action(stage, Kind.F, i)
-            for group in groups
-            for stage in range(rank, num_ranks * num_chunks, num_ranks)
-            for i in group
-            if i is not None
-        )
-        for rank in range(num_ranks)
-    )
+    stages_of_ranks = [range(rank, num_ranks * num_chunks, num_ranks) for rank in range(num_ranks)]
+    return tuple(tuple(filter(None, _in_groups(Kind.F, stages, groups))) for stages in stages_of_ranks)
 
 
 SCHEDULES: dict[str, Callable[[int, int, int], Order]] = {
@@ -174,8 +165,9 @@ def _groups(num_ranks: int, num_microbatches: int) -> list[list[int | None]]:
     ]
 
 
-def _slot(stage: int, kind: Kind, microbatch: int | None) -> Action | None:
-    return None if microbatch is None else Action(stage, kind, microbatch)
+def _in_groups(kind: Kind, stages: Sequence[int], groups: list[list[int | None]]) -> list[Action | None]:
+    """Group by group through the stages of a rank; holes stay holes."""
+    return [None if i is None else Action(stage, kind, i) for group in groups for stage in stages for i in group]
 
 
 def _check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:

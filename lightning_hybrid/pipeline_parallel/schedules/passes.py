@@ -112,7 +112,7 @@ def prove_sends_received(schedule: Schedule) -> Schedule:
     This is Lamport's "happened before" with one clock per rank (https://dl.acm.org/doi/10.1145/359545.359563).
     """
     ranks = range(schedule.num_ranks)
-    uses = [[_send_used_by(schedule, action) for action in actions] for actions in schedule.actions]
+    uses = [[schedule.send_for(action) for action in actions] for actions in schedule.actions]
     known = [[0] * schedule.num_ranks for _ in ranks]  # known[rank][other]: how much of the other's list is surely done
     clocks: dict[Action, list[int]] = {}  # for each send, what its sender knew
     proofs: list[list[tuple[Action, ...]]] = [[] for _ in ranks]
@@ -137,9 +137,3 @@ def prove_sends_received(schedule: Schedule) -> Schedule:
     waiting = schedule.play(do)
     assert not waiting, f"validate the schedule first: {waiting}"
     return replace(schedule, retired=tuple(map(tuple, proofs)))
-
-
-def _send_used_by(schedule: Schedule, action: Action) -> Action | None:
-    """The send whose message ``action`` works on, if it is a computation that needs one."""
-    receive = schedule.receive_for(action) if action.kind.is_compute else None
-    return None if receive is None else schedule.counterpart(receive)

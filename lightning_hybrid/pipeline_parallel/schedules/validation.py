@@ -95,11 +95,8 @@ def _check_progress(schedule: Schedule) -> None:
     passed: set[Action] = set()
 
     def do(_: int, action: Action) -> bool:
-        if action.kind.is_compute:
-            receive = schedule.receive_for(action)
-            blocker = None if receive is None else schedule.counterpart(receive)
-        else:
-            blocker = schedule.counterpart(action) if action.kind.is_send else None  # a receive only posts
+        # A send waits until its receive is posted; a receive only posts.
+        blocker = schedule.counterpart(action) if action.kind.is_send else schedule.send_for(action)
         if blocker is not None and blocker not in passed:
             return False
         passed.add(action)
