@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -142,8 +143,7 @@ def _length(field: Any) -> int:
 
 
 def _slices(entries: Any, counts: list[int]) -> list[Any]:
-    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-    return [entries[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    return [entries[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
 def _split(tree: Any, counts: list[int], samples: Tensor | None) -> list[Any]:

@@ -185,21 +185,18 @@ class Channel:
             if known is None:
                 known = self._formats[first.key] = _Format.of(self._receive_meta(), self._wire)
             self._start(first, known)
-        self._start_known()
+        # Behind a meta that has just been read, up to the next unknown one.
+        while self._unread and not self._dynamic:
+            known = self._formats.get(self._unread[0].key)
+            if known is None:
+                break
+            self._start(self._unread.popleft(), known)
         return recv.format
 
     def to_device(self, tensor: Tensor, *, on_host: bool) -> Tensor:
         """A tensor that has arrived, moved from where the backend left it to where the sender's was."""
         # Pinned memory needs no wait: its allocator keeps it until the copy is done.
         return tensor.to("cpu") if on_host else tensor.to(self._device, non_blocking=True)
-
-    def _start_known(self) -> None:
-        """Start the receives behind a meta that has just been read, up to the next unknown one."""
-        while self._unread and not self._dynamic:
-            known = self._formats.get(self._unread[0].key)
-            if known is None:
-                return
-            self._start(self._unread.popleft(), known)
 
     def _start(self, recv: Recv, known: _Format) -> None:
         recv.format = known

@@ -105,7 +105,7 @@ def replace_with_placeholders(module: nn.Module, stage_map: StageMap, rank: int)
     local = {id(tensor) for name, tensor in (*parameters.items(), *buffers.items()) if rank in stage_map.ranks_of(name)}
     _replace(module, parameters, local, _placeholder_parameter)
     _replace(module, buffers, local, lambda tensor: tensor.detach().to("meta").as_subclass(PlaceholderBuffer))
-    if not any(getattr(hook, "hook", None) is _load_into_themselves for hook in _loading_hooks(module)):
+    if not _loading_hooks(module):
         module.register_load_state_dict_pre_hook(_load_into_themselves)  # type: ignore[no-untyped-call]
 
 
@@ -114,13 +114,14 @@ def remove_placeholder_hooks(module: nn.Module) -> None:
     for layer in module.modules():
         for key in [key for key, hook in layer._forward_pre_hooks.items() if isinstance(hook, _Refusal)]:
             del layer._forward_pre_hooks[key]
+    for key in _loading_hooks(module):
+        del module._load_state_dict_pre_hooks[key]
+
+
+def _loading_hooks(module: nn.Module) -> list[int]:
+    """The keys of the module's hooks that let placeholders load themselves."""
     hooks = module._load_state_dict_pre_hooks
-    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is _load_into_themselves]:
-        del hooks[key]
-
-
-def _loading_hooks(module: nn.Module) -> list[Any]:
-    return list(module._load_state_dict_pre_hooks.values())
+    return [key for key, hook in hooks.items() if getattr(hook, "hook", None) is _load_into_themselves]
 
 
 def _load_into_themselves(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -29,15 +29,12 @@ class StageMap:
 
     def stages_of(self, name: str) -> frozenset[int]:
         """The stages that hold the tensor or module of this dotted name."""
-        last = len(self.stages) - 1
-        if self.body is None:
-            return frozenset((0, last))
         prefix = f"{self.body}." if self.body else ""
         layer = name.removeprefix(prefix).split(".", 1)[0]
-        if name.startswith(prefix) and layer in self.layers:
+        if self.body is not None and name.startswith(prefix) and layer in self.layers:
             position = self.layers.index(layer)
             return frozenset(stage for stage, layers in enumerate(self.stages) if position in layers)
-        return frozenset((0, last))
+        return frozenset((0, len(self.stages) - 1))
 
     def ranks_of(self, name: str) -> frozenset[int]:
         """The pipeline ranks that hold the tensor or module of this dotted name."""
@@ -70,14 +67,11 @@ def locate(named: Iterable[tuple[str, Tensor]], stage_map: StageMap) -> list[Ten
     Returns:
         One location for each tensor, in the order of the first names; the same on every rank.
     """
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, Tensor] = {}
+    stages_of: dict[int, tuple[Tensor, set[int]]] = {}
     for name, tensor in named:
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
-    locations = []
-    for key, tensor in tensors.items():
-        stages = frozenset[int]().union(*(stage_map.stages_of(name) for name in names[key]))
-        ranks = tuple(sorted({stage % stage_map.num_ranks for stage in stages}))
-        locations.append(TensorStages(tensor, stages, ranks))
-    return locations
+        _, stages = stages_of.setdefault(id(tensor), (tensor, set()))
+        stages |= stage_map.stages_of(name)
+    return [
+        TensorStages(tensor, frozenset(stages), tuple(sorted({stage % stage_map.num_ranks for stage in stages})))
+        for tensor, stages in stages_of.values()
+    ]

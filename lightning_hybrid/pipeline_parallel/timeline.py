@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from xml.sax.saxutils import escape
 
 from lightning_hybrid.pipeline_parallel.schedules import Action, Kind, Schedule
@@ -81,7 +82,9 @@ class Timeline:
         """
         if not self.schedule.has_backward:
             return (0.0,) * len(self.spans)
-        return tuple(max(_alive(spans)) / self.schedule.num_chunks for spans in self.computing)
+        # A forward begins to wait for its backward, a backward ends that.
+        changes = [[1 if span.action.kind is Kind.F else -1 for span in spans] for spans in self.computing]
+        return tuple(max(accumulate(of_rank)) / self.schedule.num_chunks for of_rank in changes)
 
     def to_text(self, width: int = 120) -> str:
         """Draw one row per rank, for a terminal: ``3>>`` is the forward of microbatch 3, ``3<<`` its backward.
@@ -149,14 +152,6 @@ def simulate(
     if waiting:
         raise ValueError(f"schedule {schedule.name!r} deadlocks: {', '.join(waiting)}")
     return Timeline(schedule, tuple(map(tuple, spans)))
-
-
-def _alive(spans: tuple[Span, ...]) -> Iterator[int]:
-    """The number of forwards that wait for their backward, after each computation of a rank."""
-    alive = 0
-    for span in spans:
-        alive += 1 if span.action.kind is Kind.F else -1
-        yield alive
 
 
 def _figures(timeline: Timeline) -> str:
