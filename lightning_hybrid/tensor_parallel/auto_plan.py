@@ -82,12 +82,10 @@ def _transformer_layer(builder: _PlanBuilder, name: str, layer: nn.Module, *, se
     ]
     if not _is_unmodified(layer):
         builder.reasons[linear1] = f"belongs to a {type(layer).__name__}, which computes in ways of its own"
-        is_parallel.append(False)
-    elif layer.activation in _ELEMENTWISE_FUNCTIONS or isinstance(layer.activation, _ELEMENTWISE):
-        is_parallel.append(builder.add((linear1, "colwise"), (dropout, "on_shards"), (linear2, "rowwise")))
-    else:
+    elif not (layer.activation in _ELEMENTWISE_FUNCTIONS or isinstance(layer.activation, _ELEMENTWISE)):
         builder.reasons[linear1] = "is followed by an activation that may mix features"
-        is_parallel.append(False)
+    # A layer that there is a reason against is not added.
+    is_parallel.append(builder.add((linear1, "colwise"), (dropout, "on_shards"), (linear2, "rowwise")))
     if sequence_parallel and all(is_parallel):
         builder.plan[name] = "sequence_region" if _is_batch_first(layer) else "sequence_region:0"
         for child in ("norm1", "norm2", "norm3", "dropout1", "dropout2", "dropout3"):

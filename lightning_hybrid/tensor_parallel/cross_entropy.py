@@ -91,7 +91,8 @@ def cross_entropy(
         weighted = target.to(shard.dtype) * (1 - label_smoothing) + label_smoothing / num_classes
         weighted = weighted * weights_along_dim
         losses = normalizer * weighted.sum(dim) - _weighted_sum(shard, weighted, dim, group)
-        total: Any = losses.numel()  # of probabilities, torch takes the mean over samples, whatever the weights
+        # Of probabilities, torch takes the mean over samples, whatever the weights.
+        total: int | Tensor = losses.numel()
     else:
         _check_classes(target, shard, ignore_index, num_classes, dim)
         ignored = target == ignore_index
@@ -108,8 +109,7 @@ def cross_entropy(
     if reduction == "sum":
         return losses.sum()
     if not isinstance(total, Tensor):
-        mean: Tensor = losses.sum() / total
-        return mean
+        return losses.sum() / total
     # If nothing counts, torch says NaN, and zero gradients.
     return (losses.sum() / total.clamp_min(torch.finfo(total.dtype).tiny)).masked_fill(total == 0, math.nan)
 

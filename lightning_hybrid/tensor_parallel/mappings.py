@@ -205,15 +205,10 @@ class _ScatterToTP(torch.autograd.Function):
         return _all_gather_along(full_tensor(gradient), ctx.dim, ctx.group), None, None
 
 
-class _ReduceScatterToSP(torch.autograd.Function):
+class _ReduceScatterToSP(_ScatterToTP):  # what flows backward is the same
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: TensorGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
         shard = _reduce_scatter_along(x, dim, group)
         x.untyped_storage().resize_(0)  # nobody needs it any more, and recomputation need not keep it
         return shard
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather_along(full_tensor(gradient), ctx.dim, ctx.group), None, None

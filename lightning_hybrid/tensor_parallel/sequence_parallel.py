@@ -39,7 +39,7 @@ def assign_sequence_dims(rows: list[PlanRow], module: nn.Module, *, sequence_par
         return [row for row in rows if row.kind not in _FOR_SEQUENCES]
     dims = {row.name: int(row.style.partition(":")[2] or 1) for row in rows if row.kind == "sequence_region"}
     gathered = {row.name for row in rows if row.kind == "sequence_gathered"}
-    consecutive = set(_consecutive_layers(module))
+    alike = [pair for pair in _consecutive_layers(module) if dims.get(pair[0]) == dims.get(pair[1])]
     result = []
     for row in rows:
         region = next((name for name in _ancestors(row.name) if name in dims), None)
@@ -53,11 +53,9 @@ def assign_sequence_dims(rows: list[PlanRow], module: nn.Module, *, sequence_par
             continue
         options = dict(row.options)
         if row.kind == "sequence_region":
-            before = {first for first, second in consecutive if second == row.name}
-            after = {second for first, second in consecutive if first == row.name}
             options |= {
-                "scatter_input": not any(dims.get(name) == dims[region] for name in before),
-                "gather_output": not any(dims.get(name) == dims[region] for name in after),
+                "scatter_input": all(second != row.name for _, second in alike),
+                "gather_output": all(first != row.name for first, _ in alike),
             }
         elif row.kind.startswith(("colwise", "packed_colwise")):
             options |= {"input_is_gathered": any(name in gathered for name in _ancestors(row.name))}
