@@ -24,7 +24,7 @@ def agree(check: Callable[[], _T]) -> _T:
         ValueError, TypeError, RuntimeError, OSError: The first rank's; another kind is a `RuntimeError` elsewhere.
     """
     error: Exception | None = None
-    result: Any = None
+    result: _T
     try:
         result = check()
     except Exception as raised:
@@ -32,8 +32,7 @@ def agree(check: Callable[[], _T]) -> _T:
     failed = torch.tensor(error is not None, dtype=torch.int32, device=_device())
     dist.all_reduce(failed, dist.ReduceOp.MAX)  # a third of the time that texts take
     if not failed.item():
-        checked: _T = result
-        return checked
+        return result
     errors: list[Any] = [None] * dist.get_world_size()
     kind = next((number for number, kind in enumerate(_AGREED) if isinstance(error, kind)), len(_AGREED) - 1)
     text = str(error) if isinstance(error, _AGREED) else f"{type(error).__name__}: {error}"

@@ -53,13 +53,16 @@ class FailureStore:
         store: A store that all ranks see.
         name: Distinguishes this run from others over the same store.
         interval: Seconds between two polls of the thread.
+
+    Attributes:
+        failed: Whether this rank failed, or aborted because another one did.
     """
 
     def __init__(self, store: Store, name: str, interval: float = 1.0) -> None:
         self._store = store
         self._key = f"{_KEY}/{name}"
         self._interval = interval
-        self._failed = False
+        self.failed = False
         self._stop_watching = threading.Event()
 
     def report(self, error: BaseException, where: str, *, verbatim: bool = False) -> None:
@@ -70,9 +73,9 @@ class FailureStore:
             where: The rank, stage and action.
             verbatim: Whether the others raise the same text, because the error is about what every rank does.
         """
-        if self._failed:
+        if self.failed:
             return
-        self._failed = True
+        self.failed = True
         kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
         text = str(error) if verbatim else f"{where} failed: {type(error).__name__}: {error}"
         with contextlib.suppress(Exception):  # the store may be gone; then nobody reads it either
@@ -129,9 +132,9 @@ class FailureStore:
         self._stop_watching = stop = threading.Event()
 
         def poll() -> None:
-            while not (stop.wait(self._interval) or self._failed):
+            while not (stop.wait(self._interval) or self.failed):
                 if self.cause(patience=0.0) is not None:
-                    self._failed = True
+                    self.failed = True
                     abort()
 
         threading.Thread(target=poll, name="lightning_hybrid-failure-watch", daemon=True).start()
@@ -139,11 +142,6 @@ class FailureStore:
     def close(self) -> None:
         """End the thread of :meth:`watch`: a run that ended well needs the store no longer."""
         self._stop_watching.set()
-
-    @property
-    def failed(self) -> bool:
-        """Whether this rank failed, or aborted because another one did."""
-        return self._failed
 
 
 def close_groups(error: BaseException | None = None) -> None:

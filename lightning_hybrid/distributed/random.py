@@ -83,9 +83,8 @@ def set_generator_states(states: Mapping[str, Any], device: torch.device) -> Non
         states: The states. One of CUDA is left out on another device.
         device: The device of the model.
     """
-    torch.default_generator.set_state(states["torch"])
-    if device.type == "cuda" and "cuda" in states:
-        _cuda_generator(device).set_state(states["cuda"])
+    cuda = states.get("cuda") if device.type == "cuda" else None
+    set_torch_states((states["torch"], cuda), device)
     np.random.set_state(_with_arrays(states["numpy"]))
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers.numpy().view(np.uint32).tolist()), gauss))

@@ -114,6 +114,9 @@ class TreeBroadcast:
         group: The same ranks in the same order, for tensors on ``device``.
         source: The rank inside the group that has the trees.
         device: Where received tensors shall be.
+
+    Attributes:
+        is_source: Whether this rank's trees count.
     """
 
     def __init__(
@@ -123,14 +126,9 @@ class TreeBroadcast:
         self._group = GroupRef(group)
         self._source = source
         self._device = device
-        self._is_source = dist.get_rank(control_group) == source
+        self.is_source = dist.get_rank(control_group) == source
         self._numbers: dict[TreeMeta, int] = {}
         self._metas: list[TreeMeta] = []
-
-    @property
-    def is_source(self) -> bool:
-        """Whether this rank's trees count."""
-        return self._is_source
 
     def __call__(self, tree: Any = None) -> Any:
         """Broadcast a tree.
@@ -141,7 +139,7 @@ class TreeBroadcast:
         Returns:
             The source's tree. On the source it is the object that was given.
         """
-        if self._is_source:
+        if self.is_source:
             self._send(tree)
             return tree
         return self.receive()
@@ -209,7 +207,7 @@ class TreeBroadcast:
         if scalars:
             packed = torch.stack([scalar.reshape(()).to(self._device, torch.float64) for scalar in scalars])
             self._broadcast(packed, self._group())
-            if not self._is_source:
+            if not self.is_source:
                 for scalar, value in zip(scalars, packed.unbind(), strict=True):
                     scalar.copy_(value)
         for tensor in tensors:
