@@ -252,18 +252,15 @@ class ShardedParameter:
 
     def copy_out(self, shards: Tensor) -> None:
         """Copy the gathered shards of all ranks, ``(ranks, padded shard)``, to where the unsharded parameter lies."""
-        self._allocate()
+        storage = self.flat.untyped_storage()
+        if storage.size() != self.flat.nbytes:
+            storage.resize_(self.flat.nbytes)
         flat = self.flat.view(self.rows.num_ranks, self.rows.padded_numel)
         if self._is_aliased(to_local(self.sharded)):  # own rows are there, and may be newer than what was gathered
             flat[: self._rank].copy_(shards[: self._rank])
             flat[self._rank + 1 :].copy_(shards[self._rank + 1 :])
         else:
             flat.copy_(shards)
-
-    def _allocate(self) -> None:
-        storage, num_bytes = self.flat.untyped_storage(), self.flat.nbytes
-        if storage.size() != num_bytes:
-            storage.resize_(num_bytes)
 
     def free(self) -> None:
         """Free the memory of the unsharded parameter, to which graphs refer: it comes back in the same place."""
