@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import math
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -13,6 +11,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
@@ -27,24 +27,6 @@ from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 Source = str | Path | Mapping[str, Any]
 
 _SUFFIX = ".safetensors"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
 
 
 class Weights:
@@ -148,30 +130,8 @@ def _read_torch(path: Path) -> Any:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a ``.safetensors`` file, mapped into memory.
-
-    The format: the length of the header in 8 bytes, the header, which is JSON, and the bytes of the tensors at the
-    offsets that it gives (https://huggingface.co/docs/safetensors).
-    """
-    size = path.stat().st_size
+    """The tensors of a ``.safetensors`` file, mapped into memory."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, size)))
-        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
-        header.pop("__metadata__", None)
-        return {name: _view(data, entry) for name, entry in header.items()}
-    except (KeyError, ValueError, RuntimeError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{path}, {size} bytes, is no complete .safetensors file: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _view(data: Tensor, entry: Mapping[str, Any]) -> Tensor:
-    dtype, (begin, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]
-    if end > len(data) or end - begin != math.prod(entry["shape"]) * dtype.itemsize:
-        raise ValueError(f"bytes {begin} to {end} of {len(data)} are no {entry['dtype']} of shape {entry['shape']}")
-    part = data[begin:end]
-    if part.storage_offset() % dtype.itemsize:
-        part = part.clone()  # it begins where no value of this type can
-    return part.view(dtype).view(entry["shape"])
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path}, {path.stat().st_size} bytes, is no complete .safetensors file: {error}") from error

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from rich import filesize
 from torch import Tensor
 
 from lightning_hybrid.checkpoint.metadata import METADATA
@@ -47,7 +48,7 @@ class Inspection:
             every_name: Whether tensors that are alike, but for numbers in their names, have lines of their own.
         """
         tree = self.checkpoint
-        head = f"{self.path}: {self.kind}, {_size(self.num_bytes)}"
+        head = f"{self.path}: {self.kind}, {filesize.decimal(self.num_bytes)}"
         state = tree.get("state_dict")
         if not isinstance(state, Mapping):  # not of Lightning
             leaves = flatten_with_path(tree)
@@ -221,15 +222,7 @@ def _sum(tensors: Iterable[Tensor]) -> str:
     distinct = {_identity(tensor): tensor for tensor in tensors}.values()
     elements = sum(tensor.numel() for tensor in distinct)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in distinct)
-    return f"{len(distinct)} tensor{'s' * (len(distinct) != 1)}, {elements:,} elements, {_size(num_bytes)}"
-
-
-def _size(num_bytes: int) -> str:
-    size, units = float(num_bytes), ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{num_bytes} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
+    return f"{len(distinct)} tensor{'s' * (len(distinct) != 1)}, {elements:,} elements, {filesize.decimal(num_bytes)}"
 
 
 def _values(values: Any) -> str:

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from lightning_hybrid.cli.consolidate import consolidate
 from lightning_hybrid.cli.dry_run import dry_run
@@ -250,13 +250,7 @@ def _consolidate(args: Sequence[str]) -> None:
 def _progress_bar() -> Progress:
     """A bar of bytes; where nobody watches there is none."""
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = *Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn()
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 

@@ -38,8 +38,9 @@ from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.meta_init import lacks_values
 from lightning_hybrid.strategy.run import AttachedModule, Run, World
 from lightning_hybrid.strategy.summary import batch_text
-from lightning_hybrid.trainer import lightning_internals, optimization
+from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import pinned
+from lightning_hybrid.trainer.optimization import PipelineClosure
 from lightning_hybrid.trainer.precision import adapt, check_optimizer
 
 
@@ -305,7 +306,7 @@ class HybridStrategy(ReplicaCollectives):
         if fitting:
             lightning_internals.move_optimizer_states(self.optimizers, self.root_device)
             if self.attached.is_cut:
-                optimization.install(trainer)
+                lightning_internals.replace_closure(trainer, PipelineClosure)
         self._run.install(trainer)
         if self.attached.is_cut:
             self.remember_log_dir(trainer)
@@ -344,7 +345,7 @@ class HybridStrategy(ReplicaCollectives):
         """Give the module and the Trainer back as they were."""
         if self._world is not None and self._attached is not None and self.lightning_module is not None:
             trainer = self.lightning_module.trainer
-            optimization.uninstall(trainer)
+            lightning_internals.replace_closure(trainer)
             self._attached.detach()
             self._world.close(trainer)
             if self._run is not None:

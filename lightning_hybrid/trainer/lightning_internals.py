@@ -535,7 +535,7 @@ def set_sampler_epoch(loader: object, epoch: int) -> None:
 # -- optimization and precision ----------------------------------------------------------------------------------------
 
 
-def replace_closure(trainer: Trainer, closure: type[Closure]) -> None:
+def replace_closure(trainer: Trainer, closure: type[Closure] = Closure) -> None:
     """Have automatic optimization call another closure; Lightning's own ``Closure`` puts its loop back.
 
     Lightning zeroes gradients between step and backward, which would wipe what a schedule of both has computed.

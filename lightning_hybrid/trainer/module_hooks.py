@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -66,16 +66,7 @@ class ModuleHooks(Protocol):
         """
 
 
-def find_hook(
-    module: nn.Module,
-    name: Literal[
-        "pipeline_body",
-        "microbatch_weight",
-        "split_batch",
-        "split_body_input",
-        "join_body_output",
-        "tensor_parallel_plan",
-    ],
-) -> Any:
+def find_hook(module: nn.Module, name: str) -> Any:
     """The hook of this name; ``None`` if the module does not define it."""
+    assert name in vars(ModuleHooks) or name in ModuleHooks.__annotations__, name
     return getattr(module, name, None)

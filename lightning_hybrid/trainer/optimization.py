@@ -6,11 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from torch import Tensor
-
-from lightning_hybrid.trainer.lightning_internals import replace_closure
 
 
 class PipelineClosure(Closure):
@@ -42,13 +39,3 @@ class PipelineClosure(Closure):
         if self._call_backward_hooks is not None and result.closure_loss is not None:
             self._call_backward_hooks(result.closure_loss)
         return result
-
-
-def install(trainer: Trainer) -> None:
-    """Have Lightning's optimization call our closure."""
-    replace_closure(trainer, PipelineClosure)
-
-
-def uninstall(trainer: Trainer) -> None:
-    """Have it call its own."""
-    replace_closure(trainer, Closure)

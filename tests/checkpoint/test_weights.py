@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.weights import Weights
@@ -283,9 +284,8 @@ def test_what_does_not_fit_is_an_error_on_every_rank(ranks: Pools, tmp_path: Pat
 
 
 def test_files_of_the_library_safetensors_are_read(tmp_path: Path) -> None:
-    torch_of = pytest.importorskip("safetensors.torch")
     state = {"a": torch.randn(3, 2), "b": torch.arange(5), "c": torch.randn(7).bfloat16(), "d": torch.tensor(True)}
-    torch_of.save_file(state, tmp_path / "x.safetensors")
+    save_file(state, tmp_path / "x.safetensors")
     found = Weights(tmp_path / "x.safetensors")
     assert found.shapes() == {name: value.shape for name, value in state.items()}
 
