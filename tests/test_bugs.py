@@ -109,6 +109,23 @@ def test_a_microbatch_that_counts_nothing_does_not_spoil_the_loss(ranks: Pools) 
     check_fit(ranks, with_empty_microbatches)
 
 
+class WeighsLater(Masked):
+    """Says how microbatches are weighted when training begins."""
+
+    microbatch_weight = None  # type: ignore[assignment]
+
+    def on_train_start(self) -> None:
+        self.microbatch_weight = functools.partial(Masked.microbatch_weight, self)
+
+
+def weighted_later(layout: Layout) -> tuple[list[float], Any]:
+    return fitted(layout, WeighsLater(), max_steps=4)
+
+
+def test_hooks_that_come_during_a_run_count(ranks: Pools) -> None:
+    check_fit(ranks, weighted_later)
+
+
 class Normalized(Regression):
     def __init__(self) -> None:
         super().__init__()

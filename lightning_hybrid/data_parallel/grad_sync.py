@@ -48,7 +48,7 @@ class GradientSync:
         float32_gradients: Whether gradients of parameters in half precision are added up, and reduced, in float32.
 
     Attributes:
-        zero: Likewise.
+        zero: Unshards parameters that replicas shard.
         reduces: Whether the last backward of a stage starts to reduce its gradients; otherwise they are accumulated.
     """
 
@@ -60,11 +60,11 @@ class GradientSync:
         *,
         sync_batch_norm: bool = False,
         adds_up: Collection[str] = (),
-        zero: ZeroParameters | NoZero | None = None,
+        zero: ZeroParameters | NoZero,
         float32_gradients: bool = False,
     ) -> None:
         self._mesh = mesh
-        self.zero = zero or NoZero()
+        self.zero = zero
         self.reduces = True
         self._has_evaluated = False
         self._undo: list[Callable[[], None]] = []

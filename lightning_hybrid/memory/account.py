@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -184,23 +185,28 @@ class SavedTensorMeter:
         self.label: Hashable = None
         storages = (storage for tensor in excluded for storage in storages_of(tensor))
         self._excluded = {storage._cdata: storage for storage in storages}  # alive, so that no other gets their address
-        self._saved: dict[Hashable, dict[int, int]] = defaultdict(dict)
+        self._saved: dict[Hashable, WeakSet[_Saved]] = defaultdict(WeakSet)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Enter it around the forward."""
-        with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+        with saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
             yield
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        for storage in storages_of(tensor):
-            if storage._cdata not in self._excluded:
-                self._saved[self.label][storage._cdata] = storage.nbytes()
-        return tensor
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        self._saved[self.label].add(saved)
+        return saved
 
     def saved_bytes(self, labels: Iterable[Hashable]) -> int:
-        """The bytes that were saved under any of these labels."""
-        storages: dict[int, int] = {}
-        for label in labels:
-            storages |= self._saved.get(label, {})
-        return sum(storages.values())
+        """The bytes that were saved under any of these labels, and are needed still: what is dropped does not count."""
+        saved = (each for label in labels for each in self._saved.get(label, ()))
+        storages = {storage._cdata: storage for each in saved for storage in storages_of(each.tensor)}
+        return sum(storage.nbytes() for key, storage in storages.items() if key not in self._excluded)
+
+
+class _Saved:
+    """A saved tensor, without the graph that it is a result of: with it, the two would keep each other for ever."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()

@@ -91,7 +91,7 @@ def gather_module(module: LightningModule, stage_map: StageMap, plan: Plan | Non
         is_everywhere = division is None and len(holders) == mesh.pipeline_parallel_size
         if is_everywhere and isinstance(tensor, nn.Parameter):
             continue
-        value = _whole(tensor, division, owners[several[0]], mesh)
+        value = _full_value(tensor, division, owners[several[0]], mesh)
         if division is None and not is_placeholder(tensor):
             if not isinstance(tensor, nn.Parameter):
                 tensor.copy_(value)  # its holders may have different ones, of which one counts
@@ -118,7 +118,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-def _whole(tensor: Tensor, division: ParamSplit | None, stage: int, mesh: Mesh) -> Tensor:
+def _full_value(tensor: Tensor, division: ParamSplit | None, stage: int, mesh: Mesh) -> Tensor:
     """All of a tensor, on the host, from the pipeline rank whose value counts."""
     first = stage * mesh.tensor_parallel_size
     if division is None:

@@ -111,11 +111,11 @@ def find_plan(module: LightningModule, settings: HybridConfig, size: int) -> Pla
     Raises:
         ValueError: If layers cannot be shared as the user says.
     """
-    wish = settings.tensor_parallel_plan
+    requested = settings.tensor_parallel_plan
     hook = find_hook(module, "tensor_parallel_plan")
-    if wish == "auto" and hook is not None:
-        wish = hook() if callable(hook) else hook
-    return make_plan(module, wish, size, sequence_parallel=settings.sequence_parallel)
+    if requested == "auto" and hook is not None:
+        requested = hook() if callable(hook) else hook
+    return make_plan(module, requested, size, sequence_parallel=settings.sequence_parallel)
 
 
 def find_schedule(settings: HybridConfig, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -53,18 +53,18 @@ class _Fresh:
     Attributes:
         tensor: It, on the meta device.
         names: Its dotted names; the first one is in the layer that decides about its values.
-        places: The layers that have it, and what they call it.
+        owners: The layers that have it, and what they call it.
         unit: Where its values are made.
     """
 
     tensor: Tensor
     unit: _Unit
     names: list[str] = field(default_factory=list)
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def put(self, value: Tensor) -> None:
         """Replace it wherever it is."""
-        for layer, leaf in self.places:
+        for layer, leaf in self.owners:
             setattr(layer, leaf, value)
 
 
@@ -111,7 +111,7 @@ class Initialization:
             for owner, leaf, tensor in unit.tensors():
                 if _is_missing(tensor):
                     fresh = self._fresh.setdefault(id(tensor), _Fresh(tensor, unit))
-                    fresh.places.append((owner, leaf))
+                    fresh.owners.append((owner, leaf))
         for name, tensor in _named_tensors(module):
             if id(tensor) in self._fresh:
                 self._fresh[id(tensor)].names.append(name)
@@ -149,14 +149,14 @@ class Initialization:
         missing = [self._fresh[key] for key in keys if key in self._fresh]
         for fresh in missing:
             self._make(fresh.unit)  # of what is tied, the layer that decides comes first
-        mine = [fresh for fresh in missing if fresh.unit is unit]
-        wanted = [fresh for fresh in mine if id(fresh.tensor) not in self._given]
-        memory = (_memory(fresh.tensor, self._device) for fresh in mine)
-        values = self._values(unit, mine, wanted) if wanted else list(memory)
-        for fresh, value in zip(mine, values, strict=True):
+        of_unit = [fresh for fresh in missing if fresh.unit is unit]
+        wanted = [fresh for fresh in of_unit if id(fresh.tensor) not in self._given]
+        memory = (_memory(fresh.tensor, self._device) for fresh in of_unit)
+        values = self._values(unit, of_unit, wanted) if wanted else list(memory)
+        for fresh, value in zip(of_unit, values, strict=True):
             fresh.put(_like(fresh.tensor, value))
 
-    def _values(self, unit: _Unit, mine: list[_Fresh], wanted: list[_Fresh]) -> list[Tensor]:
+    def _values(self, unit: _Unit, of_unit: list[_Fresh], wanted: list[_Fresh]) -> list[Tensor]:
         """What the layers of a unit make of memory of their own."""
         originals = list(unit.tensors())
         memory = {id(tensor): tensor for *_, tensor in originals}
@@ -166,11 +166,11 @@ class Initialization:
         versions = {id(tensor): tensor._version for tensor in memory.values()}
         try:
             self._reset(unit)
-            values = [getattr(*fresh.places[0]) for fresh in mine]
+            values = [getattr(*fresh.owners[0]) for fresh in of_unit]
         finally:
             for layer, leaf, tensor in originals:
                 setattr(layer, leaf, tensor)
-        for fresh, value in zip(mine, values, strict=True):
+        for fresh, value in zip(of_unit, values, strict=True):
             untouched = versions.get(id(value)) == value._version and _is_unset(value)
             if fresh in wanted and (untouched or value.is_meta):
                 raise ValueError(self._unset_text(fresh))
@@ -196,7 +196,7 @@ class Initialization:
             )
 
     def _unset_text(self, fresh: _Fresh) -> str:
-        owner, leaf = fresh.places[0]
+        owner, leaf = fresh.owners[0]
         kind = "parameter" if isinstance(fresh.tensor, nn.Parameter) else "buffer"
         method = _name_of_method(owner)
         why = f"its `{method}` does not set it" if method else "it has no `reset_parameters`"

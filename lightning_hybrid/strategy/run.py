@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property, partial
 from itertools import count
 from typing import Protocol
@@ -108,7 +109,6 @@ class World:
 
     def close(self, trainer: Trainer) -> None:
         """A run ends."""
-        self.failures.close()
         self._mixed_operations.close()
         self.loaders.detach(trainer)
         self.resume.close(trainer)
@@ -252,34 +252,40 @@ class Run:
     def __init__(self, world: World, attached: AttachedModule, *, sync_batch_norm: bool) -> None:
         config, module, parallelizer = world.config, attached.module, attached.parallelizer
         self._world, self._attached = world, attached
-        agree(parallelizer.check)
-        attached.checkpointer.open()
-        self.grad_sync = GradientSync(
-            module,
-            parallelizer.stage_map,
-            world.mesh,
-            sync_batch_norm=sync_batch_norm,
-            adds_up=parallelizer.adds_up,
-            zero=parallelizer.make_zero(),
-            float32_gradients=config.float32_gradients,
-        )
-        self._installed = ExitStack()
-        self._installed.callback(self.grad_sync.remove)
-        self.grad_sync.broadcast_parameters()
-        world.in_flight.add(self.grad_sync)
-        self.offload = Offload(config.offload, world.device)
+        self._context: StepContext | None = None
         self.training_step: TrainingStep | UncutTrainingStep | RefusedStep
         self.evaluation_step: EvaluationStep | UncutEvaluationStep | RefusedStep
-        self._context: StepContext | None = None
-        around_forwards = parallelizer.around_forwards(self.offload, self.grad_sync.local_parameters)
-        if not attached.is_cut:
+        agree(parallelizer.check)
+        attached.checkpointer.open()
+        with ExitStack() as undo:  # also where the rest fails: the module is the user's again
+            zero = parallelizer.make_zero()
+            undo.callback(zero.remove)
+            self.grad_sync = GradientSync(
+                module,
+                parallelizer.stage_map,
+                world.mesh,
+                sync_batch_norm=sync_batch_norm,
+                adds_up=parallelizer.adds_up,
+                zero=zero,
+                float32_gradients=config.float32_gradients,
+            )
+            undo.callback(self.grad_sync.remove)
+            self.grad_sync.broadcast_parameters()
+            world.in_flight.add(self.grad_sync)
+            self.offload = Offload(config.offload, world.device)
+            self._make_steps(parallelizer.around_forwards(self.offload, self.grad_sync.local_parameters))
+            self._installed = undo.pop_all()
+
+    def _make_steps(self, around_forwards: Callable[[], AbstractContextManager[None]]) -> None:
+        world, module, config = self._world, self._attached.module, self._world.config
+        if not self._attached.is_cut:
             self.training_step = UncutTrainingStep(module, self.grad_sync, around_forwards)
             self.evaluation_step = UncutEvaluationStep(module, self.grad_sync)
             return
         self._context = StepContext(
             module,
-            parallelizer.body,
-            parallelizer.stage_map,
+            self._attached.parallelizer.body,
+            self._attached.parallelizer.stage_map,
             world.mesh,
             streams=world.streams,
             failures=world.failures,

@@ -139,7 +139,7 @@ class HybridStrategy(ReplicaCollectives):
         arguments["offload"] = (offload,) if isinstance(offload, str) else tuple(offload or ())
         self.settings = HybridConfig(**{field.name: arguments[field.name] for field in fields(HybridConfig)})
         self._requested_sizes = (data_parallel_size, tensor_parallel_size, pipeline_parallel_size)
-        self._process_group_backend = process_group_backend
+        self._process_group_backend = self.settings.process_group_backend
         self._world: World | None = None
         self._attached: AttachedModule | None = None
         self._run: Run | None = None
@@ -343,6 +343,13 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def teardown(self) -> None:
         """Give the module and the Trainer back as they were."""
+        try:
+            self._teardown()
+        finally:
+            if self._world is not None:
+                self._world.failures.close()  # the last collectives of a run are behind us
+
+    def _teardown(self) -> None:
         if self._world is not None and self._attached is not None and self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             lightning_internals.replace_closure(trainer)

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -58,11 +56,6 @@ def pinned(batch: Any) -> Any:
 def _pinned(leaf: Any) -> Any:
     on_host = isinstance(leaf, Tensor) and leaf.device.type == "cpu"
     return leaf.pin_memory() if on_host and not leaf.is_pinned() else leaf
-
-
-def to_device(microbatch: Any, device: torch.device) -> Any:
-    """The microbatch on the device; what is there already is not copied."""
-    return move_data_to_device(microbatch, device)
 
 
 class SeededBatchHooks(Callback):

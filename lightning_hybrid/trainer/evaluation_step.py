@@ -38,7 +38,7 @@ class UncutEvaluationStep:
 
 
 class EvaluationStep:
-    """Runs the user's `validation_step`, `test_step` or `predict_step` through the context.
+    """Runs the user's `validation_step`, `test_step` or `predict_step` through the pipeline.
 
     ::
 

@@ -18,8 +18,8 @@ class ExceptionCallback(Callback):
     """Goes before the callbacks of the user: they hear of an exception earlier than the strategy does.
 
     Some save a checkpoint then. Every rank has to take part in that, and the others are somewhere else: they would
-    meet in a collective that is not the same, and wait. SIGTERM is told to all ranks, which stop at the same batch;
-    then a checkpoint can be saved.
+    meet in a collective that is not the same, and wait. SIGTERM is broadcast to all ranks, which stop at the same
+    batch; then a checkpoint can be saved.
 
     Args:
         failures: Where failures are written.

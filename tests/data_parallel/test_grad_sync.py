@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.data_parallel.zero.zero import NoZero
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderTensor, replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -43,7 +44,7 @@ def divided(data: int, pipeline: int) -> tuple[Model, Mesh, GradientSync]:
     stages = STAGES if pipeline == 2 else (range(6),)
     stage_map = model.stage_map(pipeline, stages)
     replace_with_placeholders(model, stage_map, mesh.pipeline_rank)
-    return model, mesh, GradientSync(model, stage_map, mesh)
+    return model, mesh, GradientSync(model, stage_map, mesh, zero=NoZero())
 
 
 def real(model: Model) -> dict[str, nn.Parameter]:
@@ -165,7 +166,7 @@ def shared_table(pipeline: int) -> int:
     for block in body:
         if not block.table.is_meta:
             block.table = block.table.clone()
-    grad_sync = GradientSync(model, stage_map, mesh)
+    grad_sync = GradientSync(model, stage_map, mesh, zero=NoZero())
     grad_sync.broadcast_parameters()
     return len(grad_sync._buffers)
 

@@ -77,3 +77,16 @@ def test_sync_batchnorm_is_over_the_replicas(ranks: Pools, layout: dict[str, Any
     assert seen
     assert set(seen) == {("SyncBatchNorm", 2)}
     assert {result[3] for result in with_sync} == {"BatchNorm1d"}, "the user's layers are back"
+
+
+def failed_setup() -> tuple[str, list[str]]:
+    module = Normed()
+    with pytest.raises(ValueError, match="recompute") as error:
+        make_trainer({"recompute": ["nothing.*"]}, sync_batchnorm=True).fit(module, loader())
+    return str(error.value), [type(layer).__name__ for layer in module.modules() if hasattr(layer, "running_mean")]
+
+
+def test_a_run_that_cannot_begin_gives_the_layers_back(ranks: Pools) -> None:
+    for text, kinds in ranks(2, lightning=True).run(failed_setup):
+        assert "nothing.*" in text
+        assert kinds == ["BatchNorm1d"]

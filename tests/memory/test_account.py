@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,20 @@ def test_what_autograd_saves_is_counted_by_label() -> None:
     expected = torch.autograd.grad(loss, weight, retain_graph=True)
     loss.backward()
     assert torch.equal(weight.grad, expected[0])
+
+
+def test_what_is_dropped_is_counted_no_more_and_let_go_of() -> None:
+    x = torch.randn(8, 4, requires_grad=True)
+    meter = SavedTensorMeter([])
+    with meter():
+        y = x.exp()  # saves its result
+        dropped = x.sigmoid()
+        storage = weakref.ref(dropped.untyped_storage())
+        assert meter.saved_bytes([None]) == 2 * 8 * 4 * 4
+        del dropped
+    assert meter.saved_bytes([None]) == 8 * 4 * 4
+    assert storage() is None
+    y.sum().backward()
 
 
 def test_second_derivatives_pass() -> None:

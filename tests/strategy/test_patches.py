@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     ModelPruning,
@@ -19,6 +20,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
 from torch import Tensor, nn
 
+from lightning_hybrid.strategy.patches import CALLBACK_ORDER, add_callbacks, remove_callbacks
 from tests.pool import Pools
 from tests.test_logging_features import Memory
 from tests.training_jobs import LAYOUTS, PP2, Regression, loader, make_trainer
@@ -206,3 +208,34 @@ def monitored(layout: Layout) -> bool:
 def test_device_statistics_are_logged_by_each_rank_for_itself(ranks: Pools) -> None:
     pytest.importorskip("psutil")
     assert ranks(2, lightning=True).run(monitored, PP2) == [True, True]
+
+
+class Order(Callback):
+    """Looks at the callbacks of a run."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.types = [type(callback) for callback in trainer.callbacks]
+
+
+def callback_types(layout: Layout) -> list[type]:
+    order = Order()
+    make_trainer(layout, max_steps=1, callbacks=[order]).fit(Regression(), loader())
+    return order.types
+
+
+def test_ours_go_before_the_users_in_the_order_that_is_written_down(ranks: Pools) -> None:
+    for types in ranks(2, lightning=True).run(callback_types, PP2):
+        assert types[: len(CALLBACK_ORDER)] == list(CALLBACK_ORDER)
+        assert Order in types[len(CALLBACK_ORDER) :]
+
+
+def test_one_that_comes_later_takes_its_place_and_ours_are_taken_away() -> None:
+    users: list[Callback] = [Order(), Order()]
+    trainer = Trainer(callbacks=users, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    before = list(trainer.callbacks)  # type: ignore[attr-defined]
+    ours = [object.__new__(kind) for kind in CALLBACK_ORDER]
+    add_callbacks(trainer, ours[4], ours[2])
+    add_callbacks(trainer, ours[3], ours[0], ours[1])
+    assert trainer.callbacks == [*ours, *before]  # type: ignore[attr-defined]
+    remove_callbacks(trainer)
+    assert trainer.callbacks == before  # type: ignore[attr-defined]

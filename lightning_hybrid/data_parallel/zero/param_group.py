@@ -29,7 +29,7 @@ class ParameterGroup:
             layers can find them.
 
     Attributes:
-        keeps_memory: Likewise.
+        keeps_memory: Whether unsharded parameters have memory all the time.
         is_unsharded: Whether what layers find is up to date.
         in_backward: Whether a backward goes through the layer.
     """

@@ -163,7 +163,7 @@ class ReplayableIterator:
         device: The device of the model.
         record: Of an iterator that this one replays. Others do not notice what is drawn at these events.
         num_skipped: Of a loader with a state, how many batches it is asked for that it has given before.
-        num_repeated: Likewise, how many are repeated after these.
+        num_repeated: Of such a loader, how many batches it is asked for after these that it has given before.
 
     Attributes:
         history: What it has done.
