@@ -36,12 +36,12 @@ def dataloader_state(trainer: Trainer, batches: int | None) -> dict[str, Any] | 
         Tensors and plain values; ``None`` if the loaders are gone, or were asked for before there was a mesh.
     """
     combined, fetcher = internals.combined_loader(trainer.fit_loop), internals.data_fetcher(trainer)
-    loaders = loaders_of(trainer.fit_loop)
-    if fetcher is None or not all(isinstance(loader, ReplayableLoader) for loader in loaders):
+    if combined is None or fetcher is None:
         return None
-    assert combined is not None
-    iterator = internals.batch_iterator(combined)
-    if iterator is None or not all(isinstance(each, ReplayableIterator) for each in iterator.iterators):
+    loaders, iterator = combined.flattened, internals.batch_iterator(combined)
+    if iterator is None or not all(isinstance(loader, ReplayableLoader) for loader in loaders):
+        return None
+    if not all(isinstance(each, ReplayableIterator) for each in iterator.iterators):
         return None
     state: dict[str, Any] = {
         "own": [loader_generators(loader) for loader in loaders],

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
@@ -44,9 +45,9 @@ def load_logged_state(trainer: Trainer, state: Mapping[str, Any], *, entries: bo
     """
     device = trainer.strategy.root_device
     for name, metrics in zip(_METRICS, internals.noted_metrics(trainer), strict=True):
-        metrics.update(_to_device(state[name], device))
+        metrics.update(move_data_to_device(state[name], device))
     if entries:
-        internals.load_result_states(trainer, _to_device(state["entries"], device))
+        internals.load_result_states(trainer, move_data_to_device(state["entries"], device))
 
 
 def plain_values(module: LightningModule) -> dict[str, dict[str, Any]]:
@@ -93,7 +94,7 @@ def load_metric_states(module: LightningModule, states: Mapping[str, Any]) -> No
         count, values, plain = states[name]
         internals.set_update_count(metric, count)
         for attribute, value in {**values, **plain}.items():
-            setattr(metric, attribute, _to_device(value, metric.device))
+            setattr(metric, attribute, move_data_to_device(value, metric.device))
 
 
 class _Bare(Metric):
@@ -111,7 +112,3 @@ _OF_EVERY_METRIC = vars(_Bare()).keys()
 
 def _equal(left: Any, right: Any) -> bool:
     return torch.equal(left, right) if isinstance(left, Tensor) and isinstance(right, Tensor) else bool(left == right)
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -50,12 +50,11 @@ class LoopState:
         if is_over or epoch.started == epoch.processed:
             kind = "epoch end" if internals.is_last_batch(trainer) else "epoch cut"
             return cls(kind if epoch.completed < epoch.processed else "epoch", epoch.processed, 0)
-        kind = "batch"
-        if trainer.validating:
-            val = loop.val_loop.batch_progress
-            kind = "validated" if val.is_last_batch and val.current.completed == val.current.ready else "batch end"
-        elif batch.completed < batch.processed:
-            kind = "batch end"
+        val = loop.val_loop.batch_progress
+        if trainer.validating and val.is_last_batch and val.current.completed == val.current.ready:
+            kind = "validated"
+        else:
+            kind = "batch end" if trainer.validating or batch.completed < batch.processed else "batch"
         return cls(kind, epoch.processed, batch.processed)
 
     @property
@@ -67,10 +66,6 @@ class LoopState:
     def has_pending_logs(self) -> bool:
         """Whether Lightning has not yet noted what was logged."""
         return self.kind in ("batch end", "validated", "epoch end", "epoch cut")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values, the arguments of another one."""
-        return asdict(self)
 
     def fit_loop_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state of the fit loop from which Lightning continues here.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 
 from lightning_hybrid.distributed.random import generator_marks, generator_states, set_generator_states
 
@@ -58,21 +59,12 @@ class ReplayableLoader(LoaderWrapper):
         self._waits = waits
         self._histories: list[_History] = []  # of the iterators of this epoch, and perhaps earlier ones
         self._to_replay: list[Mapping[str, Any]] = []  # records of iterators
-        self._num_skipped = 0
-        self._num_repeated = 0
 
     def __iter__(self) -> Iterator[Any]:
         if self._waits:
             self._waits = False
             return iter([None])
-        iterator = ReplayableIterator(
-            self._loader,
-            self._device,
-            self._to_replay.pop(0) if self._to_replay else None,
-            num_skipped=self._num_skipped,
-            num_repeated=self._num_repeated,
-        )
-        self._num_skipped = self._num_repeated = 0
+        iterator = ReplayableIterator(self._loader, self._device, self._to_replay.pop(0) if self._to_replay else None)
         self._histories.append(iterator.history)
         return iterator
 
@@ -96,7 +88,7 @@ class ReplayableLoader(LoaderWrapper):
         """
         if self.is_stateful:
             last = self._histories[-1]
-            is_ahead = num_repeated > 0 and _length(self._loader) is None
+            is_ahead = num_repeated > 0 and sized_len(self._loader) is None
             state = last.former_state if is_ahead else self._loader.state_dict()
             return [{**last.record(), "given": last.num_batches - num_repeated, "loader": state}]
         records: list[dict[str, Any]] = []
@@ -118,7 +110,7 @@ class ReplayableLoader(LoaderWrapper):
         """
         self._waits, self._to_replay, self._histories = False, list(records), []
         if self.is_stateful:
-            self._num_skipped, self._num_repeated = num_batches, num_repeated
+            self._to_replay[:1] = [{**each, "skipped": num_batches, "repeated": num_repeated} for each in records[:1]]
 
     def mark_resumed(self) -> None:
         """Tell Lightning, which asks whether there is a state, that the loader continues where it was."""
@@ -161,44 +153,36 @@ class ReplayableIterator:
     Args:
         loader: The loader.
         device: The device of the model.
-        record: Of an iterator that this one replays. Others do not notice what is drawn at these events.
-        num_skipped: Of a loader with a state, how many batches it is asked for that it has given before.
-        num_repeated: Of such a loader, how many batches it is asked for after these that it has given before.
+        record: Of an iterator that this one replays. Others do not notice what is drawn at these events. Of a loader
+            with a state also how many batches it is asked for that it has given before, which are skipped, and how many
+            are repeated after these.
 
     Attributes:
         history: What it has done.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        device: torch.device,
-        record: Mapping[str, Any] | None = None,
-        *,
-        num_skipped: int = 0,
-        num_repeated: int = 0,
-    ) -> None:
+    def __init__(self, loader: Any, device: torch.device, record: Mapping[str, Any] | None) -> None:
         self._loader = loader
         self._generators = _Generators(loader, device)
         self._stateful = _is_stateful(loader)
-        self._length = _length(loader)
+        self._length = sized_len(loader)
         self._stopped = False
         self._marks: Any = None  # of the generators after the last event that has drawn
         self._last_read: tuple[Any, dict[str, Any]] = (None, {})  # marks of the generators, and their states
         self._event = 0
         self._num_replayed = 0  # events before this one are replayed
         self._states: Mapping[str, Any] = {}
-        self._num_skipped = num_skipped
+        self._num_skipped = 0
         self.history = _History()
         if record is not None:
             self.history = _History(dict(record["generators"]), record["events"], record.get("given", 0))
             self._states = self._generators.states()
-            self._num_replayed = record["events"]
+            self._num_replayed, self._num_skipped = record["events"], record.get("skipped", 0)
             if "loader" in record:
                 loader.load_state_dict(record["loader"])
         self._batches: Iterator[Any] = self._run(lambda: iter(loader))
         if record is not None and "loader" in record:
-            self._event = max(self._event, record["events"] - num_repeated)
+            self._event = max(self._event, record["events"] - record.get("repeated", 0))
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -302,7 +286,7 @@ _WRAPPED = ("_loader", "sampler", "batch_sampler", "_sampler", "_batch_sampler")
 
 def _own_generators(loader: Any) -> list[torch.Generator]:
     """The generators that a loader and its samplers have of their own, whatever is wrapped around them."""
-    found: dict[int, torch.Generator] = {}
+    found: list[torch.Generator] = []
     visited: dict[int, Any] = {}
     waiting = [loader]
     while waiting:
@@ -311,10 +295,10 @@ def _own_generators(loader: Any) -> list[torch.Generator]:
             continue
         visited[id(part)] = part
         generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator):
-            found.setdefault(id(generator), generator)
+        if isinstance(generator, torch.Generator) and generator not in found:
+            found.append(generator)
         waiting += [getattr(part, name, None) for name in _WRAPPED]
-    return list(found.values())
+    return found
 
 
 def _ignore_state(state: Mapping[str, Any]) -> None:
@@ -323,10 +307,3 @@ def _ignore_state(state: Mapping[str, Any]) -> None:
 
 def _is_stateful(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None

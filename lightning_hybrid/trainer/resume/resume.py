@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -89,12 +90,11 @@ class ResumeCallback(Callback):
             if trainer.state.fn != TrainerFn.FITTING or not has_begun(trainer):
                 return {}
             own = self._snapshot(trainer)
-        mesh = self._mesh
-        ranks: list[Any] = [None] * dist.get_world_size()
-        group = mesh.world_group
-        dist.gather_object((self._coordinate, own["rank"]), ranks if dist.get_rank() == 0 else None, 0, group=group)
-        common = {key: value for key, value in own.items() if key != "rank"}
-        return {**common, "ranks": dict(ranks) if dist.get_rank() == 0 else {}}
+        common = dict(own)
+        entry = self._coordinate, common.pop("rank")
+        ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(entry, ranks, 0, group=self._mesh.world_group)
+        return {**common, "ranks": dict(ranks or ())}
 
     @property
     def _coordinate(self) -> Coordinate:
@@ -110,7 +110,7 @@ class ResumeCallback(Callback):
         reset = results[:1] if loops.in_epoch else results
         names = {entry.meta.metric_attribute for entries in reset for entry in entries.values()}
         return {
-            "moment": loops.state_dict(),
+            "moment": asdict(loops),
             "streams": state["streams"],
             "reloads": internals.reload_epochs(trainer),
             "rank": {
@@ -129,16 +129,14 @@ class ResumeCallback(Callback):
     def _evaluation_state(self, trainer: Trainer) -> dict[str, Any]:
         """What an evaluation changes."""
         val_loop = trainer.fit_loop.epoch_loop.val_loop
-        own = None
-        if internals.combined_loader(val_loop) is not None:
-            own = [loader_generators(loader) for loader in loaders_of(val_loop)]
+        has_loaders = internals.combined_loader(val_loop) is not None
         with self._streams.outside():
             generators = generator_states(self._device)
         module = trainer.lightning_module
         return {
             "generators": generators,
             "streams": self._streams.state_dict(),
-            "validation": own,
+            "validation": [loader_generators(loader) for loader in loaders_of(val_loop)] if has_loaders else None,
             "metrics": metric_states(module, self._fresh.get(module, {})),
         }
 
@@ -206,13 +204,12 @@ class ResumeCallback(Callback):
             return
         if loops.in_epoch:
             _prepare_accumulation(trainer)
-        if loops.in_epoch and internals.is_accumulating(trainer):
-            rank_zero_warn(_ACCUMULATING)
+            if internals.is_accumulating(trainer):
+                rank_zero_warn(_ACCUMULATING)
         internals.set_reload_epochs(trainer, record["reloads"])
-        data_rank, own = self._find(record)
+        data_rank, own, same_replica = self._find(record)
         load_dataloader_state(trainer, own["loaders"], loops.epochs)
         _prepare_validation(trainer, own["validation"])
-        same_replica = self._find_of_replica(record)
         entries = loops.in_epoch and same_replica is not None
         load_logged_state(trainer, (same_replica or own)["logged"], entries=entries)
         if same_replica is not None:
@@ -227,29 +224,23 @@ class ResumeCallback(Callback):
                 internals.note_saved_step(callback, trainer.global_step)
         loops.restart(trainer)
 
-    def _find(self, record: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-        """The record that this rank continues from, and the data rank that wrote it."""
+    def _find(self, record: Mapping[str, Any]) -> tuple[int, dict[str, Any], dict[str, Any] | None]:
+        """What this rank continues from.
+
+        Returns:
+            The data rank whose record it takes, that record, and the one with what was added up from this replica's
+            samples, which is where the loss was computed; ``None`` if there were more or fewer replicas.
+        """
         ranks: Mapping[Coordinate, dict[str, Any]] = record["ranks"]
-        data, tensor, pipeline = self._coordinate
-        if not self._is_same(record["layout"], "data", "tensor", "pipeline"):
-            # Ranks of one model group take one record: what hooks draw on each of them is to be the same.
-            data, tensor, pipeline = (data if (data, 0, 0) in ranks else 0), 0, 0
-        return data, ranks[data, tensor, pipeline]
-
-    def _find_of_replica(self, record: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The record with what was added up from this replica's samples; it is where the loss was computed."""
-        layout = record["layout"]
-        if self._is_same(layout, "data", "tensor", "pipeline"):
-            coordinate = self._coordinate
-        elif self._is_same(layout, "data"):
-            coordinate = self._mesh.data_rank, 0, layout["pipeline_parallel_size"] - 1
-        else:
-            return None
-        return cast(dict[str, Any], record["ranks"][coordinate])
-
-    def _is_same(self, layout: Mapping[str, Any], *axes: str) -> bool:
-        names = (f"{axis}_parallel_size" for axis in axes)
-        return all(layout[name] == getattr(self._mesh, name) for name in names)
+        layout, mesh, own = record["layout"], self._mesh, self._coordinate
+        sizes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+        if all(layout[size] == getattr(mesh, size) for size in sizes):
+            return mesh.data_rank, ranks[own], ranks[own]
+        # Ranks of one model group take one record: what hooks draw on each of them is to be the same.
+        data = mesh.data_rank if (mesh.data_rank, 0, 0) in ranks else 0
+        last = mesh.data_rank, 0, layout["pipeline_parallel_size"] - 1
+        is_same = layout["data_parallel_size"] == mesh.data_parallel_size
+        return data, ranks[data, 0, 0], ranks[last] if is_same else None
 
     def close(self, trainer: Trainer) -> None:
         """The run is over."""
