@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import Any
@@ -20,7 +21,7 @@ from lightning_hybrid.pipeline_parallel.body import BodyCut
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
-from lightning_hybrid.trainer.results.logger_proxy import LoggerCall, LoggerProxy, make_calls, pack_calls
+from lightning_hybrid.trainer.results.logger_proxy import LoggerProxy, make_calls, pack_calls
 from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from lightning_hybrid.trainer.results.module_attributes import assign_scalars, pack_scalars, scalars
@@ -84,12 +85,11 @@ class StepContext:
         self._results = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
         self._recorder = LogRecorder(module)
         self._logger_proxy = LoggerProxy(module, is_source=self._results.is_source and mesh.data_rank == 0)
-        self._calls: list[LoggerCall] = []
-        self._scalars: Mapping[str, Any] = {}
+        self._scalars: dict[str, Any] = {}
         self.metrics = MetricsAcrossStages(
             module, mesh.data_group, self._results, self._recorder.remember_value, is_last=self._results.is_source
         )
-        self._keys: dict[Hashable, int] = {}
+        self._keys: defaultdict[Hashable, int] = defaultdict(_KEYS.__next__)
         self._parameters = list(module.parameters())
         own = range(mesh.pipeline_rank, self.num_stages, self.num_ranks)
         self.layers = {stage: [body[1][index] for index in stage_map.stages[stage]] if body else [] for stage in own}
@@ -110,13 +110,7 @@ class StepContext:
 
         Hashing a signature takes as long as a small layer, so it is done once a microbatch, and not at every message.
         """
-        found = []
-        for part in parts:
-            number = self._keys.get((version, part))
-            if number is None:
-                number = self._keys[version, part] = next(_KEYS)
-            found.append(number)
-        return found
+        return [self._keys[version, part] for part in parts]
 
     def range(self, name: str) -> AbstractContextManager[None]:
         """A range of the Trainer's profiler."""
@@ -161,7 +155,7 @@ class StepContext:
             self._around_forwards(),
             local,
             cut,
-            self._logger_proxy() as self._calls,
+            self._logger_proxy(),
             self._recorder() as records,
         ):
             self._scalars = scalars(self.module) if self.is_last else {}
@@ -214,22 +208,21 @@ class StepContext:
         return tree["value"]
 
     def _pack(self, value: Any, logs: list[Log]) -> dict[str, Any]:
+        trainer = self.module.trainer
         for log in logs:
             if log.metric is not None:
-                log.value = self.metrics.batch_value(log.metric, on_step=self._on_step(log))
+                on_step = log.arguments.get("on_step")
+                by_step = trainer.training if on_step is None else bool(on_step)
+                log.value = self.metrics.batch_value(log.metric, on_step=by_step)
         tree = {"value": value, "logs": pack_logs(logs)}
-        if self._calls:
-            tree["calls"] = pack_calls(self._calls)
-        changed = pack_scalars(dict(self._scalars), scalars(self.module))
+        if self._logger_proxy.calls:
+            tree["calls"] = pack_calls(self._logger_proxy.calls)
+        changed = pack_scalars(self._scalars, scalars(self.module))
         if changed:
             tree["changed"] = changed
-        if self.module.trainer.should_stop:
+        if trainer.should_stop:
             tree["stop"] = ()  # its presence says it, and costs no message
         return tree
-
-    def _on_step(self, log: Log) -> bool:
-        on_step = log.arguments.get("on_step")
-        return self.module.trainer.training if on_step is None else bool(on_step)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

@@ -31,12 +31,15 @@ class LoggerProxy:
     Args:
         module: The user's module.
         is_source: Whether this rank is the one whose calls count: the last stage of the first replica.
+
+    Attributes:
+        calls: Those of the step that runs or has just run.
     """
 
     def __init__(self, module: LightningModule, *, is_source: bool) -> None:
         self._module = module
         self._is_source = is_source
-        self._calls: list[LoggerCall] = []
+        self.calls: list[LoggerCall] = []
         self._is_recording = False
 
     @contextmanager
@@ -44,14 +47,14 @@ class LoggerProxy:
         """While this is entered, calls are recorded, or dropped."""
         trainer, attributes = self._module.trainer, vars(self._module)
         loggers = trainer.loggers
-        self._calls, self._is_recording = [], False
+        self.calls, self._is_recording = [], False
         proxies: list[Any] = [_RecordingLogger(logger, self._recorder(i)) for i, logger in enumerate(loggers)]
         trainer.loggers = proxies
         record = self._recorder(None)
         # A function, not a method: callbacks copy modules, and a method would take this object along.
         attributes["print"] = lambda *args, **kwargs: record((), tuple(map(str, args)), kwargs)
         try:
-            yield self._calls
+            yield self.calls
         finally:
             trainer.loggers = loggers
             del attributes["print"]
@@ -67,7 +70,7 @@ class LoggerProxy:
     def _recorder(self, index: int | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
         def record(path: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._is_recording:
-                self._calls.append((index, path, map_leaves(to_host, args), map_leaves(to_host, kwargs)))
+                self.calls.append((index, path, map_leaves(to_host, args), map_leaves(to_host, kwargs)))
 
         return record
 

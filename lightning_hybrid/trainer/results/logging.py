@@ -113,7 +113,8 @@ class LogRecorder:
                 # It may be changed in place later in the step.
                 value = (full_tensor(value) if isinstance(value, DTensor) else value).detach().clone()
             if self._current is not None:
-                _check_value(name, value)
+                if isinstance(value, Tensor) and value.is_meta:  # computed from placeholders, and so no number
+                    raise WrongUseError(without_value_text(f"the value logged as {name!r}"))
                 self._current.append(Log(name, value, metric, arguments, of_batch))
 
         return record
@@ -124,16 +125,6 @@ class LogRecorder:
             named = self._module.named_modules()
             self._metric_names = {id(m): (name, m) for name, m in named if isinstance(m, Metric)}
         return self._metric_names.get(id(metric), (None, None))[0]
-
-
-def _check_value(name: str, value: Any) -> None:
-    """Refuse what was computed from placeholders, and so is no number.
-
-    Raises:
-        WrongUseError: If the value is on the meta device.
-    """
-    if isinstance(value, Tensor) and value.is_meta:
-        raise WrongUseError(without_value_text(f"the value logged as {name!r}"))
 
 
 def log_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -174,12 +165,10 @@ def _merge(entries: list[tuple[Log, int]], num_microbatches: int) -> Log:
     arguments = {**first.arguments, "batch_size": batch_size}
     if batch_size is None:
         del arguments["batch_size"]
-    if first.metric is not None:
-        return Log(first.name, first.value, first.metric, arguments)
-    of_batch = None if first.of_batch is None else first.of_batch()
-    if of_batch is not None:
-        return Log(first.name, of_batch, None, arguments)
-    return Log(first.name, _reduce([log.value for log in logs], weights, arguments), None, arguments)
+    value = None if first.of_batch is None else first.of_batch()
+    if value is None and first.metric is None:
+        value = _reduce([log.value for log in logs], weights, arguments)
+    return Log(first.name, value, first.metric, arguments)
 
 
 def _weigh(sizes: list[Any], counts: list[int], num_microbatches: int) -> tuple[list[float], float | None]:
@@ -249,15 +238,12 @@ def pack_logs(logs: Sequence[Log]) -> dict[Any, tuple[Any, ...]]:
         arguments = dict(log.arguments)
         arguments.pop("sync_dist_group", None)
         size = arguments.pop("batch_size", None)
-        names = tuple((key, _portable(value)) for key, value in arguments.items())
+        # A function (`torch.mean` and the like) is sent by its name.
+        names = tuple((key, value.__name__ if callable(value) else value) for key, value in arguments.items())
         value = torch.tensor(0.0 if log.value is None else log.value, dtype=torch.float64) if plain else log.value
         key = position, log.name, log.metric, log.value is not None, plain, names
         packed[key] = (value,) if size is None else (value, size)
     return packed
-
-
-def _portable(value: Any) -> Any:
-    return value.__name__ if callable(value) else value  # `torch.mean` and the like
 
 
 def unpack_logs(packed: dict[Any, tuple[Any, ...]]) -> list[Log]:
@@ -281,13 +267,13 @@ def replay(module: LightningModule, logs: Sequence[Log], *, alone: bool) -> None
     """
     for entry in logs:
         arguments = {**entry.arguments, "sync_dist": True} if alone else entry.arguments
-        if entry.metric is None:
-            type(module).log(module, entry.name, entry.value, **arguments)
-            continue
-        metric = module.get_submodule(entry.metric)
-        assert isinstance(metric, Metric)
-        set_forward_value(metric, entry.value)  # Lightning reads the value of this batch there
-        type(module).log(module, entry.name, metric, **{**arguments, "metric_attribute": entry.metric})
+        value = entry.value
+        if entry.metric is not None:
+            metric = module.get_submodule(entry.metric)
+            assert isinstance(metric, Metric)
+            set_forward_value(metric, value)  # Lightning reads the value of this batch there
+            value, arguments = metric, {**arguments, "metric_attribute": entry.metric}
+        type(module).log(module, entry.name, value, **arguments)
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -298,7 +284,5 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         weights: What each counts.
     """
     total = float(sum(weights))
-    mean = values[0] * (weights[0] / total)
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        mean = mean + value * (weight / total)
-    return mean
+    parts = [value * (weight / total) for value, weight in zip(values, weights, strict=True)]
+    return sum(parts[1:], parts[0])

@@ -18,14 +18,7 @@ from torchmetrics import MeanMetric, Metric
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast
-from lightning_hybrid.trainer.lightning_internals import (
-    attached_trainer,
-    batch_metric,
-    forward_value,
-    set_forward_value,
-    sync_metrics_over,
-    update_arguments,
-)
+from lightning_hybrid.trainer import lightning_internals as internals
 
 
 @dataclass
@@ -37,14 +30,12 @@ class _Batch:
         weights: Of the microbatches that are still to come.
         weight: What the microbatch that runs counts in the batch; ``None`` for as much as any other call.
         forwards: How often each metric's `forward` was called.
-        logged: The metrics that were logged, and whether by step.
     """
 
     num_microbatches: int = 1
     weights: Iterator[float] = field(default_factory=lambda: iter(()))
     weight: float | None = None
     forwards: Counter[str] = field(default_factory=Counter)
-    logged: dict[str, bool] = field(default_factory=dict)
 
 
 class MetricsAcrossStages:
@@ -91,12 +82,12 @@ class MetricsAcrossStages:
 
     def install(self) -> None:
         """Make ``compute()`` of every metric one of all ranks."""
-        sync_metrics_over(self._data_group)
+        internals.sync_metrics_over(self._data_group)
         self._find()
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
-        sync_metrics_over(None)
+        internals.sync_metrics_over(None)
         for reference in self._patched:
             metric = reference()
             if metric is not None:
@@ -116,14 +107,6 @@ class MetricsAcrossStages:
                 metric.compute = self._across_stages(metric.compute)  # type: ignore[method-assign]
                 self._count_batches(metric)
                 self._patched.append(weakref.ref(metric))
-
-    def _find_again(self) -> None:
-        """At the first step of each epoch, after the hooks of its start."""
-        trainer = attached_trainer(self._module)
-        epoch = None if trainer is None else (trainer.state.stage, trainer.current_epoch)
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._find()
 
     # Functions, not methods: callbacks copy modules, and a method would take this object along.
 
@@ -171,8 +154,15 @@ class MetricsAcrossStages:
             num_microbatches: How often the user's code runs.
             counts: The samples of each microbatch; nothing if they are not to be counted by them.
         """
-        self._find_again()
-        self._reset_batch_metrics()
+        trainer = internals.attached_trainer(self._module)
+        epoch = None if trainer is None else (trainer.state.stage, trainer.current_epoch)
+        if epoch != self._epoch:  # its first step, after the hooks of its start
+            self._epoch = epoch
+            self._find()
+        for name in [name for name in self._batch_metrics if not self._logged_on_step.get(name, True)]:
+            del self._batch_metrics[name]
+        for metric in self._batch_metrics.values():
+            metric.reset()
         batch = self._batch = _Batch(num_microbatches, iter([count / sum(counts) for count in counts]))
         with ExitStack() as hooks, self._local():
             hooks.callback(setattr, batch, "weight", None)  # what comes after the step belongs to no microbatch
@@ -185,7 +175,7 @@ class MetricsAcrossStages:
         for name, metric in self._batch_metrics.items():
             if batch.forwards[name]:  # also for hooks after the step, and for `self.log` in them
                 with torch.no_grad():
-                    set_forward_value(self._metrics[name], metric.compute())
+                    internals.set_forward_value(self._metrics[name], metric.compute())
 
     def next_microbatch(self, *, keep: bool) -> None:
         """A microbatch begins.
@@ -195,25 +185,16 @@ class MetricsAcrossStages:
         """
         self._batch.weight = next(self._batch.weights, None) if keep else None
 
-    def _reset_batch_metrics(self) -> None:
-        """Metrics that are logged by epoch need none; one that is logged by step as well, under any name, does."""
-        for name, on_step in self._batch.logged.items():
-            self._logged_on_step[name] = on_step or self._logged_on_step.get(name, False)
-            if not self._logged_on_step[name]:
-                self._batch_metrics.pop(name, None)
-        for metric in self._batch_metrics.values():
-            metric.reset()
-
     def _update(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         """Before a metric's `forward`: its batch metric sees the same."""
 
         def update(metric: nn.Module, args: Any, kwargs: Any) -> None:
             assert isinstance(metric, Metric)
             if name not in self._batch_metrics:
-                self._batch_metrics[name] = batch_metric(metric)
+                self._batch_metrics[name] = internals.batch_metric(metric)
                 for part in self._batch_metrics[name].modules():
                     self._count_batches(part)
-            self._batch_metrics[name].update(*args, **update_arguments(metric, kwargs))
+            self._batch_metrics[name].update(*args, **internals.update_arguments(metric, kwargs))
 
         return update
 
@@ -229,26 +210,25 @@ class MetricsAcrossStages:
 
     def _leaf_of_batch(self, batch: _Batch, name: str, index: int) -> Any:
         """For a tensor that ``forward`` returned, and the user logged: the same of the whole batch."""
-        batch.logged[name] = True
+        self._logged_on_step[name] = True
         if batch.forwards[name] > batch.num_microbatches:  # twice in a step; the batch metric has seen all of them
             return None
-        return flatten(forward_value(self._metrics[name]))[0][index]
+        return flatten(internals.forward_value(self._metrics[name]))[0][index]
 
     def batch_value(self, name: str, *, on_step: bool) -> Any:
         """The value of the batch that has just run, for a metric that was logged.
 
         Args:
             name: The dotted name of the metric.
-            on_step: Whether it was logged with ``on_step=True``. Metrics that never are get no batch metric any
-                more.
+            on_step: Whether it was logged with ``on_step=True``. Metrics that never are, under any name, get no batch
+                metric any more.
 
         Returns:
             The value over all microbatches; ``None`` if the metric's ``forward`` was not called.
         """
-        batch = self._batch
-        if batch.num_microbatches > 1:
-            batch.logged[name] = on_step or batch.logged.get(name, False)
-        return forward_value(self._metrics[name])
+        if self._batch.num_microbatches > 1:
+            self._logged_on_step[name] = on_step or self._logged_on_step.get(name, False)
+        return internals.forward_value(self._metrics[name])
 
 
 def _named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

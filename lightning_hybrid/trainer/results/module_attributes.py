@@ -159,13 +159,9 @@ def unpack(packed: bytes, device: torch.device) -> Any:
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
     """`map_leaves`, also in deques, which are leaves there."""
-
-    def apply(leaf: Any) -> Any:
-        return (
-            deque([_map(function, entry) for entry in leaf], leaf.maxlen) if isinstance(leaf, deque) else function(leaf)
-        )
-
-    return map_leaves(apply, value)
+    if isinstance(value, deque):
+        return deque([_map(function, entry) for entry in value], value.maxlen)
+    return map_leaves(lambda leaf: _map(function, leaf) if isinstance(leaf, deque) else function(leaf), value)
 
 
 def _copied(leaf: Any) -> Any:
