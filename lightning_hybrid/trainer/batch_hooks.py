@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -33,19 +33,15 @@ def batch_reading_hooks(module: LightningModule) -> list[str]:
     Returns:
         Names of hooks; without any, a batch may stay on the host until a microbatch is needed.
     """
-    found = [
-        f"{type(module).__name__}.{hook}" for hook in (*_TRANSFER_HOOKS, *_BATCH_HOOKS) if is_overridden(hook, module)
-    ]
-    datamodule: LightningDataModule | None = module.trainer.datamodule  # type: ignore[attr-defined]
-    callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-    if datamodule is not None:
-        found += [f"{type(datamodule).__name__}.{hook}" for hook in _TRANSFER_HOOKS if is_overridden(hook, datamodule)]
-    for callback in callbacks:
+    trainer: Any = module.trainer
+    candidates = [(module, _TRANSFER_HOOKS + _BATCH_HOOKS), (trainer.datamodule, _TRANSFER_HOOKS)]
+    for callback in trainer.callbacks:
         kind = type(callback)
         if kind is ThroughputMonitor or not kind.__module__.startswith(("lightning.pytorch.", "lightning_hybrid.")):
-            overridden = [hook for hook in _BATCH_HOOKS if getattr(kind, hook) is not getattr(Callback, hook)]
-            found += [f"{kind.__name__}.{hook}" for hook in overridden]
-    return found
+            candidates.append((callback, _BATCH_HOOKS))
+    return [
+        f"{type(owner).__name__}.{hook}" for owner, hooks in candidates for hook in hooks if is_overridden(hook, owner)
+    ]
 
 
 def pinned(batch: Any) -> Any:

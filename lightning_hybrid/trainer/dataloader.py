@@ -8,7 +8,7 @@ import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Sized
 from functools import partial
-from itertools import chain
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -24,13 +24,7 @@ from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast, broadcast_object
-from lightning_hybrid.trainer.lightning_internals import (
-    recorded_batch_indices,
-    rewrap_batch_sampler,
-    set_recorded_batch_indices,
-    set_use_distributed_sampler,
-    unwrap_batch_sampler,
-)
+from lightning_hybrid.trainer import lightning_internals as internals
 from lightning_hybrid.trainer.resume.replay import LoaderWrapper, ReplayableLoader
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
 
@@ -54,12 +48,12 @@ class DataLoaderPreparer:
 
     def attach(self, trainer: Trainer) -> None:
         """Nobody else divides the data."""
-        self._requested = set_use_distributed_sampler(trainer, False)
+        self._requested = internals.set_use_distributed_sampler(trainer, False)
 
     def detach(self, trainer: Trainer) -> None:
         """Undo :meth:`attach`."""
         if self._requested is not None:
-            set_use_distributed_sampler(trainer, self._requested)
+            internals.set_use_distributed_sampler(trainer, self._requested)
 
     def __call__(self, loader: object, trainer: Trainer) -> object:
         """A loader of this replica's samples that gives the same batches to all ranks of the model group."""
@@ -84,8 +78,9 @@ def prepare_loader(loader: object, mesh: Mesh, *, divide: bool, share: bool, sta
         # Where one rank of each model group loads, these ranks are a data-parallel group; otherwise all ranks load.
         group = mesh.data_group if share else dist.group.WORLD
         assert group is not None
-        loader = _shard(loader, mesh.data_parallel_size, mesh.data_rank, group, stage)
-    _seed_workers(loader, mesh.data_rank)
+        loader = _shard(loader, mesh, group, stage)
+    if isinstance(loader, DataLoader) and loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=mesh.data_rank)
     if mesh.model_group.size() == 1:
         return loader
     if not share:
@@ -121,9 +116,7 @@ class ReplicaSampler(Sampler[Any]):
         group = self._group()
         order = broadcast_object(list(self._sampler) if dist.get_rank(group) == 0 else None, 0, group)
         missing = -len(order) % self._num_replicas if self._repeat else 0
-        while order and missing > 0:
-            order += order[:missing]
-            missing = -len(order) % self._num_replicas
+        order += list(islice(cycle(order), missing))
         return iter(order[self._rank :: self._num_replicas])
 
     def __len__(self) -> int:
@@ -139,59 +132,42 @@ class ReplicaSampler(Sampler[Any]):
 
 
 def _shard(
-    loader: DataLoader[Any], num_replicas: int, rank: int, group: dist.ProcessGroup, stage: RunningStage | None
+    loader: DataLoader[Any], mesh: Mesh, group: dist.ProcessGroup, stage: RunningStage | None
 ) -> DataLoader[Any]:
     """The same loader over this replica's share of the samples.
 
     Args:
         loader: The user's loader. One over an iterable data set, or with a `DistributedSampler`, is left alone.
-        num_replicas: The data-parallel size.
-        rank: The data rank.
+        mesh: The ranks.
         group: The ranks that iterate together.
         stage: What the Trainer is doing; predictions come once for each sample, without repetitions.
     """
-    batches = unwrap_batch_sampler(loader.batch_sampler)
     if isinstance(loader.dataset, IterableDataset):
         return loader
+    batches, num_replicas = internals.unwrap_batch_sampler(loader.batch_sampler), mesh.data_parallel_size
     order = loader.sampler if batches is None else getattr(batches, "sampler", None)
-    if isinstance(order, DistributedSampler):
-        _check_replicas(order, num_replicas)
-        return loader
-    if num_replicas == 1:
+    if isinstance(order, DistributedSampler) and order.num_replicas != num_replicas:
+        raise ValueError(
+            f"The loader's DistributedSampler divides the data over {order.num_replicas} processes, but there are"
+            f" {num_replicas} replicas; the ranks of one pipeline share their data. Leave the sampler out, or make it"
+            " with `DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)`."
+        )
+    if isinstance(order, DistributedSampler) or num_replicas == 1:
         return loader
     if order is None:
         raise TypeError(
             f"The batch sampler {type(batches).__name__} has no attribute `sampler` to divide over {num_replicas}"
             " replicas. Give it one, or divide the samples yourself and set `Trainer(use_distributed_sampler=False)`."
         )
-    sampler = ReplicaSampler(order, num_replicas, rank, group, repeat=stage != RunningStage.PREDICTING)
+    sampler = ReplicaSampler(order, num_replicas, mesh.data_rank, group, repeat=stage != RunningStage.PREDICTING)
     former, loader = loader.batch_sampler, copy.copy(loader)
     loader._iterator = None  # of persistent workers, over the undivided samples
     object.__setattr__(loader, "sampler", sampler)  # a loader refuses to be changed, but this one is a copy
     if batches is not None:
         batches = copy.copy(batches)
         batches.sampler = sampler
-        object.__setattr__(loader, "batch_sampler", rewrap_batch_sampler(batches, former))
+        object.__setattr__(loader, "batch_sampler", internals.rewrap_batch_sampler(batches, former))
     return loader
-
-
-def _check_replicas(sampler: DistributedSampler[Any], num_replicas: int) -> None:
-    if sampler.num_replicas != num_replicas:
-        raise ValueError(
-            f"The loader's DistributedSampler divides the data over {sampler.num_replicas} processes, but there are"
-            f" {num_replicas} replicas; the ranks of one pipeline share their data. Leave the sampler out, or make it"
-            " with `DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)`."
-        )
-
-
-def _seed_workers(loader: object, data_rank: int) -> None:
-    """Give the loader's workers seeds by data rank, where the user asked for seeded workers."""
-    requested = int(os.environ.get("PL_SEED_WORKERS", "0"))
-    if requested and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=data_rank)
-
-
-_END = object()
 
 
 class SharedLoader(LoaderWrapper):
@@ -223,7 +199,7 @@ class SharedLoader(LoaderWrapper):
             if error is not None:
                 raise error
             for number, batch in enumerate(batches):
-                recorded = recorded_batch_indices(self._loader)
+                recorded = internals.recorded_batch_indices(self._loader)
                 self._exchange((batch, None if recorded is None else recorded[number]))
                 yield batch
         except Exception as raised:
@@ -233,7 +209,7 @@ class SharedLoader(LoaderWrapper):
 
     def _receive(self) -> Iterator[Any]:
         recorded: list[list[int]] = []
-        set_recorded_batch_indices(self._loader, recorded)
+        internals.set_recorded_batch_indices(self._loader, recorded)
         while True:
             try:
                 batch, indices = self._exchange.receive()
@@ -260,10 +236,11 @@ class ComparedLoader(LoaderWrapper):
         return self._compared(iter(self._loader))
 
     def _compared(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        for number, batch in enumerate(chain(iterator, [_END])):
-            self._compare(0 if batch is _END else checksum(batch), number)
-            if batch is not _END:
-                yield batch
+        number = -1
+        for number, batch in enumerate(iterator):
+            self._compare(checksum(batch), number)
+            yield batch
+        self._compare(0, number + 1)
 
     def _compare(self, value: int, number: int) -> None:
         group, own = self._group(), torch.tensor([value], dtype=torch.int64)
