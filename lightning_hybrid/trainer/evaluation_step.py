@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -119,15 +119,10 @@ class EvaluationStep:
         if known is not None:
             return self._run(key, x, known, coordinates)
         control = self._context.mesh.control_group
-        counts: tuple[int, ...] = (total or 1,)
-        if self._context.is_first:
-            counts = self._divide(x, total, None)[1]
-        counts = broadcast_object(counts, 0, control)
-        y, joined = None, True
-        try:
-            y = self._run(key, x, counts, coordinates, strict=True)
-        except JoinError:
-            joined = False
+        counts = broadcast_object(self._divide(x, total)[1] if self._context.is_first else None, 0, control)
+        y, joined = None, False
+        with suppress(JoinError):
+            y, joined = self._run(key, x, counts, coordinates, strict=True), True
         if not broadcast_object(joined, control.size() - 1, control):
             counts = (total or 1,)
             y = self._run(key, x, counts, coordinates)
@@ -135,10 +130,8 @@ class EvaluationStep:
             self._counts[key] = counts
         return y
 
-    def _divide(self, x: Any, total: int | None, counts: tuple[int, ...] | None) -> tuple[list[Any], tuple[int, ...]]:
+    def _divide(self, x: Any, total: int | None) -> tuple[list[Any], tuple[int, ...]]:
         """The input of the body in microbatches, and the number of samples of each."""
-        if counts is not None and len(counts) == 1:
-            return [x], counts
         user_split = find_hook(self._context.module, "split_body_input")
         if user_split is not None:
             parts = list(user_split(x, self._num_microbatches))
@@ -150,7 +143,7 @@ class EvaluationStep:
         self, key: Hashable, x: Any, counts: tuple[int, ...], coordinates: tuple[int, ...], *, strict: bool = False
     ) -> Any:
         context = self._context
-        parts = self._divide(x, sum(counts), counts)[0] if context.is_first else []
+        parts = self._divide(x, sum(counts))[0] if context.is_first and len(counts) > 1 else [x]
         if context.is_first and len(parts) != len(counts):
             raise ValueError(
                 f"The input of the body was divided into {len(counts)} microbatches before, and now into {len(parts)},"

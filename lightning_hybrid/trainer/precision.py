@@ -190,8 +190,7 @@ class ModelGroupGradScaler(GradScaler):
             What its ``step`` returns; ``None`` if it was skipped.
         """
         self.initialize()
-        result: float | None = super().step(optimizer, *args, **kwargs)
-        return result
+        return super().step(optimizer, *args, **kwargs)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
@@ -208,9 +207,8 @@ class ModelGroupGradScaler(GradScaler):
         if group is None or group.size() == 1:
             return found
         # A stage without gradients found nothing, says so, and takes part.
-        overflow = found_inf.clone()
-        for device_overflow in found.values():
-            overflow = torch.maximum(overflow, device_overflow.to(overflow.device, non_blocking=True))
+        everywhere = [each.to(found_inf.device, non_blocking=True) for each in found.values()]
+        overflow = torch.stack([found_inf, *everywhere]).amax(0)
         dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
         return {overflow.device: overflow}
 

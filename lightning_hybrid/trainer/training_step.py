@@ -17,7 +17,7 @@ from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, signature, sizes, split_batch
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
-from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, build_forward
+from lightning_hybrid.pipeline_parallel.schedules import build, build_forward
 from lightning_hybrid.pipeline_parallel.stage import Compute
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.results.logging import merge_logs
@@ -96,8 +96,13 @@ class TrainingStep:
             torch.set_grad_enabled(backward),
             grad_sync.step(),
         ):
+            num_ranks, num_chunks = context.num_ranks, context.num_chunks
+            if backward:
+                schedule = build(self._schedule, num_ranks, len(counts), num_chunks)
+            else:
+                schedule = build_forward(num_ranks, len(counts), num_chunks)
             context.engine.run(
-                self._schedule_of(len(counts), backward=backward),
+                schedule,
                 compute,
                 context.keys(version, map(signature, microbatches)),
                 backward_begins=grad_sync.backward_begins,
@@ -108,10 +113,7 @@ class TrainingStep:
                 with context.range("reduce"):
                     grad_sync.finish()
         return context.share(
-            lambda: (
-                _merge(outputs, counts, weights),
-                merge_logs(records, counts, self._num_microbatches),
-            )
+            lambda: (_merge(outputs, counts, weights), merge_logs(records, counts, self._num_microbatches))
         )
 
     def _make_compute(
@@ -153,12 +155,6 @@ class TrainingStep:
             run: Lightning's backward of the loss.
             reduce: Whether gradients shall be averaged.
         """
-
-    def _schedule_of(self, num_microbatches: int, *, backward: bool) -> Schedule:
-        num_ranks, num_chunks = self._context.num_ranks, self._context.num_chunks
-        if backward:
-            return build(self._schedule, num_ranks, num_microbatches, num_chunks)
-        return build_forward(num_ranks, num_microbatches, num_chunks)
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
         user_split = find_hook(self._context.module, "split_batch")
