@@ -7,6 +7,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import suppress
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -210,14 +211,12 @@ class SharedLoader(LoaderWrapper):
     def _receive(self) -> Iterator[Any]:
         recorded: list[list[int]] = []
         internals.set_recorded_batch_indices(self._loader, recorded)
-        while True:
-            try:
+        with suppress(StopIteration):  # the rank that loads has no more
+            while True:
                 batch, indices = self._exchange.receive()
-            except StopIteration:
-                return
-            if indices is not None:
-                recorded.append(indices)
-            yield batch
+                if indices is not None:
+                    recorded.append(indices)
+                yield batch
 
 
 class ComparedLoader(LoaderWrapper):

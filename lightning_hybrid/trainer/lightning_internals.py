@@ -404,8 +404,7 @@ def set_recorded_batch_indices(loader: DataLoader[Any], indices: list[list[int]]
     Without:
         On ranks that receive their batches, a `BasePredictionWriter` would not learn which samples a batch has.
     """
-    sampler = getattr(loader, "batch_sampler", None)
-    if isinstance(sampler, _IndexBatchSamplerWrapper):
+    if isinstance(sampler := getattr(loader, "batch_sampler", None), _IndexBatchSamplerWrapper):
         sampler.seen_batch_indices = indices
 
 

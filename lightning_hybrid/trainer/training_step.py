@@ -315,6 +315,5 @@ def _weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
 
 def _share(loss: Tensor, weight: float | Tensor) -> Tensor:
     """What a microbatch adds to the loss: nothing if it counts nothing, also where its own mean is 0 / 0."""
-    if isinstance(weight, Tensor):
-        return torch.where(weight > 0, _weighted(loss, weight), torch.zeros_like(loss))
-    return _weighted(loss, weight)
+    share = _weighted(loss, weight)
+    return torch.where(weight > 0, share, torch.zeros_like(loss)) if isinstance(weight, Tensor) else share

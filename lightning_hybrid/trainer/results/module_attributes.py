@@ -185,12 +185,11 @@ def assign(module: nn.Module, name: str, value: Any) -> None:
     if name in module._buffers:
         _assign_buffer(module, name, value)
         return
-    present = vars(module).get(name)
+    present: Any = vars(module).get(name)
     _restore_factories(value, present)
-    if type(present) is not type(value) or not isinstance(value, (list, dict, deque)):
+    if type(present) is not type(value) or not isinstance(present, (list, dict, deque)):
         vars(module)[name] = value
         return
-    assert isinstance(present, (list, dict, deque))
     present.clear()
     present.update(value) if isinstance(present, dict) else present.extend(value)
 

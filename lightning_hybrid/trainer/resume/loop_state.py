@@ -140,6 +140,5 @@ def _set_all(progress: dict[str, Any], count: int) -> None:
     """Everything has been done this often; the total changes as much as the current value."""
     current, total = progress["current"], progress["total"]
     done = total["ready"] - current["ready"] + count
-    for tracker, value in ((current, count), (total, done)):
-        for name in tracker:
-            tracker[name] = value
+    current.update(dict.fromkeys(current, count))
+    total.update(dict.fromkeys(total, done))

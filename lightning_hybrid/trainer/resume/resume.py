@@ -210,8 +210,7 @@ class ResumeCallback(Callback):
         data_rank, own, same_replica = self._find(record)
         load_dataloader_state(trainer, own["loaders"], loops.epochs)
         _prepare_validation(trainer, own["validation"])
-        entries = loops.in_epoch and same_replica is not None
-        load_logged_state(trainer, (same_replica or own)["logged"], entries=entries)
+        load_logged_state(trainer, (same_replica or own)["logged"], entries=loops.in_epoch and same_replica is not None)
         if same_replica is not None:
             load_metric_states(trainer.lightning_module, same_replica["metrics"])
         self._streams.load_state_dict(record["streams"])
