@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.module_names import named_tensors
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 
@@ -32,10 +33,10 @@ class Ownership:
     def first_names(self) -> dict[str, str]:
         """The names of all tensors of the module, and what a parameter with more than one name is stored as."""
         first: dict[int, str] = {}
-        parameters = self._module.named_parameters(remove_duplicate=False)
-        buffers = self._module.named_buffers(remove_duplicate=False)
-        names = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
-        return names | {name: name for name, _ in buffers}
+        return {
+            name: first.setdefault(id(tensor), name) if isinstance(tensor, nn.Parameter) else name
+            for name, tensor in named_tensors(self._module)
+        }
 
     def stored_names(self, state: Iterable[str]) -> dict[str, str]:
         """What each name of a state dict of the module is stored as, where what is tied is stored once."""
@@ -66,5 +67,4 @@ class Ownership:
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers, or their placeholders, by all their names."""
-        parameters = self._module.named_parameters(remove_duplicate=False)
-        return dict(parameters) | dict(self._module.named_buffers(remove_duplicate=False))
+        return dict(named_tensors(self._module))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.dtensor import copy_attributes
+from lightning_hybrid.distributed.module_names import named_tensors
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 _T = TypeVar("_T", bound=Tensor)
@@ -44,9 +44,7 @@ class PlaceholderTensor(Tensor):
         """Stay."""
         return self
 
-    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Stay."""
-        return self
+    cpu = cuda
 
     def double(self, *args: Any, **kwargs: Any) -> Tensor:
         """To float64."""
@@ -102,7 +100,7 @@ def replace_with_placeholders(module: nn.Module, stage_map: StageMap, rank: int)
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    local = {id(tensor) for name, tensor in (*parameters.items(), *buffers.items()) if rank in stage_map.ranks_of(name)}
+    local = {id(tensor) for name, tensor in named_tensors(module) if rank in stage_map.ranks_of(name)}
     _replace(module, parameters, local, _placeholder_parameter)
     _replace(module, buffers, local, lambda tensor: tensor.detach().to("meta").as_subclass(PlaceholderBuffer))
     if not _loading_hooks(module):
@@ -129,8 +127,7 @@ def _load_into_themselves(module: nn.Module, state: dict[str, Any], prefix: str,
 
     What does not fit stays in the state dict, and torch reports it as for any module.
     """
-    tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    for name, tensor in tensors:
+    for name, tensor in named_tensors(module):
         if is_placeholder(tensor) and getattr(state.get(prefix + name), "shape", None) == tensor.shape:
             state[prefix + name] = tensor
 

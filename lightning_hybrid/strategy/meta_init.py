@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_hybrid.distributed.dtensor import copy_attributes
+from lightning_hybrid.distributed.module_names import named_tensors
 from lightning_hybrid.distributed.random import RandomStreams, derive_seed, seed_generators
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
@@ -112,7 +113,7 @@ class Initialization:
                 if _is_missing(tensor):
                     fresh = self._fresh.setdefault(id(tensor), _Fresh(tensor, unit))
                     fresh.owners.append((owner, leaf))
-        for name, tensor in _named_tensors(module):
+        for name, tensor in named_tensors(module):
             if id(tensor) in self._fresh:
                 self._fresh[id(tensor)].names.append(name)
         self._given = {key for key, fresh in self._fresh.items() if not set(given).isdisjoint(fresh.names)}
@@ -178,7 +179,7 @@ class Initialization:
 
     def _reset(self, unit: _Unit) -> None:
         """Let the layers of a unit make their values."""
-        others = [] if not unit.is_frame else [(name, x, x._version) for name, x in _named_tensors(self._module)]
+        others = [] if not unit.is_frame else [(name, x, x._version) for name, x in named_tensors(self._module)]
         own = {id(tensor) for *_, tensor in unit.tensors()}
         for name, layer in unit.modules():
             method = _method(layer)
@@ -209,7 +210,7 @@ class Initialization:
 
 def lacks_values(module: nn.Module) -> bool:
     """Whether there are tensors that were made on the meta device, and do not live elsewhere."""
-    return any(_is_missing(tensor) for _, tensor in _named_tensors(module))
+    return any(_is_missing(tensor) for _, tensor in named_tensors(module))
 
 
 def _is_missing(tensor: Tensor) -> bool:
@@ -233,11 +234,6 @@ def _units(name: str, layer: nn.Module, frames: Collection[str], seen: set[int])
 def _own_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
     tensors = chain(layer._parameters.items(), layer._buffers.items())
     return ((leaf, tensor) for leaf, tensor in tensors if tensor is not None)
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by all their names."""
-    return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
 
 
 def _method(layer: nn.Module) -> Callable[[], None] | None:
