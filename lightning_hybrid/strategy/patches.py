@@ -21,9 +21,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
-from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning_utilities.core.rank_zero import WarningCache
@@ -108,55 +108,40 @@ class Patches:
     """
 
     def __init__(self, module: LightningModule, mesh: Mesh) -> None:
-        self._module = module
-        self._mesh = mesh
-        self._example: Any = None
-        self._inference_modes: list[tuple[Any, bool]] = []
-        self._throughputs: list[tuple[Throughput, int, float | None]] = []
-        self._writer_methods: dict[str, Any] = {}
+        self._module, self._mesh = module, mesh
+        self._undo = ExitStack()
 
     def install(self, trainer: Trainer) -> None:
         """Change what has to be changed."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, ThroughputMonitor):
-                for throughput in throughputs(callback):
-                    self._throughputs.append((throughput, throughput.world_size, throughput.available_flops))
-                    throughput.world_size = self._mesh.data_parallel_size
-                    if throughput.available_flops is not None:
-                        throughput.available_flops *= self._mesh.model_group.size()
+            for throughput in throughputs(callback) if isinstance(callback, ThroughputMonitor) else ():
+                self._set(throughput, "world_size", self._mesh.data_parallel_size)
+                if throughput.available_flops is not None:
+                    flops = throughput.available_flops * self._mesh.model_group.size()
+                    self._set(throughput, "available_flops", flops)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            self._inference_modes.append((loop, loop.inference_mode))
-            loop.inference_mode = False
+            self._set(loop, "inference_mode", False)
         if self._mesh.pipeline_parallel_size > 1:
-            self._example = example_input(self._module)
+            self._undo.callback(set_example_input, self._module, example_input(self._module))
             set_example_input(self._module, None)
             self._leave_out_placeholders()
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
 
     def _leave_out_placeholders(self) -> None:
         tensorboard = sys.modules.get("torch.utils.tensorboard")  # loggers have made their writers before a run
         if tensorboard is None:
             return
-        for name, method in vars(tensorboard.SummaryWriter).items():
-            if name.startswith("add_"):
-                self._writer_methods[name] = method
         warnings = WarningCache()
-        for name, method in self._writer_methods.items():
-            setattr(tensorboard.SummaryWriter, name, _with_values_only(method, warnings))
+        for name, method in list(vars(tensorboard.SummaryWriter).items()):
+            if name.startswith("add_"):
+                self._set(tensorboard.SummaryWriter, name, _with_values_only(method, warnings))
 
     def remove(self) -> None:
         """Change it back."""
-        for loop, mode in self._inference_modes:
-            loop.inference_mode = mode
-        self._inference_modes.clear()
-        for throughput, world_size, flops in self._throughputs:
-            throughput.world_size, throughput.available_flops = world_size, flops
-        self._throughputs.clear()
-        for name, method in self._writer_methods.items():
-            setattr(sys.modules["torch.utils.tensorboard"].SummaryWriter, name, method)
-        self._writer_methods.clear()
-        if self._example is not None:
-            set_example_input(self._module, self._example)
-            self._example = None
+        self._undo.close()
 
 
 def _with_values_only(method: Callable[..., Any], warnings: WarningCache) -> Callable[..., Any]:
