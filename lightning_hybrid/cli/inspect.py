@@ -58,10 +58,7 @@ class Inspection:
             others = [key for key in tree if key not in _KNOWN]
         sections = ["\n".join([head, _columns(_origin(tree))]).strip(), _table(state, every_name=every_name)]
         rest = [*_optimizers(tree.get("optimizer_states", [])), *_schedulers(tree.get("lr_schedulers", []))]
-        if tree.get("callbacks"):
-            rest.append(("callbacks", ", ".join(map(str, tree["callbacks"]))))
-        if tree.get("loops"):
-            rest.append(("loops", ", ".join(map(str, tree["loops"]))))
+        rest += [(name, ", ".join(map(str, tree[name]))) for name in ("callbacks", "loops") if tree.get(name)]
         if tree.get("hyper_parameters"):
             rest.append(("hyper-parameters", _values(_public(tree["hyper_parameters"]))))
         rest += [(str(key), _value(tree[key])) for key in others]
@@ -112,17 +109,7 @@ class _Unknown:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def append(self, value: Any) -> None:
-        """Nothing."""
-
-    def extend(self, values: Any) -> None:
-        """Nothing."""
+    __setstate__ = __setitem__ = append = extend = __init__
 
     def __call__(self, *_: Any, **__: Any) -> _Unknown:
         return self
