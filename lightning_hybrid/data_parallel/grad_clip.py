@@ -63,7 +63,6 @@ def clip_by_total_norm(
     group: ProcessGroup | None = None,
     counts: Callable[[nn.Parameter], bool] = lambda parameter: True,
     device: torch.device | None = None,
-    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scales this rank's gradients, in place, such that the norm over the group is at most ``max_norm``.
 
@@ -74,21 +73,12 @@ def clip_by_total_norm(
         group: The ranks that together hold the model; ``None`` if this one holds all of it.
         counts: Whether this rank counts a parameter.
         device: Where ranks communicate; needed where a rank may have no gradient. Default: where the first gradient is.
-        error_if_nonfinite: Whether a norm that is infinite or NaN is an error; the host waits for the device to see it.
 
     Returns:
         The norm before clipping, as :func:`total_norm` gives it.
-
-    Raises:
-        RuntimeError: If ``error_if_nonfinite`` and the norm is infinite or NaN, on every rank of the group.
     """
     parameters = list(parameters)
     norm = total_norm(parameters, norm_type, group=group, counts=counts, device=device)
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(
-            f"The total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped."
-            " Pass `error_if_nonfinite=False` to scale them all the same."
-        )
     # One call per dtype, with a norm of that dtype: `foreach` is fast only then, and copies of one parameter are scaled
     # by the same factor whatever else their ranks hold. Half precision would spoil the factor; float32 it is there.
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
