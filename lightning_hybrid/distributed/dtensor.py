@@ -177,9 +177,12 @@ def _like(local: Tensor, tensor: DTensor) -> DTensor:
     """A tensor that is sharded as another one of the same shape is."""
     if _is_direct(tensor):
         return _from_local(local, tensor._spec)
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return from_shard(local, tensor.device_mesh, tensor.placements, tensor)
+
+
+def from_shard(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], full: Tensor) -> DTensor:
+    """A DTensor of this rank's shard, with the shape and strides of another tensor, which may be on the meta device."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
 
 def full_tensor(value: Any) -> Any:
@@ -193,10 +196,7 @@ def full_tensor(value: Any) -> Any:
     if value.device_mesh.ndim == 1:
         return local
     mesh = value.device_mesh[value.device_mesh.mesh_dim_names[0]]  # type: ignore[index]
-    part: Any = DTensor.from_local(
-        local, mesh, value.placements[:1], run_check=False, shape=value.shape, stride=value.stride()
-    )
-    return part.full_tensor()
+    return from_shard(local, mesh, value.placements[:1], value).full_tensor()
 
 
 def all_gather_zero(value: Any) -> Tensor:

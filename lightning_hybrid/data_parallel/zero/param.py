@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_hybrid.distributed.dtensor import all_gather_zero, copy_attributes, put_local, to_local
+from lightning_hybrid.distributed.dtensor import all_gather_zero, copy_attributes, from_shard, put_local, to_local
 
 Owner = tuple[nn.Module, str]
 """Where a parameter is found: the module, and its name there."""
@@ -130,9 +130,7 @@ class _Unsharded:
     def parameter(self, local: Tensor, shard: nn.Parameter) -> nn.Parameter:
         """A parameter with these values, and with the attributes of its shard."""
         if self.mesh is not None:
-            local = DTensor.from_local(
-                local, self.mesh, self.placements, run_check=False, shape=shard.shape, stride=shard.stride()
-            )
+            local = from_shard(local, self.mesh, self.placements, shard)
         parameter = nn.Parameter(local, shard.requires_grad)
         copy_attributes(shard, parameter)
         del vars(parameter)[_UNSHARDED]
@@ -174,14 +172,8 @@ def shard(parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: int) 
     if isinstance(parameter, DTensor):
         placements = parameter.placements
         before = _Unsharded(local.shape, parameter.device_mesh, placements)
-    value = DTensor.from_local(
-        own.clone(memory_format=torch.contiguous_format),
-        mesh,
-        [*placements, Shard(rows.dim)],
-        run_check=False,
-        shape=parameter.shape,
-        stride=torch.empty(parameter.shape, device="meta").stride(),
-    )
+    own, full = own.clone(memory_format=torch.contiguous_format), torch.empty(parameter.shape, device="meta")
+    value = from_shard(own, mesh, [*placements, Shard(rows.dim)], full)
     made = nn.Parameter(value, parameter.requires_grad)
     copy_attributes(parameter, made)
     vars(made)[_UNSHARDED] = before
