@@ -42,11 +42,10 @@ class BackgroundWriter:
             The first failure among them, if any.
         """
         jobs, self._jobs = self._jobs, []
-        errors = [error for error in (job.exception() for job in jobs) if error is not None]
+        error = next((error for error in [job.exception() for job in jobs] if error is not None), None)
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
-        error = errors[0] if errors else None
         if error is not None and not isinstance(error, Exception):
             raise error
         return error

@@ -46,27 +46,18 @@ def local_chunks(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
 def _runs_of(
     shape: torch.Size, placements: tuple[Placement, ...], coordinate: tuple[int, ...], sizes: tuple[int, ...]
 ) -> list[list[tuple[int, int, int]]]:
-    """For each dimension the runs of a shard; see :func:`_runs`."""
-    sharded = _indices(shape, placements, coordinate, sizes)
-    return [_runs(sharded[dim]) if dim in sharded else [(0, 0, size)] for dim, size in enumerate(shape)]
-
-
-def _indices(
-    shape: torch.Size, placements: tuple[Placement, ...], coordinate: tuple[int, ...], sizes: tuple[int, ...]
-) -> dict[int, Tensor]:
-    """For each sharded dimension the indices in the full tensor of what the shard has, in its order.
+    """For each dimension the runs of a shard; see :func:`_runs`.
 
     Of the mesh's axes the outermost shards first; `chunk` is how torch shards what cannot be divided evenly.
     """
-    indices: dict[int, Tensor] = {}
+    indices: dict[int, Tensor] = {}  # in the full tensor, of what the shard has in each sharded dimension, in its order
     for placement, rank, size in zip(placements, coordinate, sizes, strict=True):
         dim = getattr(placement, "dim", None)  # a replica has none
-        if dim is None:
-            continue
-        blocks = indices.get(dim, torch.arange(shape[dim])).chunk(getattr(placement, "split_factor", 1))
-        shards = [block.chunk(size) for block in blocks]
-        indices[dim] = torch.cat([shard[rank] if rank < len(shard) else shard[0][:0] for shard in shards])
-    return indices
+        if dim is not None:
+            blocks = indices.get(dim, torch.arange(shape[dim])).chunk(getattr(placement, "split_factor", 1))
+            shards = [block.chunk(size) for block in blocks]
+            indices[dim] = torch.cat([shard[rank] if rank < len(shard) else shard[0][:0] for shard in shards])
+    return [_runs(indices[dim]) if dim in indices else [(0, 0, size)] for dim, size in enumerate(shape)]
 
 
 def _runs(indices: Tensor) -> list[tuple[int, int, int]]:
