@@ -28,14 +28,7 @@ from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter, peak_
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
-from lightning_hybrid.strategy.layout import (
-    describe,
-    find_own_layers,
-    find_plan,
-    find_recomputed,
-    find_schedule,
-    find_stages,
-)
+from lightning_hybrid.strategy import layout
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.lightning_internals import set_device_mesh
@@ -183,17 +176,17 @@ class _DryRunStrategy(SingleDeviceStrategy):
         """Parallelize layers as a run does, and let the user configure optimizers."""
         module = self._module
         self._has_values = not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-        self.layout = describe(module, self._config, self._sizes)
+        self.layout = layout.describe(module, self._config, self._sizes)
         self._body, self._stage_map = None, StageMap(None, (), (range(0),), 1)
         if self._sizes[2] > 1:
-            self._body, self._stage_map = find_stages(module, self._config, self._sizes[2])
+            self._body, self._stage_map = layout.find_stages(module, self._config, self._sizes[2])
         with nullcontext() if self._has_values else self._without_memory():
             if not self._has_values:
                 _replace_meta_tensors(module)
             if self._sizes[1] > 1:
                 mesh, device = self._mesh[AXES["tp"]], torch.device("cpu")
                 group = TensorGroup(mesh.get_group())
-                find_plan(module, self._config, self._sizes[1]).apply(module, mesh, group, device, lambda name: None)
+                layout.find_plan(module, self._config, self._sizes[1]).apply(module, mesh, group, device)
             super().setup(trainer)
 
     def _without_memory(self) -> AbstractContextManager[Any]:
@@ -212,18 +205,16 @@ class _DryRunStrategy(SingleDeviceStrategy):
         data, _, pipeline = self._sizes
         microbatches, _ = split_into(batch, config.num_microbatches, find_hook(module, "split_batch"))
         activations = self._activations(microbatches[0], args)
-        schedule = find_schedule(config, pipeline, len(microbatches))
+        schedule = layout.find_schedule(config, pipeline, len(microbatches))
         for rank in range(pipeline):
             usage = estimate(
                 module,
                 self._stage_map,
-                find_own_layers(module, self._body, self._stage_map, rank),
+                layout.find_own_layers(module, self._body, self._stage_map, rank),
                 self.optimizers,
+                config,
                 rank=rank,
                 num_replicas=data,
-                zero_stage=config.zero_stage,
-                frees_early=config.frees_early,
-                float32_gradients=config.float32_gradients,
                 num_backwards=config.num_microbatches * module.trainer.accumulate_grad_batches,
                 activations=None if activations is None else peak_activation_bytes(schedule, rank, activations),
             )
@@ -248,7 +239,7 @@ class _DryRunStrategy(SingleDeviceStrategy):
 
     def _measure(self, microbatch: Any, args: Sequence[Any], mode: Any) -> dict[int, int]:
         module = self._module
-        layers = find_recomputed(module, self._config, self._body, self._stage_map)
+        layers = layout.find_recomputed(module, self._config, self._body, self._stage_map)
         is_selective = self._config.recompute == "selective"
         recompute = ActivationCheckpointing(layers, torch.device("cpu"), selective=is_selective)
         with mode, LogRecorder(module)(), recompute():

@@ -9,16 +9,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.zero.param import RowShards, find_owners, unsharded_shape
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
 from lightning_hybrid.distributed.dtensor import is_zero_sharded, to_local
-from lightning_hybrid.memory.account import (
-    LocalParameter,
-    MemoryUsage,
-    optimizer_state_bytes,
-    peak_parameter_bytes,
-    storage_bytes,
-)
+from lightning_hybrid.memory import account
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
 
 
@@ -27,15 +22,13 @@ def estimate(
     stage_map: StageMap,
     layers: Mapping[int, Sequence[nn.Module]],
     optimizers: Iterable[Optimizer] | None,
+    config: HybridConfig,
     *,
     rank: int,
     num_replicas: int,
-    zero_stage: int,
-    frees_early: bool,
-    float32_gradients: bool,
     num_backwards: int,
     activations: int | None = None,
-) -> MemoryUsage:
+) -> account.MemoryUsage:
     """What a pipeline rank of the first replica will hold, than which no other replica holds more.
 
     Args:
@@ -43,11 +36,9 @@ def estimate(
         stage_map: Which stage holds what.
         layers: The layers of each stage of the rank.
         optimizers: The user's; ``None`` if they are not to be tried.
+        config: The arguments of the strategy.
         rank: The pipeline rank.
         num_replicas: The data-parallel size.
-        zero_stage: What is sharded over the replicas.
-        frees_early: Whether stage 3 reshards a layer after each use.
-        float32_gradients: Whether gradients are accumulated in float32 at least.
         num_backwards: The backwards of a stage before an optimizer step: microbatches times accumulated batches.
         activations: What autograd saves, if that is known.
     """
@@ -58,23 +49,23 @@ def estimate(
     for stage, members in layers.items():
         for position, keys in enumerate(own_parameters(members, layers, slots)):
             layer_of |= dict.fromkeys(keys, (stage, position))
-    parameters, gradients = peak_parameter_bytes(
+    parameters, gradients = account.peak_parameter_bytes(
         [
-            LocalParameter(
-                unsharded_shape(p), p.element_size(), _grad_itemsize(p, float32_gradients), layer_of.get(id(p))
+            account.LocalParameter(
+                unsharded_shape(p), p.element_size(), _grad_itemsize(p, config.float32_gradients), layer_of.get(id(p))
             )
             for p in own
         ],
         num_replicas=num_replicas,
-        zero_stage=zero_stage,
-        frees_early=frees_early,
+        zero_stage=config.zero_stage,
+        frees_early=config.frees_early,
         single_backward=num_backwards == 1,
     )
-    shapes = {id(parameter): _shard_shape(parameter, num_replicas if zero_stage else 1) for parameter in own}
+    shapes = {id(parameter): _shard_shape(parameter, num_replicas if config.zero_stage else 1) for parameter in own}
     named = module.named_buffers(remove_duplicate=False)
-    buffers = storage_bytes(buffer for name, buffer in named if rank in stage_map.ranks_of(name))
+    buffers = account.storage_bytes(buffer for name, buffer in named if rank in stage_map.ranks_of(name))
     states = None if optimizers is None else _state_bytes(optimizers, shapes)
-    return MemoryUsage(parameters, gradients, states, activations, buffers)
+    return account.MemoryUsage(parameters, gradients, states, activations, buffers)
 
 
 def _grad_itemsize(parameter: Tensor, float32_gradients: bool) -> int:
@@ -101,7 +92,7 @@ def _state_bytes(optimizers: Iterable[Optimizer], shapes: Mapping[int, torch.Siz
             key = id(group), shapes[id(parameter)], parameter.dtype
             if key not in trials:
                 like = torch.empty(key[1], dtype=parameter.dtype, device="meta")
-                trials[key] = optimizer_state_bytes(optimizer, group, like)
+                trials[key] = account.optimizer_state_bytes(optimizer, group, like)
             state_bytes = trials[key]
             if state_bytes is None:
                 return None

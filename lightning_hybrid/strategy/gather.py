@@ -14,6 +14,7 @@ from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, remove_placeholder_hooks
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -78,14 +79,15 @@ def gather_module(module: LightningModule, stage_map: StageMap, plan: Plan | Non
     """
     agree(lambda: check_gathering(module, plan))
     ownership = Ownership(module, stage_map, mesh)
-    owners, first = ownership.owners(ownership.tensors()), ownership.first_names()
+    tensors, first = ownership.tensors(), ownership.first_names()
+    owners = ownership.owners(tensors)
     divisions = plan.param_splits() if plan else {}
     names: dict[str, list[str]] = {}
     for name in owners:
         names.setdefault(first[name], []).append(name)
     buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by placeholder: tied ones stay tied
     for several in names.values():
-        tensor = _tensor(module, several[0])
+        tensor = tensors[several[0]]
         division = next((divisions[name] for name in several if name in divisions), None)
         holders = set().union(*(stage_map.ranks_of(name) for name in several))
         is_everywhere = division is None and len(holders) == mesh.pipeline_parallel_size
@@ -112,12 +114,6 @@ def gather_module(module: LightningModule, stage_map: StageMap, plan: Plan | Non
     remove_placeholder_hooks(module)
 
 
-def _tensor(module: nn.Module, name: str) -> Tensor:
-    owner, _, leaf = name.rpartition(".")
-    tensor: Tensor = getattr(module.get_submodule(owner), leaf)
-    return tensor
-
-
 def _full_value(tensor: Tensor, division: ParamSplit | None, stage: int, mesh: Mesh) -> Tensor:
     """All of a tensor, on the host, from the pipeline rank whose value counts."""
     first = stage * mesh.tensor_parallel_size
@@ -137,8 +133,7 @@ def _received(tensor: Tensor, shape: list[int], source: int, mesh: Mesh) -> Tens
     else:
         value = torch.empty(shape, dtype=tensor.dtype, device="cpu")
     if value.numel():
-        # As bytes: no backend knows every dtype.
-        dist.broadcast(value.view(-1).view(torch.uint8), group=group, group_src=source)
+        dist.broadcast(as_bytes(value), group=group, group_src=source)
     return value
 
 

@@ -48,7 +48,7 @@ def describe(module: LightningModule, settings: HybridConfig, sizes: tuple[int, 
     body, stage_map = None, StageMap(None, (), (range(0),), 1)
     if pipeline > 1:
         body, stage_map = find_stages(module, settings, pipeline)
-    text = layout(settings, dict(zip(("dp", "tp", "pp"), sizes, strict=True)), body, stage_map)
+    text = stages_text(settings, dict(zip(("dp", "tp", "pp"), sizes, strict=True)), body, stage_map)
     return text if tensor == 1 else f"{text}\n{plan_table(find_plan(module, settings, tensor))}"
 
 
@@ -123,7 +123,7 @@ def find_schedule(settings: HybridConfig, num_ranks: int, num_microbatches: int)
     return build(settings.schedule, num_ranks, num_microbatches, settings.num_chunks if num_ranks > 1 else 1)
 
 
-def layout(
+def stages_text(
     settings: HybridConfig, sizes: Mapping[str, int], body: tuple[str, nn.Sequential] | None, stage_map: StageMap
 ) -> str:
     """The sizes, the schedule, and the table of stages if there is a body."""

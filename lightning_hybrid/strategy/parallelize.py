@@ -26,15 +26,8 @@ from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.pipeline_parallel.body import BodyCallError, layer_call_text
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, refuse_call, replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+from lightning_hybrid.strategy import layout
 from lightning_hybrid.strategy.gather import check_gathering, gather_module
-from lightning_hybrid.strategy.layout import (
-    find_layers,
-    find_own_layers,
-    find_plan,
-    find_recomputed,
-    find_stages,
-    layout,
-)
 from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from lightning_hybrid.strategy.summary import plan_table
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
@@ -131,7 +124,7 @@ class ModuleParallelizer:
 
     def own_layers(self) -> dict[int, list[nn.Module]]:
         """The layers of each stage of this rank."""
-        return find_own_layers(self._module, self.body, self.stage_map, self._mesh.pipeline_rank)
+        return layout.find_own_layers(self._module, self.body, self.stage_map, self._mesh.pipeline_rank)
 
     def load(self, source: Source) -> None:
         """Take weights from elsewhere: now, or when the module is divided.
@@ -158,7 +151,7 @@ class ModuleParallelizer:
             ValueError, TypeError: If there are no layers such as are to run again, or no body to find them in; on every
                 rank.
         """
-        layers = find_recomputed(self._module, self._settings, self.body, self.stage_map)
+        layers = layout.find_recomputed(self._module, self._settings, self.body, self.stage_map)
         recompute = ActivationCheckpointing(layers, self._device, selective=self._settings.recompute == "selective")
 
         if not offload.moves_activations:
@@ -178,11 +171,9 @@ class ModuleParallelizer:
             self.stage_map,
             self.own_layers(),
             optimizers if all(type(each).__module__.startswith("torch.optim.") for each in optimizers) else None,
+            self._settings,
             rank=self._mesh.pipeline_rank,
             num_replicas=self._mesh.data_parallel_size,
-            zero_stage=self._settings.zero_stage,
-            frees_early=self._settings.frees_early,
-            float32_gradients=self._settings.float32_gradients,
             num_backwards=self._settings.num_microbatches * self._module.trainer.accumulate_grad_batches,
         )
 
@@ -197,7 +188,7 @@ class ModuleParallelizer:
     def _frames(self) -> list[str]:
         """The names of the modules that hold the body: of the same ones under every layout."""
         try:
-            name, _ = self.body or find_layers(self._module, self._settings)
+            name, _ = self.body or layout.find_layers(self._module, self._settings)
         except (ValueError, TypeError):
             return [""]
         return ["", *(name.rsplit(".", count)[0] for count in range(name.count(".") + 1))]
@@ -216,7 +207,7 @@ class ModuleParallelizer:
                 f" sequence_parallel) = {before} before, and now for {requested}. After the earlier run, call"
                 " `trainer.strategy.gather_module()`, which makes it whole."
             )
-        self.plan = agree(self._plan_layers) if known is None else known
+        self.plan = agree(lambda: layout.find_plan(self._module, self._settings, size)) if known is None else known
         if known is None:
             vars(self._module)[_PLAN] = requested, self.plan
             table = plan_table(self.plan)
@@ -230,9 +221,6 @@ class ModuleParallelizer:
             self.plan.set_tensor_group(self._module, group)
         else:
             self.plan.apply(self._module, self._mesh.device_mesh[AXES["tp"]], group, self._device, prepare)
-
-    def _plan_layers(self) -> Plan:
-        return find_plan(self._module, self._settings, self._mesh.tensor_parallel_size)
 
     def undo(self) -> None:
         """Make the module whole again on every rank, so that it can be divided in another way.
@@ -272,7 +260,7 @@ class ModuleParallelizer:
 
     def _plan(self) -> None:
         """Find the body and say which stage gets which layers."""
-        body, stage_map = find_stages(self._module, self._settings, self._mesh.pipeline_parallel_size)
+        body, stage_map = layout.find_stages(self._module, self._settings, self._mesh.pipeline_parallel_size)
         own = [
             tensor_name
             for tensor_name, tensor in self._module.named_parameters()
@@ -288,7 +276,7 @@ class ModuleParallelizer:
 
     def text(self) -> str:
         """The layout and the table of stages."""
-        return layout(self._settings, self._mesh.sizes, self.body, self.stage_map)
+        return layout.stages_text(self._settings, self._mesh.sizes, self.body, self.stage_map)
 
 
 def _shape(value: object) -> torch.Size | None:

@@ -23,7 +23,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor.experimental import implicit_replication
 
 from lightning_hybrid.checkpoint.checkpointer import Checkpointer
-from lightning_hybrid.checkpoint.weights import Source
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import agree
@@ -190,10 +189,6 @@ class AttachedModule:
         self._started.add(self.module)
         self.is_gathered = False
         self._checkpointer = self._new_checkpointer()
-
-    def load_weights(self, source: Source) -> None:
-        """Take weights from elsewhere, on every rank."""
-        self.parallelizer.load(source)
 
     def gather(self, run: Run | None) -> None:
         """Undo the division, on every rank.

@@ -581,7 +581,7 @@ class HybridStrategy(ReplicaCollectives):
             FileNotFoundError, ValueError: If they cannot be read; on every rank.
             RuntimeError: If names or shapes do not fit; on every rank, and nothing is loaded.
         """
-        self.attached.load_weights(source)
+        self.attached.parallelizer.load(source)
 
     @outside_of_steps
     def gather_module(self) -> None:

@@ -15,15 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.dtensor import shard_of
 from lightning_hybrid.distributed.random import own_numbers
-from lightning_hybrid.tensor_parallel.mappings import (
-    TensorGroup,
-    copy_to_tp,
-    gather_from_sp,
-    gather_from_tp,
-    reduce_from_tp,
-    reduce_scatter_to_sp,
-    scatter_to_tp,
-)
+from lightning_hybrid.tensor_parallel import mappings
 from lightning_hybrid.tensor_parallel.vocab_parallel import VocabParallelLogits
 
 
@@ -36,20 +28,20 @@ class ParallelLayer:
             activations are replicated there.
     """
 
-    tensor_group: TensorGroup
+    tensor_group: mappings.TensorGroup
     sequence_dim: int | None
 
     def gather_input(self, x: Tensor) -> Tensor:
         """The full input, about to be used with a shard of the weights."""
         if self.sequence_dim is None:
-            return copy_to_tp(x, self.tensor_group)
-        return gather_from_sp(x, self.sequence_dim, self.tensor_group)
+            return mappings.copy_to_tp(x, self.tensor_group)
+        return mappings.gather_from_sp(x, self.sequence_dim, self.tensor_group)
 
     def reduce_output(self, x: Tensor) -> Tensor:
         """The output, from partial sums: replicated, or this rank's shard of the sequence."""
         if self.sequence_dim is None:
-            return reduce_from_tp(x, self.tensor_group)
-        return reduce_scatter_to_sp(x, self.sequence_dim, self.tensor_group)
+            return mappings.reduce_from_tp(x, self.tensor_group)
+        return mappings.reduce_scatter_to_sp(x, self.sequence_dim, self.tensor_group)
 
 
 def parallelize_layer(layer: nn.Module, mixin: type, **attributes: Any) -> None:
@@ -127,7 +119,7 @@ class ColumnParallelLinear(ParallelLayer):
         if not self.input_is_gathered:
             x = self.gather_input(x)
         y = F.linear(x, shard_of(self.weight), shard_of(self.bias))
-        return gather_from_tp(y, -1, self.tensor_group) if self.gather_output else y
+        return mappings.gather_from_tp(y, -1, self.tensor_group) if self.gather_output else y
 
 
 class RowParallelLinear(ParallelLayer):
@@ -144,7 +136,7 @@ class RowParallelLinear(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features / T)`` to ``(..., out_features)``."""
         if self.scatter_input:
-            x = scatter_to_tp(x, -1, self.tensor_group)
+            x = mappings.scatter_to_tp(x, -1, self.tensor_group)
         y = self.reduce_output(F.linear(x, shard_of(self.weight)))
         return y if self.bias is None else y + self.bias
 
@@ -168,7 +160,7 @@ class VocabParallelEmbedding(ParallelLayer):
         padding = None if self.padding_idx is None else self.padding_idx - self.tensor_group.rank * len(weight)
         local_padding = padding if padding is not None and 0 <= padding < len(weight) else None
         found = F.embedding(local, weight, local_padding)
-        return reduce_from_tp(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tensor_group)
+        return mappings.reduce_from_tp(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tensor_group)
 
 
 class VocabParallelHead(ParallelLayer):
@@ -210,9 +202,9 @@ class SequenceRegion(ParallelLayer):
         """As the layer does, on a shard of the sequence."""
         assert self.sequence_dim is not None
         if self.scatter_input:
-            x = scatter_to_tp(x, self.sequence_dim, self.tensor_group)
+            x = mappings.scatter_to_tp(x, self.sequence_dim, self.tensor_group)
         y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        return gather_from_tp(y, self.sequence_dim, self.tensor_group) if self.gather_output else y
+        return mappings.gather_from_tp(y, self.sequence_dim, self.tensor_group) if self.gather_output else y
 
 
 class SequenceGathered(ParallelLayer):
