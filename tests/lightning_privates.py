@@ -21,6 +21,7 @@ TORCH = {
     "_engine_run_backward": "what `torch.autograd.backward` calls after its checks, if it can be called",
     "_flat_weights": "by which recurrent layers are known, which have a list of their parameters",
     "_foreach_norm": "one kernel for many tensors, where torch has it",
+    "_forward_hooks": "hooks of this package on a layer, which do not belong to the user's step",
     "_forward_pre_hooks": "whether a layer has hooks that a placeholder must not run",
     "_indices": "of a sparse tensor that is not coalesced",
     "_is_view": "whether an in-place change reaches another tensor",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -260,6 +260,25 @@ class RandomStreams:
             coordinates: What the numbers depend on beside seed and data rank, such as (step, microbatch).
         """
         seed_generators(derive_seed(self._seed, self._data_rank, *coordinates), self._device)
+
+    def of_calls(self, *coordinates: int) -> Callable[[int], None]:
+        """Streams of torch's generators, one for each call of a step, whichever stages make it.
+
+        Args:
+            coordinates: As in :meth:`seed_user`.
+
+        Returns:
+            Starts the stream of the call of a number.
+        """
+
+        def seed(number: int) -> None:
+            # The constant keeps calls apart from layers and the user's code.
+            value = derive_seed(self._seed, self._data_rank, *coordinates, -2, number)
+            torch.default_generator.manual_seed(value)
+            if self._device.type == "cuda":
+                _cuda_generator(self._device).manual_seed(value)
+
+        return seed
 
     def begin_hooks(self, *coordinates: int) -> None:
         """What hooks draw from here on is not noticed outside, until :meth:`end_hooks`; coordinates as for the user."""

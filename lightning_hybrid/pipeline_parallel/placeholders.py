@@ -152,7 +152,7 @@ def _replace(module: nn.Module, tensors: dict[str, _T], local: set[int], make: C
 
 
 def refuse_call(layer: nn.Module, error: type[Exception], text: str) -> None:
-    """Make a layer that lives on another stage refuse to be called.
+    """Make a layer that lives on another stage refuse to be called, while nothing has taken its place.
 
     Args:
         layer: The layer.
@@ -184,4 +184,5 @@ class _Refusal:
         self._error, self._text = error, text
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        raise self._error(self._text)
+        if not getattr(module.forward, "is_redirected", False):
+            raise self._error(self._text)

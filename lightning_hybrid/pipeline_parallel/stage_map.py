@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -12,29 +13,36 @@ from torch import Tensor
 class StageMap:
     """Which stage holds which tensor of the module.
 
-    Layers of the body live on their stage. Everything outside the body lives on the first and the last stage, because
-    the user's step runs there.
+    Layers of the body live on their stage. Everything outside the body lives where the user's step runs: on the first
+    and the last stage, or, where the body is no chain, on all of them.
 
     Attributes:
         body: The dotted name of the body, ``""`` for the module itself; ``None`` if the module is not cut.
-        layers: The names of the body's layers, in order; they need not be numbers.
+        layers: The dotted names of the body's layers, in order.
         stages: The layers of each stage, by position.
         num_ranks: The number of pipeline ranks; stage `s` lives on rank ``s % num_ranks``.
+        is_chain: Whether the user's step only runs on the first and the last stage.
     """
 
     body: str | None
     layers: tuple[str, ...]
     stages: tuple[range, ...]
     num_ranks: int
+    is_chain: bool = True
+
+    @cached_property
+    def _stage_of_layer(self) -> dict[str, int]:
+        return {self.layers[position]: stage for stage, positions in enumerate(self.stages) for position in positions}
 
     def stages_of(self, name: str) -> frozenset[int]:
         """The stages that hold the tensor or module of this dotted name."""
-        prefix = f"{self.body}." if self.body else ""
-        layer = name.removeprefix(prefix).split(".", 1)[0]
-        if self.body is not None and name.startswith(prefix) and layer in self.layers:
-            position = self.layers.index(layer)
-            return frozenset(stage for stage, layers in enumerate(self.stages) if position in layers)
-        return frozenset((0, len(self.stages) - 1))
+        if self.body is not None:
+            parts = name.split(".")
+            for length in range(1, len(parts) + 1):
+                stage = self._stage_of_layer.get(".".join(parts[:length]))
+                if stage is not None:
+                    return frozenset((stage,))
+        return frozenset((0, len(self.stages) - 1)) if self.is_chain else frozenset(range(len(self.stages)))
 
     def ranks_of(self, name: str) -> frozenset[int]:
         """The pipeline ranks that hold the tensor or module of this dotted name."""

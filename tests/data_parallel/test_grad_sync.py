@@ -30,7 +30,7 @@ class Model(nn.Module):
         self.register_buffer("steps", torch.tensor(0))
 
     def stage_map(self, num_ranks: int, stages: tuple[range, ...]) -> StageMap:
-        return StageMap("body", tuple(self.body._modules), stages, num_ranks)
+        return StageMap("body", tuple(f"body.{key}" for key in self.body._modules), stages, num_ranks)
 
 
 # Two ranks, two chunks: rank 0 has the layers 0, 1 and 3, rank 1 the layers 2, 4 and 5.
@@ -160,7 +160,7 @@ def shared_table(pipeline: int) -> int:
     body = model["body"]
     mesh = Mesh(1, 1, pipeline)
     stages = tuple(range(i, i + 1) for i in range(pipeline))
-    stage_map = StageMap("body", tuple(body._modules), stages, pipeline)
+    stage_map = StageMap("body", tuple(f"body.{key}" for key in body._modules), stages, pipeline)
     replace_with_placeholders(model, stage_map, mesh.pipeline_rank)
     # Moving a module to a device unties its buffers, but not those that are placeholders.
     for block in body:

@@ -33,7 +33,7 @@ class Model(nn.Module):
         self.body = nn.Sequential(here, there, nn.ParameterList([torch.rand(2), torch.rand(1)]))  # type: ignore[arg-type]
 
     def stage_map(self) -> StageMap:
-        return StageMap("body", tuple(self.body._modules), (range(1), range(1, 3)), 2)
+        return StageMap("body", tuple(f"body.{key}" for key in self.body._modules), (range(1), range(1, 3)), 2)
 
 
 def make(rank: int = 0) -> Model:

@@ -12,7 +12,7 @@ STAGES = (range(2), range(2, 3), range(3, 4), range(4, 5))
 
 
 def place(body: nn.Sequential, name: str = "body", num_ranks: int = 2) -> StageMap:
-    return StageMap(name, tuple(body._modules), STAGES, num_ranks)
+    return StageMap(name, tuple(f"{name}.{key}".removeprefix(".") for key in body._modules), STAGES, num_ranks)
 
 
 def linears(count: int = 5) -> list[nn.Module]:
@@ -57,6 +57,12 @@ def test_a_slice_of_a_sequential_keeps_old_numbers() -> None:
     assert list(body._modules) == ["3", "4", "5", "6", "7"]
     stage_map = place(body)
     assert [sorted(stage_map.stages_of(f"body.{name}.weight")) for name in body._modules] == [[0], [0], [1], [2], [3]]
+
+
+def test_around_units_everything_is_on_every_stage() -> None:
+    stage_map = StageMap("a, b", ("a.0", "b.0", "b.1"), (range(1), range(1, 2), range(2, 3)), 3, is_chain=False)
+    assert stage_map.stages_of("b.0.weight") == {1}
+    assert stage_map.stages_of("b.weight") == stage_map.stages_of("head.weight") == {0, 1, 2}
 
 
 def test_undivided() -> None:

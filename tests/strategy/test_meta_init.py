@@ -326,7 +326,9 @@ def test_a_stage_has_the_values_of_the_whole_although_a_tie_leads_to_another_sta
         return module
 
     whole, stage = initialized(meta(make)).state_dict(), meta(make)
-    replace_with_placeholders(stage, StageMap("body", ("0", "1", "2", "3"), (range(2), range(2, 4)), 2), 1)
+    replace_with_placeholders(
+        stage, StageMap("body", tuple(f"body.{key}" for key in range(4)), (range(2), range(2, 4)), 2), 1
+    )
     initialized(stage, frames=["", "body"])
     found = {name: value for name, value in stage.state_dict().items() if not value.is_meta}
     assert all(torch.equal(value, whole[name]) for name, value in found.items())

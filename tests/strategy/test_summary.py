@@ -39,7 +39,9 @@ def test_placeholders_count() -> None:
     whole = stage_rows(Encoder(10), STAGES, 2)
     body = Encoder(10)
     module = nn.ModuleDict({"body": body})
-    replace_with_placeholders(module, StageMap("body", tuple(body._modules), tuple(STAGES), 2), 0)
+    replace_with_placeholders(
+        module, StageMap("body", tuple(f"body.{key}" for key in body._modules), tuple(STAGES), 2), 0
+    )
     assert stage_rows(body, STAGES, 2) == whole
 
 

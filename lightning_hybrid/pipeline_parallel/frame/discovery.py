@@ -1,0 +1,465 @@
+"""A run of the user's step without values of parameters: which of its calls need which results of others."""
+
+from __future__ import annotations
+
+import inspect
+import sysconfig
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+from lightning_hybrid.distributed.random import generator_marks
+from lightning_hybrid.pipeline_parallel.frame.decisions import Input, Made, Reader, RealCall, apply, outcome_of
+from lightning_hybrid.pipeline_parallel.frame.graph import (
+    METADATA,
+    AbsentTensor,
+    Argument,
+    Call,
+    Decision,
+    Graph,
+    Value,
+    function_name,
+    getters,
+)
+from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
+from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
+
+FakeMode: Any
+FakeTensor: Any
+try:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeMode
+except ImportError:  # then nothing but a plain chain can be divided
+    FakeMode, FakeTensor = None, None
+
+# Code that only passes calls of the user's on.
+_NOT_THE_USERS = (
+    f"{Path(torch.__file__).parent}/",
+    f"{Path(__file__).parent.parent.parent}/",
+    str(Path(sysconfig.get_paths()["stdlib"]) / "contextlib"),
+)
+
+#: Results of these are cut off from the graph, whatever they are made from.
+_DETACHES = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_}) | getters("data")
+#: These differentiate.
+_DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+#: These read numbers without an operator that says so.
+_READS = frozenset(
+    {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.__contains__}
+)
+
+
+_PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
+# Leaves of a call beyond those of its result: what it wrote.
+_WRITTEN, _ALIASES, _CHANGED, _MANY = 1_000_000, 2_000_000, 3_000_000, 500_000
+
+
+class ValueNeeded(BaseException):
+    """The number of an absent value was asked for; no `except Exception` of the user's catches it."""
+
+
+class Discovery(TorchFunctionMode):
+    """Follows one run of the user's step, in which parameters and the results of units are fake tensors.
+
+    ::
+
+        batch, buffers     real tensors     calls of them alone are computed, and have numbers
+        parameters         fake tensors     calls with one of these, or with a result of such a call, are absent
+        units              run on fake tensors; what they give is absent
+
+    Every call is numbered. Absent tensors are told apart as objects, which are known as long as the user's code has
+    them: those that are alive when the step is over are what the last stage must have in the end.
+
+    The step runs with gradients off, so that no graph keeps objects alive; whether a result would require grad is
+    computed beside it.
+
+    Args:
+        device: Where this rank computes.
+        trains: For each unit, whether parameters of it require grad.
+        seed: Seeds the generators for the call of a number.
+        absent_states: Tensors of the module, by their identities, that the step writes with absent values.
+
+    Attributes:
+        graph: What has been found.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        trains: Sequence[bool],
+        seed: Callable[[int], None],
+        absent_states: Collection[int] = (),
+    ) -> None:
+        super().__init__()
+        self._trains = trains
+        self.graph = Graph()
+        self.fakes = FakeMode(allow_non_fake_inputs=True)
+        self._device = device
+        self._seed = seed
+        self._operators = Operators()
+        self._stand_ins: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._names: dict[int, tuple[weakref.ref[Tensor], Value]] = {}
+        self._absent_states = absent_states
+        self._checkpoints: dict[int, tuple[Any, int]] = {}
+        self._parameters: dict[int, Tensor] = {}
+        self._of_units: set[int] = set()
+        self._originals: dict[int, tuple[Tensor, Tensor]] = {}
+        self._inputs: dict[int, tuple[Tensor, int]] = {}
+        self._made: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
+        self._real_calls: dict[int, RealCall] = {}
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """A fake tensor that looks like this one, which may have no values here."""
+        with self.fakes:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+
+    def parameter(self, parameter: Tensor, *, in_unit: bool) -> nn.Parameter:
+        """What stands for a parameter."""
+        fake = nn.Parameter(self.fake(parameter), requires_grad=parameter.requires_grad)
+        self._parameters[id(parameter)] = self._parameters[id(fake)] = fake
+        if in_unit:
+            self._of_units |= {id(parameter), id(fake)}
+        return fake
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """What stands for a tensor with values that the step may change."""
+        copied = tensor.detach().clone()
+        self._originals[id(copied)] = copied, tensor
+        return copied
+
+    def run(self, step: Callable[..., Any], arguments: Sequence[Any]) -> Graph:
+        """Follow a step.
+
+        Args:
+            step: The user's step.
+            arguments: Its arguments; tensors among them are copied.
+
+        Raises:
+            WrongUseError: If values pass where they cannot be followed.
+        """
+        leaves, spec = flatten(list(arguments))
+        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._inputs = {id(leaf): (leaf, place) for place, leaf in enumerate(copies) if isinstance(leaf, Tensor)}
+        try:
+            with self:
+                kept = step(*unflatten(copies, spec))
+        except ValueNeeded as needed:
+            kept = needed
+        self._checkpoints.clear()  # frames of the user's code hold values
+        alive = {value for reference, value in self._names.values() if reference() is not None}
+        self.graph.wanted += sorted(alive - set(self.graph.wanted))
+        for copied, original in self._originals.values():
+            value = self._name_of(copied)
+            if value is not None:
+                self.graph.state_writes[id(original)] = value
+        del kept
+        return self.graph
+
+    def replaced(self, before: Tensor, now: Any) -> None:
+        """An attribute of the module that was a tensor is something else after the step."""
+        value = self._name_of(now) if isinstance(now, Tensor) else None
+        if value is not None and id(before) in self._originals:
+            self.graph.state_writes[id(self._originals[id(before)][1])] = value
+
+    def has_values(self, tensor: Tensor) -> bool:
+        """Whether a tensor is there on every stage."""
+        return not isinstance(tensor, FakeTensor) and self._name_of(tensor) is None
+
+    # Calls of torch functions.
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Follow a call."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            return func(*args, **kwargs)
+        leaves, spec = flatten((args, kwargs))
+        call = Call(func, None, _users_line())
+        number = len(self.graph.calls)
+        self.graph.calls.append(call)
+        call.states = tuple(id(self._originals[id(leaf)][1]) for leaf in leaves if id(leaf) in self._originals)
+        if any(isinstance(leaf, Tensor) and self._is_absent(leaf) for leaf in leaves):
+            if func in _DERIVATIVES:
+                raise WrongUseError(
+                    f"`{function_name(func)}` at {call.where} differentiates in the step, through layers that live on"
+                    " several stages: no rank has the whole graph."
+                )
+            return self._absent(number, call, leaves, lambda fakes: apply(func, *unflatten(fakes, spec)))
+        self._seed(number)
+        with self._operators.watch() as seen:
+            result = func(*args, **kwargs)
+        call.draws = seen.draws
+        own = [(place, leaf) for place, leaf in enumerate(leaves) if id(leaf) in self._originals]
+        call.counts = tuple(place for place, leaf in own if memory_of(leaf) in seen.written)
+        self._check_checkpoint(call)
+        self._remember(number, call, leaves, spec, result, seen)
+        return result
+
+    def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Follow a call of a unit.
+
+        Args:
+            index: Its position.
+            unit: Its `forward`.
+            args: Arguments of the call.
+            kwargs: Likewise.
+        """
+        leaves, spec = flatten((args, kwargs))
+        call = Call(None, index, _users_line())
+        number = len(self.graph.calls)
+        self.graph.calls.append(call)
+        with self.paused():
+            marks = generator_marks(self._device)
+            result = self._absent(
+                number, call, leaves, lambda fakes: apply(unit, *unflatten(fakes, spec)), trains=self._trains[index]
+            )
+            call.draws |= generator_marks(self._device) != marks
+        return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is followed."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _absent(
+        self, number: int, call: Call, leaves: list[Any], run: Callable[[list[Any]], Any], *, trains: bool = False
+    ) -> Any:
+        """Make what an absent call returns, out of fake tensors."""
+        call.is_absent = True
+        fakes, real = list(leaves), {}
+        requires_grad = trains
+        operands: dict[Value, None] = {}
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            requires_grad |= leaf.requires_grad
+            value = self._name_of(leaf)
+            if value is not None:
+                operands[value] = None
+            elif call.unit is None and id(leaf) in self._of_units:
+                raise WrongUseError(without_value_text(f"the result of {call}"))
+            elif isinstance(leaf, FakeTensor) and id(leaf) not in self._parameters:
+                raise WrongUseError(
+                    f"{call} uses a tensor that a layer of the body made and did not return. What the code around the"
+                    " layers needs of a layer has to be returned by it, not kept in an attribute."
+                )
+            fakes[place] = self._parameters.get(id(leaf), leaf)
+            if not isinstance(fakes[place], FakeTensor):
+                fakes[place] = real[place] = self._stand_in(leaf)
+        call.operands = tuple(operands)
+        try:
+            with torch.no_grad(), self.fakes, self._operators.watch() as seen:
+                result = run(fakes)
+        except Exception as error:
+            if call.unit is not None:
+                raise
+            self._stop(number, call, operands, error)
+        call.draws = seen.draws
+        self._check_checkpoint(call)
+        requires_grad &= torch.is_grad_enabled() and call.function not in _DETACHES
+        for place, fake in real.items():
+            if memory_of(fake) in seen.written:
+                call.written[place] = Value(number, _WRITTEN + place)
+                self._name(leaves[place], call.written[place])
+                aliases = self._aliases(leaves[place])
+                for position, alias in enumerate(aliases):
+                    self._name(alias, Value(number, _ALIASES + 100 * place + position))
+                call.is_in_place |= bool(aliases) or (requires_grad and memory_of(fake) not in seen.statistics)
+        self._name_own(number, call, seen.written)
+        outputs = self._name_results(number, call, leaves, fakes, result, seen.written, requires_grad=requires_grad)
+        self._rename(number, call, seen.written)
+        self._note_parameters(call, leaves, seen.written)
+        return outputs
+
+    def _name_own(self, number: int, call: Call, written: set[int]) -> None:
+        """Tensors with values that a call has written through something that shares their memory are absent too."""
+        for position, (reference, fake) in enumerate(list(self._stand_ins.values())):
+            tensor = reference()
+            if written and tensor is not None and memory_of(fake) in written:
+                value = self._name_of(tensor)
+                if value is None or value.call != number:
+                    if value is not None:
+                        call.old[value] = Value(number, _ALIASES + _MANY + position)
+                    self._name(tensor, Value(number, _ALIASES + _MANY + position))
+                    call.is_in_place = True
+
+    def _name_results(
+        self,
+        number: int,
+        call: Call,
+        leaves: list[Any],
+        fakes: list[Any],
+        result: Any,
+        written: set[int],
+        *,
+        requires_grad: bool,
+    ) -> Any:
+        outputs, spec = flatten(result)
+        given = [*enumerate(leaves), *enumerate(fakes)]
+        places = {id(leaf): place for place, leaf in reversed(given) if leaf is not None and type(leaf) not in _PLAIN}
+        call.spec = spec
+        for position, leaf in enumerate(outputs):
+            place = places.get(id(leaf))
+            if isinstance(leaf, Tensor) and (place is None or memory_of(leaf) in written):
+                if not isinstance(leaf, FakeTensor):
+                    leaf = outputs[position] = self._stand_in(leaf)
+                if requires_grad and (leaf.is_floating_point() or leaf.is_complex()):
+                    leaf.requires_grad_()
+                old = self._name_of(leaf)
+                value = Value(number, position)
+                if old is not None and place is not None:
+                    call.old[old] = value
+                    call.is_in_place |= call.unit is None
+                if place is None or leaf is leaves[place]:
+                    self._name(leaf, value)
+            if place is not None:
+                outputs[position] = leaves[place]
+                call.outputs.append(Argument(place))
+            else:
+                call.outputs.append(AbsentTensor(self._like(leaf)) if isinstance(leaf, Tensor) else leaf)
+        has_values = any(isinstance(leaf, AbsentTensor) for leaf in call.outputs)
+        call.is_effect = call.unit is None and not has_values and not call.written
+        return unflatten(outputs, spec)
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        """What is handed out for an absent tensor where it is not made."""
+        like = self.fake(tensor)
+        return like.requires_grad_() if tensor.requires_grad else like
+
+    def _rename(self, number: int, call: Call, written: set[int]) -> None:
+        """Absent tensors that a call has written, also through a view of them, have new names."""
+        for key, (reference, value) in list(self._names.items()):
+            tensor = reference()
+            if tensor is None:
+                del self._names[key]
+            elif written and value.call != number:
+                fake = tensor if isinstance(tensor, FakeTensor) else self._stand_in(tensor)
+                if memory_of(fake) in written:
+                    call.old[value] = Value(number, _CHANGED + len(call.old))
+                    call.is_in_place = True
+                    self._name(tensor, call.old[value])
+
+    def _note_parameters(self, call: Call, leaves: list[Any], written: set[int]) -> None:
+        """Whether a call writes parameters that every stage has."""
+        memory = {memory_of(fake) for key, fake in self._parameters.items() if key not in self._of_units}
+        call.is_everywhere = bool(written & memory)
+        if getattr(call.function, "__name__", "") == "__set__" and isinstance(leaves[0], Tensor):
+            call.is_everywhere = id(leaves[0]) in self._parameters
+            if not call.is_everywhere:
+                raise WrongUseError(
+                    f"{call} assigns to an attribute of a tensor that another stage has. Make a new tensor instead."
+                )
+
+    def _check_checkpoint(self, call: Call) -> None:
+        """What is made again in backward must draw what it drew: one unit can, as its numbers begin where it begins."""
+        frame = inspect.currentframe()
+        while frame is not None and not frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            frame = frame.f_back
+        if frame is None or (call.unit is None and not call.draws):
+            return
+        while frame.f_back is not None and frame.f_back.f_code.co_filename == frame.f_code.co_filename:
+            frame = frame.f_back
+        self._checkpoints[id(frame)] = frame, self._checkpoints.get(id(frame), (frame, 0))[1] + 1
+        if self._checkpoints[id(frame)][1] > 1 or call.unit is None:
+            raise WrongUseError(
+                f"{call} is made again in backward by `torch.utils.checkpoint`, together with other layers, or with"
+                " random numbers around them. Checkpoint each layer by itself, or use HybridStrategy(recompute=...)."
+            )
+
+    def _stop(self, number: int, call: Call, operands: Sequence[Value] | dict[Value, None], error: Exception) -> None:
+        """From here on the step belongs to the last stage."""
+        del self.graph.calls[number:]
+        self.graph.wanted += list(operands)
+        assert call.function is not None
+        self.graph.needed = f"`{function_name(call.function)}` at {call.where} ({type(error).__name__}: {error})"
+        raise ValueNeeded from error
+
+    # Names of absent tensors.
+
+    def _is_absent(self, tensor: Tensor) -> bool:
+        if id(tensor) in self._parameters or self._name_of(tensor) is not None or isinstance(tensor, FakeTensor):
+            return True
+        return id(tensor) in self._originals and id(self._originals[id(tensor)][1]) in self._absent_states
+
+    def _name_of(self, tensor: Tensor) -> Value | None:
+        entry = self._names.get(id(tensor))
+        if entry is None or entry[0]() is not tensor:
+            return None
+        if not tensor._is_view() and tensor.grad_fn is not None:
+            raise WrongUseError(
+                f"A `torch.autograd.Function` was applied at {_users_line()} outside of the layers that are divided"
+                " into stages, so its backward cannot be divided. Call it in one of these layers."
+            )
+        return entry[1]
+
+    def _name(self, tensor: Tensor, value: Value) -> None:
+        self._names[id(tensor)] = weakref.ref(tensor), value
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """The fake tensor that a tensor with values is in absent calls: always the same one."""
+        known = self._stand_ins.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            known = self._stand_ins[id(tensor)] = weakref.ref(tensor), self.fakes.from_tensor(tensor)
+        return known[1]
+
+    def _aliases(self, tensor: Tensor) -> list[Tensor]:
+        """Other tensors with values that share the memory of this one."""
+        known = [reference() for reference, _ in self._made.values()]
+        known += [copied for copied, _ in self._originals.values()] + [given for given, _ in self._inputs.values()]
+        memory = memory_of(tensor)
+        others = [each for each in known if each is not None and each is not tensor]
+        return [each for each in others if not isinstance(each, FakeTensor) and memory_of(each) == memory]
+
+    # Calls of real tensors, which may have to be made again for what is read from them.
+
+    def _remember(self, number: int, call: Call, leaves: list[Any], spec: TreeSpec, result: Any, seen: Seen) -> None:
+        assert call.function is not None
+        sources = [self._source(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        touched = frozenset(memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        self._real_calls[number] = RealCall(call.function, sources, spec, seen.draws, touched, frozenset(seen.written))
+        if seen.reads or seen.shapes or call.function in _READS:
+            self.graph.decisions.append(Decision(Reader(self._needed_for(number)), outcome_of(result)))
+        for position, leaf in enumerate(flatten(result)[0]):
+            if isinstance(leaf, Tensor):
+                self._made[id(leaf)] = weakref.ref(leaf), Made(number, position)
+
+    def _source(self, tensor: Tensor) -> Any:
+        """Where an operand of a real call comes from."""
+        made = self._made.get(id(tensor))
+        if made is not None and made[0]() is tensor:
+            return made[1]
+        if id(tensor) in self._inputs:
+            return Input(self._inputs[id(tensor)][1])
+        return self._originals.get(id(tensor), (None, tensor))[1]
+
+    def _needed_for(self, number: int) -> dict[int, RealCall]:
+        """The calls of real tensors that lead to one; those that write what these use are among them."""
+        needed = {number: self._real_calls[number]}
+        used, touched = self._real_calls[number].tensors(), set(self._real_calls[number].touched)
+        for earlier, call in reversed(self._real_calls.items()):
+            made = any(isinstance(each, Made) and each.call == earlier for each in used)
+            if earlier < number and (made or call.written & touched):
+                needed[earlier] = call
+                used |= call.tensors()
+                touched |= call.touched
+        return dict(sorted(needed.items()))
+
+
+def _users_line() -> str:
+    """The line of the user's code that runs, as ``file:line``."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,0 +1,348 @@
+"""Cutting the user's step at the units of any model: the step runs on every stage, what lives elsewhere is absent."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count, groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery, FakeTensor
+from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
+from lightning_hybrid.pipeline_parallel.frame.graph import (
+    Call,
+    Graph,
+    function_name,
+)
+from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, make_part
+from lightning_hybrid.pipeline_parallel.frame.routes import OrderError, find_routes
+from lightning_hybrid.pipeline_parallel.frame.running import (
+    AbsentOperandError,
+    LateUnitError,
+    OtherPathError,
+    Running,
+    Unwind,
+)
+
+_log = logging.getLogger(__name__)
+
+# Plans that are remembered for one signature: the step has as many paths through its own `if`s; and signatures.
+_MOST_PLANS, _MOST_KEYS = 32, 512
+
+
+class FrameCut:
+    """The user's step, cut at the calls of units.
+
+    ::
+
+        stage 0      frame code, units of stage 0 run, others are absent  -> unwind     value: a list of tensors
+        stage s      frame code, what arrived takes its place, own units  -> unwind     value: a list of tensors
+        last stage   frame code, what arrived takes its place, own units, loss          value: the step's
+
+    Frame code is all code of the step and of the model around the units. It makes the same calls in the same order on
+    every stage, so the number of a call names what it makes. A stage computes the calls that it needs; the others give
+    absent values, whose shapes were seen when the path was discovered.
+
+    Args:
+        module: The user's module.
+        units: The units with their names, in the order in which they are divided.
+        stages: The units of each stage, by position.
+        num_ranks: The number of pipeline ranks.
+        device: Where this rank computes.
+        remembers: Whether plans are remembered; not where shapes depend on values in ways that cannot be seen.
+        around_discovery: Around a step that is followed: what it logs does not count.
+        compare: Called with the calls of a step that was followed, as text: they must be the same on every rank.
+        once: Why no unit may be called twice in a step, with what to do; ``None`` if it may.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[tuple[str, nn.Module]],
+        stages: Sequence[range],
+        num_ranks: int,
+        device: torch.device,
+        *,
+        remembers: bool,
+        around_discovery: Callable[[], AbstractContextManager[object]],
+        compare: Callable[[list[str]], None] = lambda calls: None,
+        once: str | None = None,
+    ) -> None:
+        self._compare = compare
+        self._once = once
+        self._around_discovery = around_discovery
+        self._module = module
+        self._units = list(units)
+        self._stage_of = {unit: stage for stage, positions in enumerate(stages) for unit in positions}
+        self._num_stages, self._num_ranks = len(stages), num_ranks
+        self._device = device
+        self._remembers = remembers
+        self._plans: dict[Hashable, list[FramePlan]] = {}
+        self._numbers = count()
+        self._mode: Discovery | Running | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """While this is entered, calls of units come here."""
+        outside = [vars(unit).get("forward") for _, unit in self._units]
+        for index, (_, unit) in enumerate(self._units):
+            vars(unit)["forward"] = self._redirected(index, unit.forward)
+        try:
+            yield
+        finally:
+            for (_, unit), before in zip(self._units, outside, strict=True):
+                vars(unit).pop("forward", None)
+                if before is not None:
+                    vars(unit)["forward"] = before
+
+    def _redirected(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def redirected(*args: Any, **kwargs: Any) -> Any:
+            if self._mode is None:  # again in backward, by what recomputes activations
+                return forward(*args, **kwargs)
+            return self._mode.call_unit(index, forward, args, kwargs)
+
+        redirected.is_redirected = True  # type: ignore[attr-defined]
+        return redirected
+
+    @contextmanager
+    def unfollowed(self) -> Iterator[None]:
+        """Inside, nothing that runs is part of the user's step."""
+        mode = self._mode
+        if mode is None:
+            yield
+            return
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            mode.__enter__()  # type: ignore[no-untyped-call]
+
+    @property
+    def is_discovering(self) -> bool:
+        """Whether a step is followed that does not count."""
+        return isinstance(self._mode, Discovery)
+
+    def find_plan(
+        self, key: Hashable, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]
+    ) -> FramePlan:
+        """The plan for a step; where it has not been seen yet, the step is followed once without values.
+
+        Args:
+            key: Steps with equal keys have arguments of equal shapes, and take the same path unless they read numbers.
+            step: The user's step.
+            arguments: Its arguments.
+            seed: Seeds the generators for the call of a number.
+
+        Raises:
+            WrongUseError: If the step cannot be divided in this way.
+        """
+        if key not in self._plans and len(self._plans) == _MOST_KEYS:
+            del self._plans[next(iter(self._plans))]
+        known = self._plans.setdefault(key, []) if self._remembers else []
+        for plan in known:
+            with torch.no_grad():
+                decisions = plan.graph.decisions
+                if all(_same(decision.read(arguments, seed), decision.outcome) for decision in decisions):
+                    return plan
+        begin = time.perf_counter()
+        graph = self._discover(step, arguments, seed)
+        self._compare([self._name_of(call) for call in graph.calls])
+        plan = self._make_plan(graph)
+        _log.debug(
+            "`%s` was followed in %.0f ms: %d calls, tensors between stages %s",
+            getattr(step, "__name__", type(step).__name__),
+            1e3 * (time.perf_counter() - begin),
+            len(plan.graph.calls),
+            [len(part.sent) for part in plan.parts[:-1]],
+        )
+        if len(known) == _MOST_PLANS:
+            del known[0]
+        known.append(plan)
+        return plan
+
+    def _discover(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
+        """Follow a step; again where the first time has shown which tensors of the module are absent values too."""
+        states: frozenset[int] = frozenset()
+        while True:
+            graph, kept = self._follow(step, arguments, seed, states)
+            read = {state for call in graph.calls if not call.is_absent for state in call.states}
+            if not kept and not (graph.state_writes.keys() & read) - states:
+                return graph
+            states |= graph.state_writes.keys()
+
+    def _follow(
+        self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None], states: frozenset[int]
+    ) -> tuple[Graph, bool]:
+        """Follow a step once; also whether it has made something for later steps, which stays."""
+        units = [unit for _, unit in self._units]
+        trains = [any(parameter.requires_grad for parameter in unit.parameters()) for unit in units]
+        discovery = Discovery(self._device, trains, seed, states)
+        self._mode = discovery
+        try:
+            with (
+                torch.inference_mode(mode=False),
+                torch.set_grad_enabled(torch.is_grad_enabled()),
+                self._around_discovery(),
+                fake_module(self._module, units, discovery) as finish,
+                contextlib.redirect_stdout(io.StringIO()),
+            ):
+                graph = discovery.run(step, arguments)
+                return graph, finish()
+        finally:
+            self._mode = None
+
+    def _make_plan(self, graph: Graph) -> FramePlan:
+        calls = Counter(call.unit for call in graph.calls if call.unit is not None)
+        if self._once is not None and calls and max(calls.values()) > 1:
+            (unit, times), *_ = calls.most_common()
+            raise WrongUseError(f"The layer {self._units[unit][0]!r} is called {times} times in a step, {self._once}")
+        try:
+            routes = find_routes(graph, self._stage_of, self._num_stages)
+        except OrderError as error:
+            raise WrongUseError(self._order_text(graph, *error.args)) from None
+        last = self._num_stages - 1
+        parts = []
+        for stage, route in enumerate(routes):
+            made_here = set().union(*(each.computed for each in routes[stage % self._num_ranks :: self._num_ranks]))
+            again = stage + self._num_ranks < self._num_stages
+            parts.append(make_part(graph, route, made_here, again=again, is_last=stage == last))
+        return FramePlan(next(self._numbers), graph, tuple(parts))
+
+    def _order_text(self, graph: Graph, early: Call | None, late: Call) -> str:
+        """The text for units that are not called in the order in which they are divided."""
+        order = list(dict.fromkeys(call.unit for call in graph.calls if call.unit is not None))
+        names = [self._units[index][0] for index in order]
+        assert late.unit is not None
+        assert early is not None
+        assert early.unit is not None
+        first, second = self._units[early.unit][0], self._units[late.unit][0]
+        again = len([call for call in graph.calls if call.unit == early.unit]) > 1
+        remedy = (
+            f"{first!r} is called more than once in a step, each time with what the layers made of the last call, so"
+            " the stages cannot be passed once from the first to the last. Divide other layers, with"
+            " HybridStrategy(body=[...])"
+            if again
+            else f"The layers are called in the order below; say so with\n    HybridStrategy(body={_folded(names)!r})"
+        )
+        return (
+            f"{first!r}, on stage {self._stage_of[early.unit]}, needs at {early.where} what {second!r} makes, on stage"
+            f" {self._stage_of[late.unit]}. {remedy}"
+        )
+
+    def run(
+        self,
+        plan: FramePlan,
+        stage: int,
+        step: Callable[..., Any],
+        arguments: Sequence[Any],
+        inputs: Sequence[Tensor] | None,
+        *,
+        seed: Callable[[int], None],
+        random: Callable[[int], AbstractContextManager[None]],
+    ) -> Any:
+        """Run a stage's part of a step.
+
+        Args:
+            plan: The plan.
+            stage: The stage.
+            step: The user's step.
+            arguments: Its arguments.
+            inputs: What the stage before made; ``None`` on the first stage.
+            seed: Seeds the generators for the call of a number.
+            random: Around a unit that draws random numbers, for the call of a number.
+
+        Returns:
+            A list of tensors for the next stage; on the last stage what the step returns.
+
+        Raises:
+            WrongUseError: If the step does something else than what was discovered.
+        """
+        part = plan.parts[stage]
+        running = Running(part, inputs or (), seed, random)
+        if not part.is_last and not running.missing:
+            return running.sent
+        self._mode = running
+        try:
+            with running:
+                value = step(*arguments)
+        except Unwind:
+            return running.sent
+        except OtherPathError as error:
+            raise WrongUseError(self._path_text(plan, *error.args)) from None
+        except AbsentOperandError as error:
+            raise WrongUseError(self._operand_text(plan, *error.args)) from None
+        except LateUnitError as error:
+            raise WrongUseError(self._late_text(plan, *error.args)) from None
+        finally:
+            self._mode = None
+            running.uncount()
+        if not part.is_last and not running.missing:
+            return running.sent
+        if any(isinstance(leaf, FakeTensor) for leaf in flatten(value)[0]):
+            raise WrongUseError(self._operand_text(plan, len(plan.graph.calls)))
+        if running.number < part.free_from:
+            raise WrongUseError(self._path_text(plan, running.number, "not made"))
+        return value
+
+    def _path_text(self, plan: FramePlan, number: int, found: str | int) -> str:
+        """The text for a step that does something else than what was discovered."""
+        calls = plan.graph.calls
+        expected = self._name_of(calls[number]) if number < len(calls) else "behind its end"
+        found = repr(self._units[found][0]) if isinstance(found, int) else found
+        return (
+            f"The step took another path than when it was first seen with a batch of these shapes: call {number} of"
+            f" {type(self._module).__name__} is {found}, and was {expected}. Every stage runs this code and has to take"
+            " the same path. Let it depend on the batch, on `self.training` or on what requires grad; where it depends"
+            " on anything else, use HybridStrategy(dynamic_shapes=True), which follows every step anew."
+        )
+
+    def _name_of(self, call: Call) -> str:
+        what = f"`{function_name(call.function)}`" if call.unit is None else repr(self._units[call.unit][0])
+        return f"{what} at {call.where}"
+
+    def _operand_text(self, plan: FramePlan, number: int) -> str:
+        """The text for a call with an operand that the discovered step did not use there."""
+        calls = plan.graph.calls
+        name = f"{self._name_of(calls[number])}" if number < len(calls) else f"call {number}"
+        return (
+            f"{name} of {type(self._module).__name__} uses a value that is on another stage, and did not use it when"
+            " the step was first seen with a batch of these shapes, or got it inside of an object. Hand it over as a"
+            " tensor, or use HybridStrategy(dynamic_shapes=True), which follows every step anew."
+        )
+
+    def _late_text(self, plan: FramePlan, index: int) -> str:
+        """The text for a unit of another stage that is called after the number of an absent value was needed."""
+        if plan.graph.needed is None:
+            return self._path_text(plan, len(plan.graph.calls), index)
+        return (
+            f"The layer {self._units[index][0]!r} is called after {plan.graph.needed} has asked for the number of a"
+            " value that another stage makes. What is called later must not depend on such a number: decide by the"
+            " batch, or keep the decision and the layers behind it in one layer of the body."
+        )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return bool(np.array_equal(one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _folded(names: Sequence[str]) -> list[str]:
+    """Names that are all of a numbered row, in its order, become one pattern."""
+    folded: list[str] = []
+    for parent, group in groupby(names, key=lambda name: name.rpartition(".")[0]):
+        row = list(group)
+        is_row = row == [f"{parent}.{number}" for number in range(len(row))]
+        folded += [f"{parent}.*"] if is_row and len(row) > 1 else row
+    return folded if len(set(folded)) == len(folded) else list(names)

@@ -1,0 +1,93 @@
+"""What the operators of a call do beside computing: draw, read, write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.distributed.pytree import flatten
+
+DispatchMode: Any
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+except ImportError:  # then nothing but a plain chain can be divided
+    DispatchMode = object
+
+
+@dataclass
+class Seen:
+    """What the operators of a call have done.
+
+    Attributes:
+        draws: They have drawn random numbers.
+        reads: They have read numbers of a tensor.
+        shapes: They have made tensors whose shapes depend on numbers.
+        written: The memory that they have written, by the identity of its storage.
+        statistics: That of running statistics, which have no gradient.
+    """
+
+    draws: bool = False
+    reads: bool = False
+    shapes: bool = False
+    written: set[int] = field(default_factory=set)
+    statistics: set[int] = field(default_factory=set)
+
+
+#: Their schemas do not say that they write their fourth and fifth argument, if the sixth says that they train.
+_BATCH_NORMS = frozenset(
+    {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
+)
+
+
+class Operators(DispatchMode):  # type: ignore[misc]
+    """Watches which operators a call consists of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = Seen()
+
+    @contextmanager
+    def watch(self) -> Iterator[Seen]:
+        """Inside, operators are watched."""
+        self._seen = Seen()
+        with self:
+            yield self._seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Watch an operator."""
+        seen = self._seen
+        seen.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        seen.reads |= torch.Tag.data_dependent_output in func.tags
+        seen.shapes |= torch.Tag.dynamic_output_shape in func.tags and not _has_fixed_shape(func, args)
+        if func._schema.is_mutable:
+            arguments = func._schema.arguments
+            given = dict(zip([argument.name for argument in arguments], args, strict=False)) | (kwargs or {})
+            for argument in arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    leaves, _ = flatten(given.get(argument.name))
+                    seen.written |= {memory_of(leaf) for leaf in leaves if _is_tensor(leaf)}
+        if func.overloadpacket in _BATCH_NORMS and args[5]:
+            seen.statistics |= {memory_of(each) for each in args[3:5] if _is_tensor(each)}
+            seen.written |= seen.statistics
+        return func(*args, **(kwargs or {}))
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What tells the memory of a tensor, fake or not, from that of others; views of one have the same."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _has_fixed_shape(operator: Any, args: Any) -> bool:
+    """Whether an operator that says the contrary has a result of known shape: indices that are no masks."""
+    if operator is not torch.ops.aten.index.Tensor:
+        return False
+    return not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])

@@ -1,0 +1,207 @@
+"""What each stage computes of a step, and which values it receives and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph, Value
+
+
+class OrderError(ValueError):
+    """A unit needs what a unit of a later stage makes."""
+
+
+@dataclass
+class Route:
+    """One stage's part of a step.
+
+    Attributes:
+        computed: The numbers of the absent calls that it makes itself.
+        received: The values that arrive, and are passed on where they are among those sent.
+        sent: The values for the next stage.
+    """
+
+    computed: set[int] = field(default_factory=set)
+    received: dict[Value, None] = field(default_factory=dict)
+    sent: dict[Value, None] = field(default_factory=dict)
+
+
+def find_routes(graph: Graph, stage_of: Mapping[int, int], num_stages: int) -> list[Route]:
+    """Find out what has to be where.
+
+    A stage makes a value itself if it can: out of the batch, its parameters, its units and what it receives anyway.
+    Else it receives it from the first stage that can. Else, where the operands of a call are spread over several
+    stages, it receives these.
+
+    Args:
+        graph: What the step does.
+        stage_of: The stage of each unit.
+        num_stages: The number of stages.
+
+    Returns:
+        The route of each stage.
+
+    Raises:
+        OrderError: If the stages cannot be passed once from first to last; ``args`` are the call of the unit that
+            comes too early (``None`` if what the step returns does), and that of the later stage's unit.
+        WrongUseError: If something is changed in place where another stage would not see it.
+    """
+    router = _Router(graph.calls, stage_of, [Route() for _ in range(num_stages)])
+    for number, call in enumerate(graph.calls):
+        if call.unit is not None:
+            router.routes[stage_of[call.unit]].computed.add(number)
+    for stage in range(num_stages):
+        for number in sorted(router.routes[stage].computed):
+            router.need(graph.calls[number].operands, stage, number)
+    router.need(graph.wanted, num_stages - 1, None)
+    router.write_parameters()
+    router.make_the_rest(num_stages - 1)
+    router.make_effects()
+    router.check_writes()
+    router.check_states(graph.state_writes)
+    for route in router.routes:
+        route.received, route.sent = dict.fromkeys(sorted(route.received)), dict.fromkeys(sorted(route.sent))
+    return router.routes
+
+
+class _Router:
+    """Works out the routes, stage by stage."""
+
+    def __init__(self, calls: Sequence[Call], stage_of: Mapping[int, int], routes: list[Route]) -> None:
+        self._calls, self._stage_of = calls, stage_of
+        self.routes = routes
+        self._can: list[dict[int, bool]] = [{} for _ in routes]
+
+    def need(self, values: Sequence[Value], stage: int, needed_by: int | None) -> None:
+        """Let a stage have values; without recursion, as chains of calls are long."""
+        waiting = list(reversed(values))
+        while waiting:
+            value = waiting.pop()
+            route, call = self.routes[stage], self._calls[value.call]
+            if value in route.received or (value.call in route.computed and call.unit is not None):
+                continue
+            source = self._source(value, stage)
+            if call.unit is not None and source is None:
+                later = None if needed_by is None else self._calls[needed_by]
+                raise OrderError(later, call)
+            if source is None or source == stage:
+                if value.call not in route.computed:
+                    route.computed.add(value.call)
+                    self._can[stage][value.call] = True
+                    waiting += reversed(call.operands)
+                waiting += [old for old, new in call.old.items() if new == value]  # a view of what is written
+                continue
+            if call.unit is not None and not call.returns(value) and (call.is_in_place or not call.written):
+                raise WrongUseError(
+                    f"{call} changes a tensor in place that is used afterwards on another stage. Use what the layer"
+                    " returns instead."
+                )
+            if value.call not in self.routes[source].computed:
+                self.need([value], source, needed_by)
+            self._send(value, source, stage)
+
+    def write_parameters(self) -> None:
+        """What writes parameters that all stages have is done on all of them, out of what all of them have."""
+        for number, call in enumerate(self._calls):
+            for stage, route in enumerate(self.routes):
+                if call.is_everywhere and number not in route.computed:
+                    if not self._makes(number, stage):
+                        raise WrongUseError(
+                            f"{call} writes a parameter outside of the layers, with values that only stage"
+                            f" {len(self.routes) - 1} has, so that it would differ from stage to stage. Do it in a"
+                            " hook, such as `on_train_batch_end`, or let a layer of the body have the parameter."
+                        )
+                    self.need([Value(number, 0)], stage, None)
+
+    def make_effects(self) -> None:
+        """What is done to a tensor (a hook on its gradient) is done where the tensor is made."""
+        for number, call in enumerate(self._calls):
+            for route in self.routes:
+                if call.is_effect and all(value.call in route.computed for value in call.operands):
+                    route.computed.add(number)
+
+    def check_writes(self) -> None:
+        """A tensor that is written, and views of it that are used afterwards, must not arrive one by one."""
+        for stage, route in enumerate(self.routes):
+            for number in route.computed:
+                call = self._calls[number]
+                arrived = sorted(value for value in call.old if value in route.received)
+                is_apart = len(arrived) > 1 or (len(arrived) == 1 and arrived[0] != min(call.old))
+                if call.unit is None and len(call.old) > 1 and is_apart:
+                    raise WrongUseError(
+                        f"{call} writes in place, on stage {stage}, a tensor of which an earlier stage has sent a view."
+                        " Make a new tensor instead."
+                    )
+
+    def check_states(self, writes: Mapping[int, Value]) -> None:
+        """A tensor of the module that the step writes must be read, in the next step, where it was written."""
+        for state, value in writes.items():
+            writer = self._calls[value.call]
+            holders = [
+                value.call in route.computed or (value in route.received and value in writer.written.values())
+                for route in self.routes
+            ]
+            for stage, route in enumerate(self.routes):
+                reader = next((self._calls[n] for n in sorted(route.computed) if state in self._calls[n].states), None)
+                if reader is not None and not holders[stage]:
+                    raise WrongUseError(
+                        f"{writer} writes a buffer or an attribute of the module on stage {holders.index(True)}, and"
+                        f" {reader} reads it on stage {stage}, which would have its old value in the next step. Keep it"
+                        " inside of one layer of the body, write it before the layers, or write it in a hook."
+                    )
+
+    def make_the_rest(self, stage: int) -> None:
+        """After the last unit, let a stage make whatever it can: the code there may differ from step to step."""
+        last = max((number for number, call in enumerate(self._calls) if call.unit is not None), default=-1)
+        route = self.routes[stage]
+        for number in range(last + 1, len(self._calls)):
+            call = self._calls[number]
+            is_received = any(value.call == number for value in route.received)
+            if call.is_absent and not is_received and number not in route.computed and self._makes(number, stage):
+                self.need([Value(number, 0)], stage, None)
+
+    def _source(self, value: Value, stage: int) -> int | None:
+        """The stage that a value comes from; ``None`` if it has to be made out of what several stages have."""
+        call = self._calls[value.call]
+        if call.unit is not None:
+            home = self._stage_of[call.unit]
+            return home if home <= stage else None
+        if value in call.written.values() and not call.is_in_place:  # those who compute the call anyway have it
+            for earlier in range(stage + 1):
+                if value.call in self.routes[earlier].computed:
+                    return earlier
+        if self._makes(value.call, stage):
+            return stage
+        if call.is_in_place:  # the tensor itself has to be here
+            return None
+        return next((earlier for earlier in range(stage) if self._makes(value.call, earlier)), None)
+
+    def _makes(self, number: int, stage: int) -> bool:
+        """Whether a stage can make what a call returns."""
+        route, waiting = self.routes[stage], [number]
+        known = self._can[stage]
+        while waiting:
+            at = waiting[-1]
+            call = self._calls[at]
+            if at in known:
+                waiting.pop()
+            elif at in route.computed:
+                known[at] = True
+            elif call.unit is not None:
+                known[at] = False
+            else:
+                operands = [value.call for value in call.operands if value not in route.received]
+                unknown = [each for each in operands if each not in known]
+                if unknown:
+                    waiting += unknown
+                else:
+                    known[at] = all(known[each] for each in operands)
+        return known[number]
+
+    def _send(self, value: Value, source: int, stage: int) -> None:
+        for through in range(source, stage):
+            self.routes[through].sent[value] = None
+            self.routes[through + 1].received[value] = None
+            self._can[through + 1].clear()

@@ -1,0 +1,140 @@
+"""Which modules of a model are units: each is computed on exactly one stage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from lightning_hybrid.distributed.module_names import join_names, name_matches
+
+# Containers with a smaller share of the parameters are frame, unless they are one of a numbered row.
+_LEAST_SHARE = 0.15
+# A unit that would make a stage this much too large is opened: the lists inside it hold the units then.
+_TOO_LARGE = 1.5
+
+Units = list[tuple[str, nn.Module]]
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module is a list, a dictionary or a sequence of others."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and len(module) > 0
+
+
+def named_units(module: nn.Module, patterns: Sequence[str]) -> Units:
+    """The units that the user names.
+
+    Args:
+        module: The user's module.
+        patterns: Dotted names, in which ``*`` stands for anything between two dots; of containers their members.
+
+    Raises:
+        ValueError: If a pattern matches nothing, or a unit is part of another.
+    """
+    parts = dict(module.named_modules(remove_duplicate=False))
+    units: dict[nn.Module, str] = {}
+    for pattern in patterns:
+        found = [(name, part) for name, part in parts.items() if name and name_matches(name, pattern)]
+        if not found:
+            raise ValueError(f"body={list(patterns)!r}: {pattern!r} names nothing in {type(module).__name__}.")
+        for name, part in found:
+            members = _members(name, part) if is_container(part) else [(name, part)]
+            units |= {member: path for path, member in members if member not in units}
+    _check_disjoint(units)
+    return [(name, part) for part, name in units.items()]
+
+
+def find_units(module: nn.Module, num_stages: int) -> Units:
+    """The units of a module, by rule.
+
+    They are the members of the outermost lists and Sequentials that hold most of the parameters, and of those that
+    stand in one numbered row with these (``layer1``, ``layer2``, ...). Where there are fewer than stages, or one is
+    much larger than a stage should be, the lists inside it take its place.
+
+    Args:
+        module: The user's module.
+        num_stages: The number of stages.
+
+    Returns:
+        The units with their names; nothing if there is no list of any size.
+    """
+    total = max(1, _count(module))
+    units = [member for name, part in _containers(module, "", total) for member in _members(name, part)]
+    units = [(name, part) for name, part in units if _count(part)]
+    closed: set[nn.Module] = set()
+    while True:
+        size, index = max(
+            ((_count(part), at) for at, (_, part) in enumerate(units) if part not in closed), default=(0, -1)
+        )
+        if index < 0 or (len(units) >= num_stages and size * num_stages <= _TOO_LARGE * total):
+            return _disjoint(units)
+        inner = [member for name, part in _inner(*units[index]) for member in _members(name, part) if _count(member[1])]
+        if inner:
+            units[index : index + 1] = inner
+        else:
+            closed.add(units[index][1])
+
+
+def _disjoint(units: Units) -> Units:
+    """Without those that stand there twice, or are a part of an earlier one, or have one as a part."""
+    chosen: dict[nn.Module, str] = {}
+    inside: set[nn.Module] = set()
+    for name, part in units:
+        parts = set(part.modules())
+        if part not in inside and not parts & chosen.keys():
+            chosen[part] = name
+            inside |= parts
+    return [(name, part) for part, name in chosen.items()]
+
+
+def stands_in_row(module: nn.Module, name: str) -> bool:
+    """Whether a container is one of several in a numbered row, such as ``layer4`` beside ``layer3``."""
+    parent, _, leaf = name.rpartition(".")
+    siblings = module.get_submodule(parent).named_children() if name else ()
+    return len([key for key, child in siblings if is_container(child) and _row(key) == _row(leaf) != leaf]) > 1
+
+
+def _containers(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost containers that hold much, in the order in which they were made."""
+    if not prefix and is_container(module):
+        yield "", module
+        return
+    children = [(join_names(prefix, name), child) for name, child in module.named_children()]
+    rows = {_row(name) for name, child in children if is_container(child) and _count(child) >= _LEAST_SHARE * total}
+    for name, child in children:
+        if is_container(child) and (_count(child) >= _LEAST_SHARE * total or (_row(name) in rows and _count(child))):
+            yield name, child
+        elif _count(child) >= _LEAST_SHARE * total:
+            yield from _containers(child, name, total)
+
+
+def _inner(name: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost containers inside a unit, or the unit itself where it is one."""
+    if is_container(part):
+        yield name, part
+        return
+    for child_name, child in part.named_children():
+        yield from _inner(join_names(name, child_name), child)
+
+
+def _members(name: str, container: nn.Module) -> Units:
+    return [(join_names(name, key), member) for key, member in container.named_children()]
+
+
+def _row(name: str) -> str:
+    """The name without the number at its end; the name itself if there is none."""
+    return re.sub(r"\d+$", "*", name)
+
+
+def _check_disjoint(units: dict[nn.Module, str]) -> None:
+    for unit, name in units.items():
+        for path, part in unit.named_modules():
+            if path and part in units:
+                raise ValueError(
+                    f"body: {units[part]!r} is a part of {name!r}, which is a unit itself; name one of them."
+                )
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,297 @@
+"""Models whose bodies are no chain: as users write them, with lists, loops, skips and several stacks.
+
+Nothing here knows that `lightning_hybrid` exists. Each module's docstring names its peculiarity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+from tests.modules import CLASSES, VOCABULARY, WIDTH, Example, Language, block
+
+
+class Block(nn.Module):
+    """A residual block that may take a mask."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        y = torch.tanh(self.linear(self.norm(x))) * scale
+        return x + (y if mask is None else y * mask)
+
+
+class Loop(Example):
+    """A plain loop over a `ModuleList`, with parameters around it."""
+
+    def build(self) -> None:
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(self.layers))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.blocks:
+            x = layer(x)
+        return self.head(x)
+
+
+class Slices(Loop):
+    """Slices, indices and keyword arguments; the first value is used again at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.embed(x)
+        for number, layer in enumerate(self.blocks[:3]):
+            x = layer(x, scale=1.0 / (number + 1))
+        x = self.blocks[3](x=x)
+        for index in range(4, len(self.blocks)):
+            x = self.blocks[index](x)
+        return self.head(x + 0.5 * first)
+
+
+class Keyed(Loop):
+    """A `ModuleDict`, and a Sequential with a `forward` of its own."""
+
+    class Doubling(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = 0.5 * (x + layer(x))
+            return x
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleDict({name: Block() for name in ("one", "two", "three")})
+        self.rest = self.Doubling(*(Block() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for name in ("one", "two", "three"):
+            x = self.blocks[name](x)
+        return self.head(self.rest(x))
+
+
+class Masked(Loop):
+    """A mask that is ``None`` where a microbatch needs none, as transformers has it."""
+
+    def sample(self, index: int, generator: torch.Generator) -> Any:
+        x, y = super().sample(index, generator)
+        mask = torch.rand(WIDTH, generator=generator) > (0.2 if index % 3 else -1.0)
+        return x, mask, y
+
+    def loss(self, batch: Any) -> Tensor:
+        x, mask, y = batch
+        weights = None if mask.all() else mask.to(x.dtype)
+        x = self.embed(x)
+        for layer in self.blocks:
+            x = layer(x, weights)
+        return F.mse_loss(self.head(x), y)
+
+
+class Skips(Example):
+    """A U-Net: what goes down is used again on the way up, from a list."""
+
+    def build(self) -> None:
+        self.down = nn.ModuleList(Block() for _ in range(4))
+        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            x = layer(x)
+            kept.append(x)
+        for layer in self.up:
+            x = torch.tanh(layer(torch.cat([x, kept.pop()], -1)))
+        return x
+
+
+class AllStates(Loop):
+    """The outputs of all layers are collected."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [self.embed(x)]
+        for layer in self.blocks:
+            states.append(layer(states[-1]))
+        return self.head(torch.stack(states).mean(0))
+
+
+class Coupling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, z: Tensor, log_det: Tensor) -> tuple[Tensor, Tensor]:
+        scale = torch.tanh(self.net(z))
+        return z * scale.exp(), log_det + scale.sum(-1)
+
+
+class Flow(Example):
+    """Two streams: a value and the logarithm of a determinant."""
+
+    def build(self) -> None:
+        self.flows = nn.ModuleList(Coupling() for _ in range(self.layers))
+
+    def loss(self, batch: Any) -> Tensor:
+        z, log_det = batch[0], batch[0].new_zeros(len(batch[0]))
+        for flow in self.flows:
+            z, log_det = flow(z, log_det)
+        return (z.pow(2).sum(-1) - log_det).mean()
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Block()
+        self.cross = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        bias = x.mean(-1, keepdim=True) if bias is None else bias
+        return self.cross(torch.cat([self.own(x), memory], -1)) + bias, bias
+
+
+class EncoderDecoder(Language):
+    """Two stacks, a norm between them, one embedding for both and the head, and a bias handed from layer to layer."""
+
+    def build(self) -> None:
+        self.shared = nn.Embedding(VOCABULARY, WIDTH)
+        self.encoder = nn.ModuleList(Block() for _ in range(3))
+        self.between = nn.LayerNorm(WIDTH)
+        self.decoder = nn.ModuleList(Decoder() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.shared.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        memory = self.shared(tokens)
+        for layer in self.encoder:
+            memory = layer(memory)
+        memory, x, bias = self.between(memory), self.shared(tokens.flip(1)), None
+        for layer in self.decoder:
+            x, bias = layer(x, memory, bias)
+        return self.head(x)
+
+
+class Siamese(Example):
+    """The layers are called twice in a step, with two views."""
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(Block() for _ in range(self.layers))
+
+    def embed(self, x: Tensor) -> Tensor:
+        for layer in self.blocks:
+            x = layer(x)
+        return x
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return 1 - F.cosine_similarity(self.embed(x), self.embed(x.flip(1) + y)).mean()
+
+
+class InPlaceFrame(Loop):
+    """The code around the layers writes into tensors, also through views of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.blocks:
+            x = layer(x)
+            x += 0.1
+            x[:, 0] = x[:, 1] * 2
+            x.view(-1).mul_(0.9)
+        return self.head(x)
+
+
+class Stacks(Example):
+    """A ResNet: four stacks in a numbered row, batch norm in them, before and between them."""
+
+    def build(self) -> None:
+        self.stem = nn.Linear(WIDTH, 8)
+        self.norm = nn.BatchNorm1d(8)
+        for number in range(1, 5):
+            layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True)]
+            setattr(self, f"layer{number}", nn.Sequential(*layers, nn.Linear(8, 8)))
+        self.middle = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu_(self.norm(self.stem(x)))
+        x = self.middle(self.layer2(self.layer1(x)))
+        return self.head(self.layer4(self.layer3(x)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+
+class Classes(Loop):
+    """A step that goes on after the model: boolean masks, ``.item()``, metrics, logged values of the middle."""
+
+    def build(self) -> None:
+        super().build()
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.accuracy = MulticlassAccuracy(CLASSES)
+        self.seen = 0
+
+    def sample(self, index: int, generator: torch.Generator) -> Any:
+        x, _ = super().sample(index, generator)
+        return x, int(x.sum() > 0) + int(x[0] > 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.seen += len(y)
+        embedded = self.embed(x)
+        self.log("embedded", embedded.pow(2).mean())
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        if batch_idx % 2:
+            self.log("spread", logits.abs().mean(), on_step=True, on_epoch=False)
+        self.accuracy(logits, y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("sure", float((logits.detach().softmax(-1).amax(-1) > 0.4).double().mean().item()))
+        chosen = logits.detach()[y != 0]
+        return {"loss": loss, "logits": logits.detach(), "chosen": chosen.abs().sum() / len(y)}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        self.log("val", F.cross_entropy(logits, y), sync_dist=True)
+        return {"guesses": logits.argmax(-1)}
+
+
+class Named(Loop):
+    """Layers that are called in another order than they were made in, which the user says."""
+
+    pipeline_body = ("late.*", "early.*")
+
+    def build(self) -> None:
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.early = nn.ModuleList(Block() for _ in range(3))
+        self.late = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in [*self.late, *self.early]:
+            x = layer(x)
+        return self.head(x)
+
+
+class FrameDrops(Loop):
+    """Dropout in the code around the layers and in them, LayerDrop, stochastic depth."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleList(nn.Sequential(block(), nn.Dropout(0.2)) for _ in range(self.layers))
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.embed(x))
+        for layer in self.blocks:
+            if self.training and torch.rand([]) < 0.3:
+                continue
+            x = x + layer(x) * torch.rand(len(x), 1, dtype=x.dtype)
+        return self.head(self.drop(x))
