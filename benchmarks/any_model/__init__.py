@@ -1,0 +1,1 @@
+"""What the code around the layers costs that runs on every stage."""
