@@ -29,7 +29,7 @@ class HybridConfig:
     num_microbatches: int
     num_chunks: int
     partition: str | list[int] = field(metadata={"kinds": (str, list, tuple)})
-    body: str | None = field(metadata=_OPTIONAL_STR)
+    body: str | list[str] | None = field(metadata={"kinds": (str, list, tuple, type(None))})
     tensor_parallel_plan: UserPlan | str | None = field(metadata={"kinds": (str, dict, type(None))})
     sequence_parallel: bool = field(metadata=_BOOL)
     zero_stage: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter, peak_activation_bytes
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.estimate import estimate
+from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
@@ -269,24 +270,21 @@ def _by_stage(meter: SavedTensorMeter, stage_map: StageMap) -> dict[int, int]:
 
 
 @contextmanager
-def _labelled_layers(body: tuple[str, nn.Sequential] | None, meter: SavedTensorMeter) -> Iterator[None]:
+def _labelled_layers(body: Body | None, meter: SavedTensorMeter) -> Iterator[None]:
     """While this is entered, what is saved is labelled with the position of the layer of the body that needs it."""
     meter.label = _BEFORE
-    if body is None:
-        yield
-        return
 
-    def forward(x: Any) -> Any:
-        for meter.label, layer in enumerate(body[1]):
-            x = layer(x)
+    def begin(index: int) -> Callable[[nn.Module, Any], None]:
+        return lambda layer, args: setattr(meter, "label", index)
+
+    def end(layer: nn.Module, args: Any, output: Any) -> None:
         meter.label = _AFTER
-        return x
 
-    body[1].forward = forward  # type: ignore[method-assign]
-    try:
+    with ExitStack() as hooks:
+        for index, layer in enumerate(body.layers if body else ()):
+            hooks.enter_context(layer.register_forward_pre_hook(begin(index)))
+            hooks.enter_context(layer.register_forward_hook(end))
         yield
-    finally:
-        del body[1].forward
 
 
 def _replace_meta_tensors(module: nn.Module) -> None:

@@ -5,57 +5,96 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.module_names import join_names
+from lightning_hybrid.pipeline_parallel.frame.units import find_units, is_container, named_units, stands_in_row
 
 
-def find_body(module: nn.Module, name: str | None) -> tuple[str, nn.Sequential]:
-    """Find the `nn.Sequential` that is divided into stages.
+@dataclass(frozen=True, eq=False)
+class Body:
+    """What is divided into stages.
+
+    Attributes:
+        name: Its dotted name; for units the names of the lists that hold them.
+        names: The dotted names of its layers, in order.
+        layers: Its layers.
+        chain: The body, if it is an `nn.Sequential` that the user's step calls as a whole; ``None`` if the layers are
+            units, which any code may call.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    layers: tuple[nn.Module, ...]
+    chain: nn.Sequential | None
+
+    @classmethod
+    def of_chain(cls, name: str, chain: nn.Sequential) -> Body:
+        """A body that is called as a whole."""
+        return cls(name, tuple(join_names(name, key) for key in chain._modules), tuple(chain), chain)
+
+    @classmethod
+    def of_units(cls, units: Sequence[tuple[str, nn.Module]]) -> Body:
+        """A body whose layers are called by any code."""
+        lists = dict.fromkeys(name.rpartition(".")[0] or name for name, _ in units)
+        return cls(", ".join(lists), tuple(name for name, _ in units), tuple(unit for _, unit in units), None)
+
+
+def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages: int) -> Body:
+    """Find what is divided into stages.
 
     Args:
         module: The user's module.
-        name: Its dotted name; ``None`` for the outermost `nn.Sequential` that holds more than half of the parameters.
+        wanted: The dotted name of a container of layers; or several names of containers or layers, in the order of the
+            stages, in which ``*`` stands for anything between two dots. ``None`` for the outermost `nn.Sequential` that
+            holds more than half of the parameters; if there is none, the layers of the lists that hold most of them.
+        num_stages: The number of stages.
 
     Returns:
-        The dotted name and the `nn.Sequential`.
+        The body: a chain if one name, or none, leads to an `nn.Sequential` that is called as a whole; else units.
 
     Raises:
-        ValueError: If the name leads nowhere, or no `nn.Sequential` stands out.
-        TypeError: If what is found is not an `nn.Sequential`, or is one with a `forward` of its own.
+        ValueError: If a name leads nowhere, or there is no list of layers of any size.
+        TypeError: If a single name leads to a module that contains no layers in order.
     """
-    if name is None:
-        name = _largest_sequential(module)
-    try:
-        body = module.get_submodule(name)
-    except AttributeError:
-        raise ValueError(
-            f"body={name!r} names nothing in {type(module).__name__}. {_candidates_text(module)}"
-        ) from None
-    if not isinstance(body, nn.Sequential):
-        raise TypeError(
-            f"body={name!r} is a {type(body).__name__}, but only an `nn.Sequential` can be divided into stages."
-            f" {_candidates_text(module)}"
-        )
-    if type(body).forward is not nn.Sequential.forward:
-        raise TypeError(
-            f"The body {name!r} is a {type(body).__name__} with a `forward` of its own, so its layers cannot be run"
-            " stage by stage. Move what `forward` adds into layers, or into the code around the body."
-        )
-    return name, body
+    if wanted is None:
+        return _largest(module, num_stages)
+    if isinstance(wanted, str) and "*" not in wanted:
+        try:
+            part = module.get_submodule(wanted)
+        except AttributeError:
+            raise ValueError(
+                f"body={wanted!r} names nothing in {type(module).__name__}. {_candidates_text(module)}"
+            ) from None
+        if _is_chain(part):
+            return Body.of_chain(wanted, cast(nn.Sequential, part))
+        if not is_container(part):
+            raise TypeError(
+                f"body={wanted!r} is a {type(part).__name__}, which has no layers in an order: only an `nn.Sequential`,"
+                f" an `nn.ModuleList` or an `nn.ModuleDict` can be divided into stages. {_candidates_text(module)}"
+            )
+    return Body.of_units(named_units(module, [wanted] if isinstance(wanted, str) else wanted))
 
 
-def _largest_sequential(module: nn.Module) -> str:
+def _largest(module: nn.Module, num_stages: int) -> Body:
     total = _count(module)
     for name, candidate in module.named_modules():  # outer modules come before inner ones
-        if isinstance(candidate, nn.Sequential) and 2 * _count(candidate) > total:
-            return str(name)
+        if _is_chain(candidate) and 2 * _count(candidate) > total and not stands_in_row(module, name):
+            return Body.of_chain(name, cast(nn.Sequential, candidate))
+    units = find_units(module, num_stages)
+    if units:
+        return Body.of_units(units)
     raise ValueError(
-        f"No `nn.Sequential` holds more than half of the {total:,} parameters of {type(module).__name__}, so it is not"
-        f" clear what to divide into pipeline stages. {_candidates_text(module)}"
+        f"No list of layers holds a considerable part of the {total:,} parameters of {type(module).__name__}, so it is"
+        f" not clear what to divide into pipeline stages. {_candidates_text(module)}"
     )
+
+
+def _is_chain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def _count(module: nn.Module) -> int:
@@ -64,17 +103,22 @@ def _count(module: nn.Module) -> int:
 
 def _candidates_text(module: nn.Module) -> str:
     total = max(1, _count(module))
-    found = [
-        f"{name!r} ({len(candidate)} layers, {100 * _count(candidate) / total:.0f} % of the parameters)"
-        for name, candidate in module.named_modules()
-        if isinstance(candidate, nn.Sequential)
-    ]
-    if not found:
+    found = {name: part for name, part in module.named_modules() if is_container(part)}
+    largest = sorted(found, key=lambda name: -_count(found[name]))[:5]
+    if not largest:
         return (
-            "It has no `nn.Sequential`: put the layers to divide into one, in `__init__` or in `configure_model`, and"
-            " call it as `self.body(x)`."
+            "It has no list of layers: put the layers to divide into an `nn.Sequential` or an `nn.ModuleList`, in"
+            " `__init__` or in `configure_model`, or name them with HybridStrategy(body=['first', 'second', ...])."
         )
-    return f"Candidates: {', '.join(found)}. Name one with HybridStrategy(body='...') or a `pipeline_body` attribute."
+    shares = [
+        f"{name!r} ({len(list(found[name].children()))} layers, {100 * _count(found[name]) / total:.0f} % of the"
+        " parameters)"
+        for name in largest
+    ]
+    return (
+        f"Candidates: {', '.join(shares)}. Name one with HybridStrategy(body='...') or a `pipeline_body` attribute, or"
+        " several, or the layers themselves, in a list."
+    )
 
 
 def body_call_text(name: str, step: str, calls: int) -> str:
@@ -88,7 +132,8 @@ def body_call_text(name: str, step: str, calls: int) -> str:
     times = "did not call" if calls == 0 else f"called {calls} times"
     return (
         f"`{step}` {times} the body {name!r}. With a pipeline the body must be called exactly once in a step, as a"
-        f" whole: `x = self.{name}(x)`, not layer by layer or in a loop over its layers."
+        f" whole: `x = self.{name}(x)`, not layer by layer or in a loop over its layers. Where that cannot be, let any"
+        f" code call them: HybridStrategy(body=[{name!r}])."
     )
 
 

@@ -10,14 +10,24 @@ from torch import nn
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.zero.shard_module import listed_layers
 from lightning_hybrid.memory.activation_checkpoint.policy import chosen_layers, is_by_name
-from lightning_hybrid.pipeline_parallel.body import find_body
+from lightning_hybrid.pipeline_parallel.body import Body, find_body
 from lightning_hybrid.pipeline_parallel.partition import partition
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.pipeline_parallel.timeline import simulate
-from lightning_hybrid.strategy.summary import layout_text, plan_table, stage_rows, stage_table
+from lightning_hybrid.strategy.summary import (
+    layout_text,
+    outside_parts,
+    outside_text,
+    plan_table,
+    stage_rows,
+    stage_table,
+)
 from lightning_hybrid.tensor_parallel.plan import Plan, make_plan
 from lightning_hybrid.trainer.module_hooks import find_hook
+
+# A larger share of the parameters outside of the body is worth a warning.
+_LARGEST_REST = 0.2
 
 
 def is_cut(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module) -> bool:
@@ -48,48 +58,44 @@ def describe(module: LightningModule, settings: HybridConfig, sizes: tuple[int, 
     body, stage_map = None, StageMap(None, (), (range(0),), 1)
     if pipeline > 1:
         body, stage_map = find_stages(module, settings, pipeline)
-    text = stages_text(settings, dict(zip(("dp", "tp", "pp"), sizes, strict=True)), body, stage_map)
+    text = stages_text(module, settings, dict(zip(("dp", "tp", "pp"), sizes, strict=True)), body, stage_map)
     return text if tensor == 1 else f"{text}\n{plan_table(find_plan(module, settings, tensor))}"
 
 
-def find_stages(
-    module: LightningModule, settings: HybridConfig, num_ranks: int
-) -> tuple[tuple[str, nn.Sequential], StageMap]:
-    """The body with its name, and which stage gets which layers.
+def find_stages(module: LightningModule, settings: HybridConfig, num_ranks: int) -> tuple[Body, StageMap]:
+    """The body, and which stage gets which layers.
 
     Raises:
         ValueError: If there is no body, or it has fewer layers than there are stages.
         TypeError: If the body cannot be divided.
     """
-    name, body = find_layers(module, settings)
-    weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in body]
-    stages = partition(settings.partition, weights, num_ranks * settings.num_chunks)
-    layers = tuple(path for path, _ in body.named_modules(remove_duplicate=False) if path and "." not in path)
-    return (name, body), StageMap(name, layers, tuple(stages), num_ranks)
+    num_stages = num_ranks * settings.num_chunks
+    body = find_layers(module, settings, num_stages)
+    weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in body.layers]
+    stages = partition(settings.partition, weights, num_stages)
+    return body, StageMap(body.name, body.names, tuple(stages), num_ranks, is_chain=body.chain is not None)
 
 
-def find_layers(module: LightningModule, settings: HybridConfig) -> tuple[str, nn.Sequential]:
-    """The body with its name.
+def find_layers(module: LightningModule, settings: HybridConfig, num_stages: int) -> Body:
+    """The body: an `nn.Sequential` that holds most of the parameters, or else the layers in lists of any kind.
 
     Raises:
         ValueError: If there is none.
         TypeError: If it cannot be divided.
     """
-    return find_body(module, settings.body or find_hook(module, "pipeline_body"))
+    return find_body(module, settings.body or find_hook(module, "pipeline_body"), num_stages)
 
 
-def find_own_layers(
-    module: nn.Module, body: tuple[str, nn.Sequential] | None, stage_map: StageMap, rank: int
-) -> dict[int, list[nn.Module]]:
+def find_own_layers(module: nn.Module, body: Body | None, stage_map: StageMap, rank: int) -> dict[int, list[nn.Module]]:
     """The layers of each stage of a pipeline rank; without stages, those that lists of layers in the module have."""
     if body is None:
         return {0: list(listed_layers(module))}
     own = range(rank, len(stage_map.stages), stage_map.num_ranks)
-    return {stage: [body[1][index] for index in stage_map.stages[stage]] for stage in own}
+    return {stage: [body.layers[index] for index in stage_map.stages[stage]] for stage in own}
 
 
 def find_recomputed(
-    module: LightningModule, settings: HybridConfig, body: tuple[str, nn.Sequential] | None, stage_map: StageMap
+    module: LightningModule, settings: HybridConfig, body: Body | None, stage_map: StageMap
 ) -> list[nn.Module]:
     """The layers that run again in backward.
 
@@ -100,8 +106,8 @@ def find_recomputed(
         return []
     stages = stage_map.stages
     if body is None and not is_by_name(settings.recompute):
-        body = find_layers(module, settings)
-        stages = (range(len(body[1])),)
+        body = find_layers(module, settings, 1)
+        stages = (range(len(body.layers)),)
     return chosen_layers(settings.recompute, module, body, stages)
 
 
@@ -124,11 +130,39 @@ def find_schedule(settings: HybridConfig, num_ranks: int, num_microbatches: int)
 
 
 def stages_text(
-    settings: HybridConfig, sizes: Mapping[str, int], body: tuple[str, nn.Sequential] | None, stage_map: StageMap
+    module: nn.Module, settings: HybridConfig, sizes: Mapping[str, int], body: Body | None, stage_map: StageMap
 ) -> str:
     """The sizes, the schedule, and the table of stages if there is a body."""
     schedule = find_schedule(settings, sizes["pp"], settings.num_microbatches)
     line = layout_text(sizes, schedule, bubble=simulate(schedule).bubble)
     if body is None:
         return line
-    return f"{line}\n{stage_table(stage_rows(body[1], stage_map.stages, sizes['pp']), body[0])}"
+    table = stage_table(stage_rows(body.layers, stage_map.stages, sizes["pp"]), body.name)
+    outside = outside_text(module, body.layers, is_chain=body.chain is not None)
+    return "\n".join(filter(None, [line, table, outside]))
+
+
+def fragment_text(module: nn.Module, body: Body) -> str | None:
+    """The text for a module of which too little is divided, if it is so; its vocabulary does not count.
+
+    Args:
+        module: The user's module.
+        body: What is divided into stages.
+    """
+    sizes = {part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)}
+    parts = [
+        (name, count)
+        for name, count in outside_parts(module, body.layers)
+        if not isinstance(part := module.get_submodule(name), nn.Embedding)
+        and not (isinstance(part, nn.Linear) and part.out_features in sizes)
+    ]
+    total = sum(parameter.numel() for parameter in module.parameters())
+    if sum(count for _, count in parts) <= _LARGEST_REST * total:
+        return None
+    largest = sorted(parts, key=lambda entry: -entry[1])[:5]
+    shares = ", ".join(f"{name!r} ({100 * count / total:.0f} %)" for name, count in largest)
+    return (
+        f"{100 * sum(count for _, count in parts) / total:.0f} % of the parameters of {type(module).__name__} are"
+        f" outside of {body.name!r}, which is divided into stages, so that several stages hold and compute them:"
+        f" {shares}. If there are layers among these, name all that are to be divided: HybridStrategy(body=[...])."
+    )

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,7 +23,7 @@ from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.memory.offload import Offload
-from lightning_hybrid.pipeline_parallel.body import BodyCallError, layer_call_text
+from lightning_hybrid.pipeline_parallel.body import Body, BodyCallError, layer_call_text
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, refuse_call, replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
@@ -48,7 +48,7 @@ class ModuleParallelizer:
 
     Attributes:
         num_stages: Stages over all ranks; chunks on a single rank would be neighbours and are one stage.
-        body: The dotted name of the body and the body; ``None`` if there is one stage, or before the division.
+        body: What is divided into stages; ``None`` if there is one stage, or before the division.
         stage_map: Which stage holds what.
         plan: How layers are shared by the tensor-parallel ranks; ``None`` if they are not, or before the division.
         is_done: Whether the module has been divided.
@@ -65,7 +65,7 @@ class ModuleParallelizer:
         self._mesh = mesh
         num_ranks = mesh.pipeline_parallel_size
         self.num_stages = num_ranks * settings.num_chunks if num_ranks > 1 else 1
-        self.body: tuple[str, nn.Sequential] | None = None
+        self.body: Body | None = None
         self.stage_map = StageMap(None, (), (range(0),), 1)
         self.plan: Plan | None = None
         self.is_done = self._was_parallelized = False
@@ -88,6 +88,10 @@ class ModuleParallelizer:
         if self.num_stages > 1 and not self.is_done:
             agree(self._plan)
             rank_zero_info(self.text())
+            assert self.body is not None
+            fragment = layout.fragment_text(self._module, self.body)
+            if fragment is not None:
+                rank_zero_warn(fragment)
             self._replace_with_placeholders()
         if not self.is_done:
             self._plan_tensor_parallel()
@@ -188,10 +192,11 @@ class ModuleParallelizer:
     def _frames(self) -> list[str]:
         """The names of the modules that hold the body: of the same ones under every layout."""
         try:
-            name, _ = self.body or layout.find_layers(self._module, self._settings)
+            body = self.body or layout.find_layers(self._module, self._settings, self.num_stages)
         except (ValueError, TypeError):
             return [""]
-        return ["", *(name.rsplit(".", count)[0] for count in range(name.count(".") + 1))]
+        holders = {name.rsplit(".", count)[0] for name in body.names for count in range(1, name.count(".") + 1)}
+        return ["", *sorted(holders)]
 
     def _plan_tensor_parallel(self) -> None:
         size = self._mesh.tensor_parallel_size
@@ -240,23 +245,27 @@ class ModuleParallelizer:
         """
         if self.body is None:
             return
-        name, body = self.body
-        now = dict(self._module.named_modules(remove_duplicate=False)).get(name)
-        if now is not body or len(body) != len(self.stage_map.layers):
+        body, chain = self.body, self.body.chain
+        now = dict(self._module.named_modules(remove_duplicate=False))
+        if chain is None:
+            is_same = all(now.get(name) is layer for name, layer in zip(body.names, body.layers, strict=True))
+        else:
+            is_same = len(chain) == len(body.layers) and now.get(body.name) is chain
+        if not is_same:
             raise ValueError(
-                f"The body {name!r} of {type(self._module).__name__} was replaced, or got other layers, after it had"
-                " been divided into stages. Make it in `__init__`, or in `configure_model` (`if self.body is None:`):"
-                " it is divided after that."
+                f"The body {body.name!r} of {type(self._module).__name__} was replaced, or got other layers, after it"
+                " had been divided into stages. Make it in `__init__`, or in `configure_model` (`if self.body is"
+                " None:`): it is divided after that."
             )
 
     def _replace_with_placeholders(self) -> None:
         assert self.body is not None
-        (name, body), rank = self.body, self._mesh.pipeline_rank
+        body, rank = self.body, self._mesh.pipeline_rank
         replace_with_placeholders(self._module, self.stage_map, rank)
         paths = self._module.named_modules(remove_duplicate=False)
         own = {id(part) for path, part in paths if rank in self.stage_map.ranks_of(path)}
-        for layer in {id(layer): layer for layer in body if id(layer) not in own}.values():
-            refuse_call(layer, BodyCallError, layer_call_text(name))
+        for layer in {id(layer): layer for layer in body.layers if id(layer) not in own}.values():
+            refuse_call(layer, BodyCallError, layer_call_text(body.name))
 
     def _plan(self) -> None:
         """Find the body and say which stage gets which layers."""
@@ -272,11 +281,22 @@ class ModuleParallelizer:
                 " rank that needs it now. After the earlier run, call `trainer.strategy.gather_module()` to make it"
                 " whole."
             )
+        if body.chain is None:
+            self._check_units(body)
         self.body, self.stage_map = body, stage_map
+
+    def _check_units(self, body: Body) -> None:
+        """What does not go together with layers that any code may call."""
+        size = self._mesh.tensor_parallel_size
+        if size > 1:
+            raise ValueError(
+                f"tensor_parallel_size={size} does not go with a pipeline through {type(self._module).__name__}: the"
+                f" layers in {body.name!r} are called by code of their own, not as one `nn.Sequential`."
+            )
 
     def text(self) -> str:
         """The layout and the table of stages."""
-        return layout.stages_text(self._settings, self._mesh.sizes, self.body, self.stage_map)
+        return layout.stages_text(self._module, self._settings, self._mesh.sizes, self.body, self.stage_map)
 
 
 def _shape(value: object) -> torch.Size | None:

@@ -288,6 +288,8 @@ class Run:
             device=world.device,
             engine=world.engine,
             around_forwards=around_forwards,
+            remembers=not config.dynamic_shapes,
+            frees_early=config.zero_stage == 3 and config.frees_early,
         )
         self.training_step = TrainingStep(
             self._context,
@@ -335,7 +337,7 @@ class Run:
         undo.callback(self._context.metrics.remove)
         source = (world.mesh.pipeline_parallel_size - 1) * world.mesh.tensor_parallel_size
         body = self._attached.parallelizer.body
-        epoch_sync = EpochSync(module, world.mesh.control_group, source=source, layers=list(body[1]) if body else ())
+        epoch_sync = EpochSync(module, world.mesh.control_group, source=source, layers=body.layers if body else ())
         add_callbacks(trainer, epoch_sync)
         epoch_sync.install(trainer)
         undo.callback(epoch_sync.remove, trainer)

@@ -47,9 +47,9 @@ from lightning_hybrid.trainer.precision import adapt, check_optimizer
 class HybridStrategy(ReplicaCollectives):
     """Trains an unmodified LightningModule over data x tensor x pipeline parallel ranks, with one process's numbers.
 
-    The body of the module, an `nn.Sequential`, is divided into stages, one or more on each pipeline rank. Each batch is
-    split into microbatches that flow through the stages by a schedule. Layers are shared by the tensor-parallel ranks
-    of a stage, each with its part of the weights; replicas average their gradients.
+    The layers of the module are divided into stages, one or more on each pipeline rank. Each batch is split into
+    microbatches that flow through the stages by a schedule. Layers are shared by the tensor-parallel ranks of a stage,
+    each with its part of the weights; replicas average their gradients.
 
     Example::
 
@@ -65,8 +65,10 @@ class HybridStrategy(ReplicaCollectives):
         num_chunks: Stages per rank; more than one with ``"interleaved_1f1b"`` or ``"gpipe"``.
         partition: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the lightest possible heaviest
             stage, or the number of layers of each stage.
-        body: The dotted name of the `nn.Sequential` to divide. ``None`` takes the module's ``pipeline_body``, or the
-            outermost one that holds more than half of the parameters.
+        body: The dotted name of the `nn.Sequential` to divide, which the step calls as a whole; or of another list of
+            layers, or names of lists and layers in the order in which they are called (``*`` for anything between two
+            dots), which any code may call. ``None`` takes the module's ``pipeline_body``, or the outermost
+            `nn.Sequential` that holds more than half of the parameters, or the layers of the lists that hold most.
         tensor_parallel_plan: How layers are shared: a style by name of module, where ``*`` stands for anything between
             two dots. ``"auto"`` takes the module's ``tensor_parallel_plan()``, or divides the layers of torch that it
             knows; ``None`` divides nothing.
@@ -113,7 +115,7 @@ class HybridStrategy(ReplicaCollectives):
         schedule: str = "1f1b",
         num_chunks: int = 1,
         partition: str | list[int] = "uniform",
-        body: str | None = None,
+        body: str | list[str] | None = None,
         tensor_parallel_plan: dict[str, str] | str | None = "auto",
         sequence_parallel: bool = False,
         zero_stage: Literal[0, 1, 2, 3] = 0,

@@ -35,19 +35,19 @@ class StageRow:
     share: float
 
 
-def stage_rows(body: nn.Sequential, stages: Sequence[range], num_ranks: int) -> list[StageRow]:
+def stage_rows(layers: Sequence[nn.Module], stages: Sequence[range], num_ranks: int) -> list[StageRow]:
     """The stages as data.
 
     Args:
-        body: The body, with placeholders or without.
+        layers: The layers of the body, with placeholders or without.
         stages: The layers of each stage.
         num_ranks: The number of pipeline ranks.
     """
-    counts = [_count([body[index] for index in layers]) for layers in stages]
+    counts = [_count([layers[index] for index in positions]) for positions in stages]
     total = max(1, sum(counts))
     return [
-        StageRow(stage, stage % num_ranks, layers, _kinds(body, layers), count, count / total)
-        for stage, (layers, count) in enumerate(zip(stages, counts, strict=True))
+        StageRow(stage, stage % num_ranks, positions, _kinds(layers, positions), count, count / total)
+        for stage, (positions, count) in enumerate(zip(stages, counts, strict=True))
     ]
 
 
@@ -56,8 +56,8 @@ def _count(layers: Sequence[nn.Module]) -> int:
     return sum(parameter.numel() for parameter in parameters.values())
 
 
-def _kinds(body: nn.Sequential, layers: range) -> str:
-    runs = [(kind, len(list(run))) for kind, run in groupby(type(body[index]).__name__ for index in layers)]
+def _kinds(layers: Sequence[nn.Module], positions: range) -> str:
+    runs = [(kind, len(list(run))) for kind, run in groupby(type(layers[index]).__name__ for index in positions)]
     text = ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in runs)
     return text if len(text) <= 48 else f"{text[:45]}..."
 
@@ -75,6 +75,38 @@ def stage_table(rows: Sequence[StageRow], body: str) -> str:
         share = f"{100 * row.share:.1f} %"
         cells.append((str(row.stage), str(row.rank), layers, row.kinds, f"{row.num_parameters:,}", share))
     return text_table(cells, left=(2, 3))
+
+
+def outside_text(module: nn.Module, layers: Sequence[nn.Module], *, is_chain: bool) -> str:
+    """How many parameters no stage has alone, as text; nothing if there are none.
+
+    Args:
+        module: The user's module.
+        layers: The layers of the body.
+        is_chain: Whether the body is called as a whole.
+    """
+    total, outside = _count([module]), sum(count for _, count in outside_parts(module, layers))
+    if not outside:
+        return ""
+    where = "the first and the last stage" if is_chain else "every stage"
+    return f"{outside:,} parameters ({100 * outside / total:.1f} % of the model) are outside of these, on {where}"
+
+
+def outside_parts(module: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[str, int]]:
+    """The parts of a module that have parameters outside of its layers: names and numbers of parameters.
+
+    Args:
+        module: The user's module.
+        layers: The layers of the body.
+    """
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    found = []
+    for name, part in module.named_modules():
+        own = [parameter for parameter in part.parameters(recurse=False) if id(parameter) not in inside]
+        inside |= set(map(id, own))
+        if own:
+            found.append((name, sum(parameter.numel() for parameter in own)))
+    return found
 
 
 def memory_table(estimates: Sequence[MemoryUsage], peaks: Sequence[int] = ()) -> str:

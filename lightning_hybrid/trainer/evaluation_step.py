@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.body import BodyCut
+from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.microbatch import JoinError, find_batch_size, join, signature, slicing
 from lightning_hybrid.pipeline_parallel.schedules import build_forward
 from lightning_hybrid.trainer.module_hooks import find_hook
@@ -47,7 +48,8 @@ class EvaluationStep:
         last stage    layers --> y joined --> step with the whole batch, body(x) answered by y
 
     So metrics see what they see in one process. Where x or y cannot be divided without doubt, the batch runs as one
-    microbatch; that is agreed at the first batch of each signature, and remembered.
+    microbatch; that is agreed at the first batch of each signature, and remembered. A body that is no chain always runs
+    so.
 
     Args:
         context: What steps need.
@@ -79,11 +81,13 @@ class EvaluationStep:
         user_step = getattr(context.module, name)
         coordinates = _STEPS[name], context.streams.next_number("evaluation batches")
         with self._grad_sync.step(evaluates=True):
-            if context.cut is None and context.mesh.model_group.size() == 1:
+            if context.cut is None and context.frame is None and context.mesh.model_group.size() == 1:
                 with precision():
                     return user_step(*arguments)
             with context.step(num_microbatches=1) as records, precision():
-                if context.cut is None:
+                if context.frame is not None:
+                    value = self._through_frame(context.frame, user_step, arguments, coordinates)
+                elif context.cut is None:
                     context.enter_user_code(*coordinates, keep=True)
                     value = context.plain(user_step(*arguments))
                 else:
@@ -112,6 +116,23 @@ class EvaluationStep:
             return None
         context.enter_user_code(*coordinates, keep=True)
         return context.plain(cut.around_body(user_step, arguments, (), nullcontext(), y))
+
+    def _through_frame(
+        self, frame: FrameCut, user_step: Callable[..., Any], arguments: Sequence[Any], coordinates: tuple[int, ...]
+    ) -> Any:
+        """What the step returns, on the last stage; the whole batch is one microbatch."""
+        context = self._context
+        version = coordinates[0], context.version(gradients=False)
+        plan = context.frame_plan(frame, user_step, arguments, *coordinates, version=version)
+
+        def compute(stage: int, microbatch: int, inputs: Any) -> Any:
+            context.enter_user_code(*coordinates, keep=stage == context.num_stages - 1)
+            return context.run_frame(frame, plan, stage, user_step, arguments, inputs, *coordinates)
+
+        keys = context.keys(version, [(plan.number, signature(arguments[0]))])
+        schedule = build_forward(context.num_ranks, 1, context.num_chunks)
+        values = context.engine.run(schedule, compute, keys, profile=context.profile)
+        return values[0] if values else None
 
     def _body(self, key: Hashable, x: Any, total: int | None, coordinates: tuple[int, ...]) -> Any:
         """The output of the body for the whole batch, on the last stage."""

@@ -14,11 +14,12 @@ class ModuleHooks(Protocol):
     Nothing has to be inherited. A module that does inherit from this class for its type checker has to define all.
 
     Attributes:
-        pipeline_body: The dotted name of the `nn.Sequential` that is divided into stages, such as ``"model.layers"``;
-            the argument ``body`` of `HybridStrategy` goes before it.
+        pipeline_body: The dotted name of the list of layers that is divided into stages, such as ``"model.layers"``, or
+            names of lists and layers in the order in which they are called; the argument ``body`` of `HybridStrategy`
+            goes before it.
     """
 
-    pipeline_body: str
+    pipeline_body: str | Sequence[str]
 
     def microbatch_weight(self, microbatch: Any) -> float | Tensor:
         """The normaliser of the loss of a microbatch, such as its number of unmasked tokens; by default its samples.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import nn
@@ -17,8 +19,11 @@ from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast
-from lightning_hybrid.pipeline_parallel.body import BodyCut
+from lightning_hybrid.pipeline_parallel.body import Body, BodyCut
 from lightning_hybrid.pipeline_parallel.engine import Engine
+from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
+from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
+from lightning_hybrid.pipeline_parallel.microbatch import signature
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.results.logger_proxy import LoggerProxy, make_calls, pack_calls
@@ -28,6 +33,8 @@ from lightning_hybrid.trainer.results.module_attributes import assign_scalars, p
 
 _torch_profiles: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
+_CALLED_ONCE = "but zero_stage=3 lets go of its parameters after each call: use HybridStrategy(zero_frees='step')."
+
 _KEYS = count()  # channels outlive a run: what they have learnt for a key of one must not be taken for another's
 
 
@@ -36,7 +43,7 @@ class StepContext:
 
     Args:
         module: The user's module, with placeholders for what lives elsewhere.
-        body: The dotted name of the body and the body; ``None`` if there is one stage.
+        body: What is divided into stages; ``None`` if there is one stage.
         stage_map: Which stage holds what.
         mesh: The ranks.
         streams: The random streams.
@@ -45,11 +52,15 @@ class StepContext:
         device: Where this rank computes.
         engine: Runs the schedules; outlives this object.
         around_forwards: Around forwards: what layers keep for backward, and where.
+        remembers: Whether what is found out about a step holds for later ones with equal shapes.
+        frees_early: Whether a layer's parameters are let go of after each call.
 
     Attributes:
         num_stages: The number of stages, over all ranks.
         is_first: Whether this rank has the first stage.
         is_last: Whether this rank has the last stage.
+        cut: The cut of a body that is called as a whole; ``None`` if there is none.
+        frame: The cut of a body whose layers any code may call; ``None`` if there is none.
         layers: The layers of each stage of this rank.
         to_plain: Makes plain tensors of what shared layers return; ``None`` where layers are not shared.
         in_step: Whether a step runs that is cut, so that the user's code does not run on every rank.
@@ -58,7 +69,7 @@ class StepContext:
     def __init__(
         self,
         module: LightningModule,
-        body: tuple[str, nn.Sequential] | None,
+        body: Body | None,
         stage_map: StageMap,
         mesh: Mesh,
         *,
@@ -68,6 +79,8 @@ class StepContext:
         device: torch.device,
         engine: Engine,
         around_forwards: Callable[[], AbstractContextManager[None]],
+        remembers: bool = True,
+        frees_early: bool = False,
     ) -> None:
         self.module, self.mesh, self.device = module, mesh, device
         self.streams, self.engine = streams, engine
@@ -76,7 +89,12 @@ class StepContext:
         self.num_chunks = self.num_stages // self.num_ranks
         self.is_first = mesh.pipeline_rank == 0
         self.is_last = mesh.pipeline_rank == (self.num_stages - 1) % self.num_ranks
-        self.cut = BodyCut(*body) if body else None
+        self.cut = BodyCut(body.name, body.chain) if body and body.chain is not None else None
+        self.frame = (
+            None
+            if body is None or body.chain is not None
+            else self._make_frame(body, stage_map, remembers=remembers, frees_early=frees_early)
+        )
         self.to_plain = to_plain_tensors if mesh.tensor_parallel_size > 1 else None
         self.in_step = False
         self._failures, self._abandon = failures, abandon
@@ -84,15 +102,37 @@ class StepContext:
         source = (self.num_ranks - 1) * mesh.tensor_parallel_size
         self._results = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
         self._recorder = LogRecorder(module)
-        self._logger_proxy = LoggerProxy(module, is_source=self._results.is_source and mesh.data_rank == 0)
+        self._logger_proxy = LoggerProxy(
+            module, is_source=self._results.is_source and mesh.data_rank == 0, unfollowed=self._unfollowed
+        )
         self._scalars: dict[str, Any] = {}
         self.metrics = MetricsAcrossStages(
-            module, mesh.data_group, self._results, self._recorder.remember_value, is_last=self._results.is_source
+            module,
+            mesh.data_group,
+            self._results,
+            self._recorder.remember_value,
+            is_last=self._results.is_source,
+            unfollowed=self._unfollowed,
         )
         self._keys: defaultdict[Hashable, int] = defaultdict(_KEYS.__next__)
         self._parameters = list(module.parameters())
         own = range(mesh.pipeline_rank, self.num_stages, self.num_ranks)
-        self.layers = {stage: [body[1][index] for index in stage_map.stages[stage]] if body else [] for stage in own}
+        self.layers = {
+            stage: [body.layers[index] for index in stage_map.stages[stage]] if body else [] for stage in own
+        }
+
+    def _make_frame(self, body: Body, stage_map: StageMap, *, remembers: bool, frees_early: bool) -> FrameCut:
+        return FrameCut(
+            self.module,
+            list(zip(body.names, body.layers, strict=True)),
+            stage_map.stages,
+            self.num_ranks,
+            self.device,
+            remembers=remembers,
+            around_discovery=self._unrecorded,
+            compare=self._compare_calls,
+            once=_CALLED_ONCE if frees_early else None,
+        )
 
     def run_layers(self, layers: Sequence[nn.Module], random: AbstractContextManager[None], x: Any) -> Any:
         """Run the layers of a stage between others, which draw from a random stream of their own."""
@@ -147,19 +187,19 @@ class StepContext:
         Yields:
             The logs of each microbatch.
         """
-        cut = nullcontext() if self.cut is None else self.cut()
+        cut = self.cut or self.frame or nullcontext
         local = self.metrics.step(num_microbatches=num_microbatches, counts=counts)
         with (
             self.guard(),
             self.streams.isolated(),
             self._around_forwards(),
             local,
-            cut,
+            cut(),
             self._logger_proxy(),
             self._recorder() as records,
         ):
             self._scalars = scalars(self.module) if self.is_last else {}
-            self.in_step = self.cut is not None
+            self.in_step = self.cut is not None or self.frame is not None
             try:
                 yield records
             finally:
@@ -176,11 +216,97 @@ class StepContext:
             keep: Whether its logs and metrics count: code before the body also runs on the first stage, where they do
                 not.
         """
+        if self.frame is not None and not keep:
+            self.metrics.uncounted_microbatch()
         if self.is_last:
-            self.metrics.next_microbatch(keep=keep)
+            if self.frame is None or keep:
+                self.metrics.next_microbatch(keep=keep)
             self._recorder.next_microbatch(keep=keep)
             self._logger_proxy.next_microbatch(keep=keep)
         self.streams.seed_user(*coordinates)
+
+    def _unfollowed(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.frame is None else self.frame.unfollowed()
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """Around a step that does not count: what it logs is seen, and comes nowhere."""
+        with self._recorder.only_seen(), self._logger_proxy.only_seen(), self.metrics.only_seen():
+            yield
+
+    def _compare_calls(self, calls: list[str]) -> None:
+        """A step is followed on every rank of the model group, and must be the same there.
+
+        Raises:
+            WrongUseError: If it is not.
+        """
+        group = self.mesh.control_group
+        digests: list[Any] = [None] * group.size()
+        dist.all_gather_object(digests, hashlib.sha256("\n".join(calls).encode()).hexdigest(), group=group)
+        if len(set(digests)) == 1:
+            return
+        found: list[Any] = [None] * group.size()
+        dist.all_gather_object(found, calls, group=group)
+        rows = list(zip_longest(*found, fillvalue="its end"))
+        number = next(number for number, row in enumerate(rows) if len(set(row)) > 1)
+        names = ", ".join(f"{name} on pipeline rank {rank}" for rank, name in enumerate(rows[number]))
+        raise WrongUseError(
+            f"The step of {type(self.module).__name__} is not the same on every rank: call {number} is {names}. Every"
+            " stage runs this code; it must not depend on the rank."
+        )
+
+    def frame_plan(
+        self, frame: FrameCut, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int, version: Hashable
+    ) -> FramePlan:
+        """What the stages do in a step of the user's.
+
+        Args:
+            frame: The cut of the step.
+            step: The user's step.
+            arguments: Its arguments; the first one is the batch.
+            coordinates: Of the random numbers that it draws.
+            version: As :meth:`version` gives it.
+        """
+        self.streams.seed_user(*coordinates)
+        key = step.__name__, version, signature(arguments)
+        return frame.find_plan(key, step, arguments, self.streams.of_calls(*coordinates))
+
+    def run_frame(
+        self,
+        frame: FrameCut,
+        plan: FramePlan,
+        stage: int,
+        step: Callable[..., Any],
+        arguments: Sequence[Any],
+        inputs: Any,
+        *coordinates: int,
+    ) -> Any:
+        """Run a stage's part of a step of the user's.
+
+        Args:
+            frame: The cut of the step.
+            plan: What the stages do.
+            stage: The stage.
+            step: The user's step.
+            arguments: Its arguments.
+            inputs: What the stage before made.
+            coordinates: Of the random numbers that it draws.
+        """
+        streams = self.streams
+        # Numbers that the step keeps in attributes count once on each rank, however many of its stages run the step.
+        again = stage + self.num_ranks < self.num_stages
+        before = scalars(self.module) if again else {}
+        value = frame.run(
+            plan,
+            stage,
+            step,
+            arguments,
+            inputs,
+            seed=streams.of_calls(*coordinates),
+            random=lambda number: streams.layers(0, *coordinates, number),  # the same numbers under every layout
+        )
+        vars(self.module).update(before)
+        return value
 
     def share(self, outputs: Callable[[], tuple[Any, list[Log]]]) -> Any:
         """Give what the last stage returned and logged to every rank, and log it there.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
+from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, signature, sizes, split_batch
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import build, build_forward
@@ -89,13 +91,18 @@ class TrainingStep:
             return loss if scale is None else scale(loss)
 
         grad_sync.reduces = reduce
-        compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of)
         version = context.version(gradients=backward)
         with (
             context.step(num_microbatches=len(counts), counts=counts) as records,
             torch.set_grad_enabled(backward),
             grad_sync.step(),
         ):
+            parts: Sequence[Hashable] = list(map(signature, microbatches))
+            plans: Sequence[FramePlan] = ()
+            if context.frame is not None:
+                plans = self._frame_plans(context.frame, microbatches, arguments[1:], step, precision, version)
+                parts = list(zip(parts, [plan.number for plan in plans], strict=True))
+            compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
             num_ranks, num_chunks = context.num_ranks, context.num_chunks
             if backward:
                 schedule = build(self._schedule, num_ranks, len(counts), num_chunks)
@@ -104,7 +111,7 @@ class TrainingStep:
             context.engine.run(
                 schedule,
                 compute,
-                context.keys(version, map(signature, microbatches)),
+                context.keys(version, parts),
                 backward_begins=grad_sync.backward_begins,
                 backward_ends=grad_sync.backward_ends,
                 profile=context.profile,
@@ -123,6 +130,7 @@ class TrainingStep:
         step: int,
         precision: Callable[[], AbstractContextManager[None]],
         loss_of: Callable[[int, Any], Tensor],
+        plans: Sequence[FramePlan],
     ) -> Compute:
         """The forward of a stage: the user's step until the body, its layers, or the step around its last layers."""
         context, grad_sync, user_step = self._context, self._grad_sync, self._context.module.training_step
@@ -132,11 +140,16 @@ class TrainingStep:
             is_last = stage == context.num_stages - 1
             layers, random = context.layers[stage], context.streams.layers(stage, _TRAINING, step, microbatch)
             with precision():
-                if stage > 0 and not is_last:
+                if stage > 0 and not is_last and context.frame is None:
                     return context.run_layers(layers, random, inputs)
                 context.enter_user_code(_TRAINING, step, microbatch, keep=is_last)
                 of_microbatch = move_data_to_device(microbatches[microbatch], context.device), *arguments
-                if context.cut is None:
+                if context.frame is not None:
+                    coordinates = _TRAINING, step, microbatch
+                    value = context.run_frame(
+                        context.frame, plans[microbatch], stage, user_step, of_microbatch, inputs, *coordinates
+                    )
+                elif context.cut is None:
                     value = user_step(*of_microbatch)
                 elif is_last:
                     value = context.cut.around_body(user_step, of_microbatch, layers, random, inputs)
@@ -147,6 +160,29 @@ class TrainingStep:
                 return loss_of(microbatch, value) if is_last else value
 
         return compute
+
+    def _frame_plans(
+        self,
+        frame: FrameCut,
+        microbatches: Sequence[Any],
+        arguments: Sequence[Any],
+        step: int,
+        precision: Callable[[], AbstractContextManager[None]],
+        version: Hashable,
+    ) -> list[FramePlan]:
+        """What the stages do of the user's step, for each microbatch."""
+        context = self._context
+        with precision():
+            return [
+                context.frame_plan(
+                    frame,
+                    context.module.training_step,
+                    (microbatch, *arguments),
+                    *(_TRAINING, step, number),
+                    version=version,
+                )
+                for number, microbatch in enumerate(microbatches)
+            ]
 
     def backward(self, run: Callable[[], None], *, reduce: bool) -> None:
         """Nothing: the schedule has run it.

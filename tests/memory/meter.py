@@ -10,6 +10,7 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -177,6 +178,10 @@ class MemoryMeter(Callback):
         self._look()
 
     def _look(self, *_: Any) -> None:
+        with torch._C.DisableTorchFunction():  # it is no part of the step, whose calls may be followed
+            self._look_at_all()
+
+    def _look_at_all(self) -> None:
         grad_sync = self._grad_sync
         parameters = grad_sync.local_parameters()
         groups = () if isinstance(grad_sync.zero, NoZero) else grad_sync.zero._all

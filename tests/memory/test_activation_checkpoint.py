@@ -25,6 +25,7 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.memory.activation_checkpoint import selective
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute, chosen_layers
+from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.p2p import Channel, Recv
 from lightning_hybrid.pipeline_parallel.schedules import build
 from lightning_hybrid.pipeline_parallel.timeline import simulate
@@ -399,7 +400,7 @@ class Nested(nn.Module):
 def test_which_layers_are_recomputed(recompute: Any, expected: str) -> None:
     module = Nested()
     check_recompute(recompute, 2, 1)
-    found = chosen_layers(recompute, module, ("net.body", module.net.body), (range(3), range(3, 7)))
+    found = chosen_layers(recompute, module, Body.of_chain("net.body", module.net.body), (range(3), range(3, 7)))
     names = {id(part): name.removeprefix("net.body.") for name, part in module.named_modules()}
     assert sorted(names[id(layer)] for layer in found) == sorted(expected.split())
 
@@ -441,7 +442,7 @@ def test_impossible_arguments_are_refused(recompute: Any, kind: type[Exception],
 def test_names_that_cannot_be_meant_are_refused(recompute: Any, words: list[str]) -> None:
     module = Nested()
     with pytest.raises(ValueError, match="recompute") as error:
-        chosen_layers(recompute, module, ("net.body", module.net.body), (range(7),))
+        chosen_layers(recompute, module, Body.of_chain("net.body", module.net.body), (range(7),))
     for word in words:
         assert word in str(error.value)
     if recompute == ["net"]:  # where no step is cut at the body, that is a layer like others

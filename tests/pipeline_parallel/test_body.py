@@ -38,68 +38,129 @@ class Encoder(nn.Sequential):
 # -- finding the body --------------------------------------------------------------------------------------------------
 
 
+def chain(module: nn.Module, wanted: str | None = None, num_stages: int = 2) -> tuple[str, nn.Module]:
+    body = find_body(module, wanted, num_stages)
+    assert body.chain is not None
+    assert list(body.layers) == list(body.chain)
+    return body.name, body.chain
+
+
+def units(module: nn.Module, wanted: Any = None, num_stages: int = 2) -> list[str]:
+    body = find_body(module, wanted, num_stages)
+    assert body.chain is None
+    assert [module.get_submodule(name) for name in body.names] == list(body.layers)
+    return list(body.names)
+
+
 def test_the_body_is_the_outermost_sequential_with_most_parameters() -> None:
     inner = stack(8, 8, 8)
     outer = nn.Sequential(inner, nn.Linear(8, 2))
     module = Model(head=nn.Linear(2, 2), small=stack(2, 2), net=Model(trunk=outer))
-    assert find_body(module, None) == ("net.trunk", outer)
+    assert chain(module) == ("net.trunk", outer)
 
 
 def test_more_than_half_means_more() -> None:
-    with pytest.raises(ValueError, match=r"No `nn.Sequential` holds more than half of the 144 parameters"):
-        find_body(Model(a=stack(8, 8), b=stack(8, 8)), None)
+    assert units(Model(a=stack(8, 8), b=stack(8, 8))) == ["a.0", "b.0"]
 
 
 def test_tied_parameters_count_once() -> None:
     body, head = stack(8, 8, 8), nn.Linear(8, 8)
     head.weight = body[0].weight
-    assert find_body(Model(head=head, body=body), None)[0] == "body"
+    assert chain(Model(head=head, body=body))[0] == "body"
 
 
 def test_a_body_can_be_named() -> None:
     module = Model(big=stack(8, 8), small=stack(2, 2))
-    assert find_body(module, "small") == ("small", module.small)
+    assert chain(module, "small") == ("small", module.small)
 
 
 def test_a_sequential_with_its_own_constructor_is_a_body() -> None:
     module = Model(encoder=Encoder(4, 3))
-    assert find_body(module, None) == ("encoder", module.encoder)
+    assert chain(module) == ("encoder", module.encoder)
 
 
 def test_a_module_that_is_a_sequential_itself() -> None:
     module = stack(4, 4)
-    assert find_body(module, None) == ("", module)
+    assert chain(module) == ("", module)
+    assert units(Own(*stack(4, 4, 4))) == ["0", "1"]
 
 
-def test_candidates_are_listed() -> None:
-    module = Model(a=stack(8, 8), b=stack(8, 8, 8), head=nn.Linear(8, 10))
-    with pytest.raises(ValueError, match=r"'a' \(1 layers, 24 %.*'b' \(2 layers, 47 %.*HybridStrategy\(body='...'\)"):
-        find_body(module, None)
+def test_candidates_are_listed_the_largest_five() -> None:
+    lists = {f"list{n}": nn.ModuleList([nn.Linear(n, n)]) for n in range(1, 8)}
+    module = Model(**lists, head=nn.Linear(100, 100))
+    with pytest.raises(ValueError, match=r"part of the 10,268 param.*'list7' \(1 layers, 1 %.*'list3'") as error:
+        find_body(module, None, 2)
+    assert "'list2'" not in str(error.value)
+    assert "HybridStrategy(body='...')" in str(error.value)
 
 
 def test_no_candidates() -> None:
-    with pytest.raises(ValueError, match=r"It has no `nn.Sequential`: put the layers .* `self.body\(x\)`"):
-        find_body(Model(head=nn.Linear(2, 2)), None)
+    with pytest.raises(ValueError, match=r"It has no list of layers: put the layers .*body=\['first', 'second'"):
+        find_body(Model(head=nn.Linear(2, 2)), None, 2)
 
 
 def test_a_name_that_leads_nowhere() -> None:
     with pytest.raises(ValueError, match=r"body='blocks' names nothing in Model\. Candidates: 'body'"):
-        find_body(Model(body=stack(2, 2)), "blocks")
+        find_body(Model(body=stack(2, 2)), "blocks", 2)
 
 
 def test_a_name_of_something_else() -> None:
-    with pytest.raises(TypeError, match=r"body='head' is a Linear, but only an `nn.Sequential`"):
-        find_body(Model(body=stack(2, 2), head=nn.Linear(2, 2)), "head")
-
-
-def test_a_forward_of_its_own_is_refused() -> None:
-    with pytest.raises(TypeError, match="The body 'body' is a Own with a `forward` of its own"):
-        find_body(Model(body=Own(nn.Linear(2, 2))), None)
+    with pytest.raises(TypeError, match=r"body='head' is a Linear, which has no layers"):
+        find_body(Model(body=stack(2, 2), head=nn.Linear(2, 2)), "head", 2)
 
 
 def test_placeholders_count_as_parameters() -> None:
     module = Model(head=nn.Linear(2, 2), body=nn.Sequential(OrderedDict(a=nn.Linear(8, 8, device="meta"))))
-    assert find_body(module, None)[0] == "body"
+    assert chain(module)[0] == "body"
+
+
+# -- finding units -----------------------------------------------------------------------------------------------------
+
+
+def test_a_sequential_with_a_forward_of_its_own_has_units() -> None:
+    module = Model(body=Own(*stack(2, 2, 2)))
+    assert units(module) == units(module, "body") == ["body.0", "body.1"]
+
+
+def test_lists_and_dictionaries_have_units() -> None:
+    blocks = nn.ModuleList(stack(4, 4, 4, 4))
+    towers = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("left", "right")})
+    module = Model(embed=nn.Linear(1, 1), net=Model(blocks=blocks), towers=towers)
+    assert units(module) == ["net.blocks.0", "net.blocks.1", "net.blocks.2", "towers.left", "towers.right"]
+    assert units(module, "towers") == ["towers.left", "towers.right"]
+
+
+def test_numbered_neighbours_belong_together() -> None:
+    """Of `layer1`, `layer2`, ... one alone would be a fragment, however large it is."""
+    module = Model(stem=nn.Linear(2, 2), layer1=stack(2, 2), layer2=stack(2, 4), layer3=stack(4, 20))
+    assert units(module) == ["layer1.0", "layer2.0", "layer3.0"]
+
+
+def test_units_that_are_too_large_are_opened() -> None:
+    stages = [Model(blocks=nn.ModuleList(stack(8, 8, 8)), down=nn.Linear(8, 8)) for _ in range(2)]
+    module = Model(stages=nn.ModuleList(stages))
+    assert units(module, num_stages=2) == ["stages.0", "stages.1"]
+    assert units(module, num_stages=4) == [f"stages.{i}.blocks.{j}" for i in range(2) for j in range(2)]
+
+
+def test_a_layer_that_stands_twice_is_one_unit() -> None:
+    layer = nn.Linear(4, 4)
+    assert units(Model(blocks=nn.ModuleList([layer, nn.Linear(4, 4), layer]))) == ["blocks.0", "blocks.1"]
+
+
+def test_units_can_be_named() -> None:
+    module = Model(encoder=nn.ModuleList(stack(2, 2, 2)), middle=nn.Linear(2, 2), decoder=stack(2, 2, 2))
+    assert units(module, ["decoder", "middle", "encoder.1"]) == ["decoder.0", "decoder.1", "middle", "encoder.1"]
+    assert units(module, "*coder") == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+    assert units(module, ["encoder.*"]) == ["encoder.0", "encoder.1"]
+
+
+def test_names_of_units_that_cannot_be_meant() -> None:
+    module = Model(net=Model(blocks=nn.ModuleList(stack(2, 2, 2))))
+    with pytest.raises(ValueError, match=r"body=\['blocks'\]: 'blocks' names nothing in Model"):
+        find_body(module, ["blocks"], 2)
+    with pytest.raises(ValueError, match=r"'net.blocks.0' is a part of 'net'"):
+        find_body(module, ["net", "net.blocks.0"], 2)
 
 
 # -- cutting the step --------------------------------------------------------------------------------------------------

@@ -87,17 +87,11 @@ def test_a_world_that_cannot_be_divided_is_refused_when_the_trainer_is_made(
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
-class NoBody(Regression):
+class NoList(Regression):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(self.body)
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
         del self.body
-
-
-class NoSequential(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.ModuleList(layer[0] for layer in self.body)
 
 
 class OneLayer(Regression):
@@ -109,18 +103,42 @@ class SmallBody(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.other = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
-        self.outside = nn.Linear(30, 30)
+        self.outside = nn.Linear(100, 100)
 
 
-class OwnForward(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x
+class Listed(Regression):
+    """Its layers are called one by one."""
 
-
-class BodyWithForward(Regression):
     def __init__(self) -> None:
         super().__init__()
-        self.body = OwnForward(*self.body)
+        self.body = nn.ModuleList(self.body)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.order():
+            x = layer(x)
+        return self.head(x)
+
+    def order(self) -> Any:
+        return self.body
+
+
+class Backwards(Listed):
+    def order(self) -> Any:
+        return reversed(self.body)
+
+
+class DecidesBetween(Listed):
+    def order(self) -> Any:
+        for layer in self.body:
+            yield layer
+            if self.head.weight.sum() > 1000:
+                break
+
+
+class RankDependent(Listed):
+    def order(self) -> Any:
+        return [*self.body[:1], torch.sin if self.global_rank else torch.cos, *self.body[1:]]
 
 
 class NamesBody(Regression):
@@ -247,15 +265,31 @@ def check_refused(
 @pytest.mark.parametrize(
     ("make", "layout", "kind", "words"),
     [
-        (NoBody, {}, "ValueError", ["No `nn.Sequential`", "NoBody", "497", "'layers.0' (3 layers, 14 %", "body='...'"]),
-        (NoSequential, {}, "ValueError", ["NoSequential", "It has no `nn.Sequential`", "self.body(x)"]),
-        (SmallBody, {}, "ValueError", ["SmallBody", "more than half", "'body'", "'other'", "6 layers", "body='...'"]),
+        (NoList, {}, "ValueError", ["No list of layers", "NoList", "It has no list", "body=['first', 'second', ...]"]),
+        (
+            SmallBody,
+            {},
+            "ValueError",
+            ["SmallBody", "considerable part", "'body'", "'other'", "6 layers", "body='...'"],
+        ),
         (Regression, {"body": "boddy"}, "ValueError", ["'boddy'", "Regression", "Candidates", "'body'"]),
         (NamesBody, {}, "ValueError", ["'boddy'", "Candidates", "'body'"]),
         (Regression, {"body": "head"}, "TypeError", ["'head'", "Linear", "nn.Sequential", "'body'"]),
-        (BodyWithForward, {}, "TypeError", ["'body'", "OwnForward", "forward"]),
         (Regression, {"partition": [1, 2]}, "ValueError", ["[1, 2]", "3", "6"]),
         (OneLayer, {"body": "body"}, "ValueError", ["1 layer", "2 stages", "pipeline_parallel_size"]),
+        (
+            Backwards,
+            {},
+            "ValueError",
+            ["on stage 0, needs at test_checks.py:", "on stage 1", "body=['body.5', 'body.4',"],
+        ),
+        (
+            DecidesBetween,
+            {},
+            "ValueError",
+            ["'body.1' is called after `__bool__` at test_checks.py:", "decide by the batch"],
+        ),
+        (RankDependent, {}, "ValueError", ["not the same on every rank: call 2 is `cos` at", "`sin` at", "rank 1"]),
         (Manual, {}, "ValueError", ["Manual", "manual optimization", "automatic_optimization"]),
         (OwnBackward, {}, "ValueError", ["OwnBackward", "backward", "Remove"]),
         (FetchesItself, {}, "ValueError", ["FetchesItself.training_step", "dataloader_iter", "batch"]),
@@ -272,6 +306,13 @@ def test_modules_that_cannot_be_cut_are_refused_on_every_rank(
     name, text = check_refused(ranks, make, layout={**PP2, **layout})
     assert name == kind
     for word in words:
+        assert word in text
+
+
+def test_shared_layers_that_any_code_calls_are_refused_on_every_rank(ranks: Pools) -> None:
+    name, text = check_refused(ranks, Listed, size=4, layout={**PP2, "tensor_parallel_size": 2})
+    assert name == "ValueError"
+    for word in ("tensor_parallel_size=2", "Listed", "'body'", "called by code of their own"):
         assert word in text
 
 
@@ -351,8 +392,8 @@ def test_a_fused_optimizer_with_a_scaler_is_refused_on_every_rank(ranks: Pools) 
 def survivors() -> list[str]:
     """What is refused in a pipeline works on one process without microbatches, as Lightning's own."""
     done = []
-    for make in (NoBody, SmallBody, OwnBackward, FetchesItselfInValidation, Searches):
-        if make is not NoBody:
+    for make in (NoList, SmallBody, OwnBackward, FetchesItselfInValidation, Searches):
+        if make is not NoList:
             make_trainer({}, fast_dev_run=True).fit(make(), loader())
             done.append(make.__name__)
     return done

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -19,6 +20,17 @@ from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
 from lightning_hybrid.data_parallel.zero.prefetch import Prefetcher, post_backward_hook
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
 from lightning_hybrid.distributed.pytree import flatten
+
+
+@dataclass
+class _Unfollowed:
+    """A hook that is no part of the user's step, for those who follow the calls of that; copied with its module."""
+
+    hook: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self.hook(*args)
 
 
 @dataclass(frozen=True)
@@ -124,8 +136,8 @@ class ZeroParameters:
         }
         self._hook_owners(layer_of)
         self._handles += [
-            module.register_forward_pre_hook(self._open_for, prepend=True),
-            module.register_forward_hook(self._close_for, always_call=True),
+            module.register_forward_pre_hook(_Unfollowed(self._open_for), prepend=True),
+            module.register_forward_hook(_Unfollowed(self._close_for), always_call=True),
         ]
 
     def tensors(self) -> list[Tensor]:
@@ -232,8 +244,10 @@ class ZeroParameters:
 
     def _hook_layer(self, module: nn.Module, layer: _Layer) -> None:
         self._handles += [
-            module.register_forward_pre_hook(partial(self._before_layer, layer), prepend=True, with_kwargs=True),
-            module.register_forward_hook(partial(self._after_layer, layer), always_call=True),
+            module.register_forward_pre_hook(
+                _Unfollowed(partial(self._before_layer, layer)), prepend=True, with_kwargs=True
+            ),
+            module.register_forward_hook(_Unfollowed(partial(self._after_layer, layer)), always_call=True),
         ]
 
     def _hook_owners(self, layer_of: Mapping[int, _Layer]) -> None:
@@ -243,7 +257,7 @@ class ZeroParameters:
             for owner, _ in parameter.owners:
                 owned.setdefault(owner, []).append(parameter)
         for owner, parameters in owned.items():
-            hook = partial(self._before_owner, parameters, layer_of.get(id(parameters[0])))
+            hook = _Unfollowed(partial(self._before_owner, parameters, layer_of.get(id(parameters[0]))))
             self._handles.append(owner.register_forward_pre_hook(hook))
 
     def _before_owner(self, parameters: Sequence[ShardedParameter], layer: _Layer | None, *_: Any) -> None:

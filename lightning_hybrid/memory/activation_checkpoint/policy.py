@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_hybrid.config import Recompute
 from lightning_hybrid.distributed.module_names import name_matches
+from lightning_hybrid.pipeline_parallel.body import Body
 
 
 def check_recompute(recompute: Any, num_ranks: int, num_chunks: int) -> None:
@@ -70,24 +71,24 @@ def is_by_name(recompute: Recompute) -> bool:
 
 
 def chosen_layers(
-    recompute: Recompute, module: nn.Module, body: tuple[str, nn.Sequential] | None, stages: Sequence[range]
+    recompute: Recompute, module: nn.Module, body: Body | None, stages: Sequence[range]
 ) -> list[nn.Module]:
     """The layers to recompute, on whatever stage they are; the same on every rank.
 
     Args:
         recompute: The argument, checked.
         module: The module with all its layers, placeholders or not.
-        body: The dotted name of the body and the body; where modules are named, ``None`` if the step is not cut at it.
+        body: The body; where modules are named, ``None`` if the step is not cut at it.
         stages: The layers of each stage, by position.
 
     Raises:
         ValueError: If a pattern matches nothing, or something that the step is cut in.
     """
     if is_by_name(recompute):
-        return _matching(cast(list[str], recompute), module, body[0] if body else None)
+        return _matching(cast(list[str], recompute), module, body.name if body and body.chain else None)
     assert body is not None
     counts = [_count(recompute, stage, len(positions)) for stage, positions in enumerate(stages)]
-    return [body[1][p] for positions, count in zip(stages, counts, strict=True) for p in positions[:count]]
+    return [body.layers[p] for positions, count in zip(stages, counts, strict=True) for p in positions[:count]]
 
 
 def _count(recompute: Any, stage: int, size: int) -> int:

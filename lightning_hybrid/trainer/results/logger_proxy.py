@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -31,16 +31,34 @@ class LoggerProxy:
     Args:
         module: The user's module.
         is_source: Whether this rank is the one whose calls count: the last stage of the first replica.
+        unfollowed: Around what is no part of the user's step.
 
     Attributes:
         calls: Those of the step that runs or has just run.
     """
 
-    def __init__(self, module: LightningModule, *, is_source: bool) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        *,
+        is_source: bool,
+        unfollowed: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._module = module
+        self._unfollowed = unfollowed
         self._is_source = is_source
         self.calls: list[LoggerCall] = []
         self._is_recording = False
+        self._seen: list[Any] | None = None
+
+    @contextmanager
+    def only_seen(self) -> Iterator[None]:
+        """Inside, calls do not count; their arguments stay alive."""
+        self._seen = []
+        try:
+            yield
+        finally:
+            self._seen = None
 
     @contextmanager
     def __call__(self) -> Iterator[list[LoggerCall]]:
@@ -69,8 +87,11 @@ class LoggerProxy:
 
     def _recorder(self, index: int | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
         def record(path: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._is_recording:
-                self.calls.append((index, path, map_leaves(to_host, args), map_leaves(to_host, kwargs)))
+            if self._seen is not None:
+                self._seen.append((args, kwargs))
+            elif self._is_recording:
+                with self._unfollowed():
+                    self.calls.append((index, path, map_leaves(to_host, args), map_leaves(to_host, kwargs)))
 
         return record
 

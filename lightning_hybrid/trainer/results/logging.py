@@ -87,6 +87,15 @@ class LogRecorder:
             self._current = []
             self._records.append(self._current)
 
+    @contextmanager
+    def only_seen(self) -> Iterator[None]:
+        """Inside, what is logged does not count; it stays alive."""
+        outside, self._current = self._current, []
+        try:
+            yield
+        finally:
+            self._current = outside
+
     def remember_value(self, value: Any, of_batch: Callable[[], Any]) -> None:
         """A metric's `forward` returned this in the step that runs.
 

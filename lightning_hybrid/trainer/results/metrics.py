@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,13 +27,15 @@ class _Batch:
 
     Attributes:
         num_microbatches: How often the user's code runs.
-        weights: Of the microbatches that are still to come.
+        weights: Of the microbatches.
+        counted: How many of them have begun.
         weight: What the microbatch that runs counts in the batch; ``None`` for as much as any other call.
         forwards: How often each metric's `forward` was called.
     """
 
     num_microbatches: int = 1
-    weights: Iterator[float] = field(default_factory=lambda: iter(()))
+    weights: Sequence[float] = ()
+    counted: int = 0
     weight: float | None = None
     forwards: Counter[str] = field(default_factory=Counter)
 
@@ -56,6 +58,7 @@ class MetricsAcrossStages:
         remember_value: Called with each tensor that a metric's `forward` returned in a step, and with a function that
             gives the same of the whole batch once it has run: the user may log the tensor.
         is_last: Whether this rank has the last stage.
+        unfollowed: Around what is no part of the user's step.
     """
 
     def __init__(
@@ -66,8 +69,11 @@ class MetricsAcrossStages:
         remember_value: Callable[[Any, Callable[[], Any]], None],
         *,
         is_last: bool,
+        unfollowed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._module = module
+        self._unfollowed = unfollowed
+        self._only_seen = False
         self._metrics: dict[str, Metric] = {}
         self._patched: list[weakref.ref[Metric]] = []
         self._data_group = GroupRef(data_group)
@@ -163,7 +169,7 @@ class MetricsAcrossStages:
             del self._batch_metrics[name]
         for metric in self._batch_metrics.values():
             metric.reset()
-        batch = self._batch = _Batch(num_microbatches, iter([count / sum(counts) for count in counts]))
+        batch = self._batch = _Batch(num_microbatches, [count / sum(counts) for count in counts])
         with ExitStack() as hooks, self._local():
             hooks.callback(setattr, batch, "weight", None)  # what comes after the step belongs to no microbatch
             if self._is_last and num_microbatches > 1:
@@ -183,18 +189,37 @@ class MetricsAcrossStages:
         Args:
             keep: Whether its metrics count. Code before the body also runs on the first stage, where they do not.
         """
-        self._batch.weight = next(self._batch.weights, None) if keep else None
+        batch = self._batch
+        batch.weight = batch.weights[batch.counted] if keep and batch.counted < len(batch.weights) else None
+        batch.counted += keep
+
+    @contextmanager
+    def only_seen(self) -> Iterator[None]:
+        """Inside, the user's step runs without values of what its metrics see."""
+        self.uncounted_microbatch()
+        self._only_seen = True
+        try:
+            yield
+        finally:
+            self._only_seen = False
+
+    def uncounted_microbatch(self) -> None:
+        """The user's step runs where its metrics do not count, and must do the same as where they do."""
+        self._batch.weight = self._batch.weights[0] if self._batch.weights else None
 
     def _update(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         """Before a metric's `forward`: its batch metric sees the same."""
 
         def update(metric: nn.Module, args: Any, kwargs: Any) -> None:
             assert isinstance(metric, Metric)
-            if name not in self._batch_metrics:
-                self._batch_metrics[name] = internals.batch_metric(metric)
-                for part in self._batch_metrics[name].modules():
-                    self._count_batches(part)
-            self._batch_metrics[name].update(*args, **internals.update_arguments(metric, kwargs))
+            if self._only_seen:
+                return
+            with self._unfollowed():
+                if name not in self._batch_metrics:
+                    self._batch_metrics[name] = internals.batch_metric(metric)
+                    for part in self._batch_metrics[name].modules():
+                        self._count_batches(part)
+                self._batch_metrics[name].update(*args, **internals.update_arguments(metric, kwargs))
 
         return update
 
@@ -202,6 +227,8 @@ class MetricsAcrossStages:
         """After a metric's `forward`: what it returned may be logged."""
 
         def remember(metric: nn.Module, args: Any, value: Any) -> None:
+            if self._only_seen:
+                return
             batch.forwards[name] += 1
             for index, leaf in enumerate(flatten(value)[0]):
                 self._remember_value(leaf, functools.partial(self._leaf_of_batch, batch, name, index))

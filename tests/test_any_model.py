@@ -1,0 +1,112 @@
+"""A model that is no chain, under any layout and schedule, has the numbers of one process."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_hybrid import HybridStrategy
+from tests.pool import Pools
+from tests.results import Results, listed
+from tests.transparency import FRAME_LAYOUTS, FRAME_SUBJECTS, SCHEDULES, Case, allowed, compare, cover, layout_of, train
+
+#: The first test of a batch waits for all of it.
+pytestmark = pytest.mark.timeout(900)
+
+
+def _possible(subject: str, layout: str, schedule: str) -> bool:
+    """A layer that is called twice in a step must not let go of its parameters in between."""
+    return allowed(subject, layout, schedule) and (subject, layout) != ("siamese", "frame_zero3_early")
+
+
+CASES = [Case(*triple) for triple in cover(FRAME_SUBJECTS, FRAME_LAYOUTS, SCHEDULES, _possible)]
+CASES.sort(key=lambda case: case.size)
+
+
+def _marked(case: Case) -> Any:
+    """Every day a layout for each model, or none."""
+    number = list(FRAME_SUBJECTS).index(case.subject) + list(FRAME_LAYOUTS).index(case.layout)
+    return pytest.param(case, id=str(case), marks=() if number % 6 == 0 else pytest.mark.thorough)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", [_marked(case) for case in CASES])
+def test_double_precision(results: Results, case: Case) -> None:
+    differences = compare(case, *results[case])
+    assert not differences, listed(differences)
+
+
+@pytest.mark.distributed
+def test_random_numbers_do_not_depend_on_the_layout(ranks: Pools) -> None:
+    """Dropout, LayerDrop and stochastic depth: every stage draws what every other one does."""
+    found = []
+    for layout in ("frame_pp2", "frame_pp2_chunks2", "frame_pp3", "frame_pp4"):
+        case = Case("frame_drops", layout, "gpipe")
+        records = [record for (record,) in ranks(layout_of(layout).size, lightning=True).run(train, [case], timeout=90)]
+        found.append((records[0], {name: value for record in records for name, value in record.parameters.items()}))
+    (first, weights), *others = found
+    assert len(first.steps) >= 10
+    for record, parameters in others:
+        for name in ("outputs", "steps", "norms"):
+            torch.testing.assert_close(getattr(record, name), getattr(first, name), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(parameters, weights, rtol=1e-10, atol=1e-12)
+
+
+def _train_on(name: str, path: str, layout: str | None, steps: int, resume: str | None) -> dict[str, torch.Tensor]:
+    """Train, save, and give what the checkpoint holds; in one process where there is no layout."""
+    subject = FRAME_SUBJECTS[name]
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.manual_seed(7)
+    module = subject.module().double()
+    if layout is None:
+        strategy: Any = "auto"
+    else:
+        sizes = layout_of(layout)
+        strategy = HybridStrategy(
+            pipeline_parallel_size=sizes.pipeline,
+            data_parallel_size=sizes.data,
+            num_chunks=sizes.chunks,
+            num_microbatches=2,
+            schedule="gpipe",
+            zero_stage=sizes.zero,
+            save_distributed_checkpoint=path.endswith("directory"),
+        )
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1 if layout is None else layout_of(layout).size,
+        strategy=strategy,
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    trainer.fit(module, ckpt_path=resume)
+    trainer.save_checkpoint(path)
+    return {} if path.endswith("directory") else torch.load(path, weights_only=False)["state_dict"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["encoder_decoder", "keyed"])
+def test_checkpoints_go_on_under_any_layout(ranks: Pools, name: str, tmp_path: Path) -> None:
+    """Two stages, three and a directory, two with chunks: as if never stopped; and plain Lightning opens the last."""
+    before = None
+    for layout, steps, file in (
+        ("frame_pp2", 2, "one"),
+        ("frame_pp3", 4, "directory"),
+        ("frame_pp2_chunks2", 6, "two"),
+    ):
+        path = f"{tmp_path}/{file}"
+        ranks(layout_of(layout).size, lightning=True).run(_train_on, name, path, layout, steps, before, timeout=90)
+        before = path
+    found = torch.load(f"{tmp_path}/two", weights_only=False)["state_dict"]
+    expected = _train_on(name, f"{tmp_path}/whole", None, 6, None)
+    assert list(found) == list(expected)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert _train_on(name, f"{tmp_path}/plain", None, 7, before).keys() == expected.keys()
