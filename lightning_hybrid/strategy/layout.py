@@ -59,7 +59,7 @@ def describe(module: LightningModule, settings: HybridConfig, sizes: tuple[int, 
     if pipeline > 1:
         body, stage_map = find_stages(module, settings, pipeline)
     text = stages_text(module, settings, dict(zip(("dp", "tp", "pp"), sizes, strict=True)), body, stage_map)
-    return text if tensor == 1 else f"{text}\n{plan_table(find_plan(module, settings, tensor))}"
+    return text if tensor == 1 else f"{text}\n{plan_table(find_plan(module, settings, tensor), module)}"
 
 
 def find_stages(module: LightningModule, settings: HybridConfig, num_ranks: int) -> tuple[Body, StageMap]:

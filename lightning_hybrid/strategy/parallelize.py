@@ -29,7 +29,7 @@ from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
 from lightning_hybrid.strategy.gather import check_gathering, gather_module
 from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
-from lightning_hybrid.strategy.summary import plan_table
+from lightning_hybrid.strategy.summary import divided_share, plan_table
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.plan import Plan
 
@@ -215,7 +215,12 @@ class ModuleParallelizer:
         self.plan = agree(lambda: layout.find_plan(self._module, self._settings, size)) if known is None else known
         if known is None:
             vars(self._module)[_PLAN] = requested, self.plan
-            table = plan_table(self.plan)
+            table = plan_table(self.plan, self._module)
+            if not divided_share(self.plan, self._module):
+                rank_zero_warn(
+                    f"tensor_parallel_size={size} divides none of the parameters of {type(self._module).__name__}: its"
+                    " ranks do the same work. Give a plan (`tensor_parallel_plan`), or use the ranks for the data."
+                )
             rank_zero_info(table if self.num_stages > 1 else f"{self.text()}\n{table}")
 
     def _apply_plan(self, prepare: Callable[[str], None] = lambda name: None) -> None:

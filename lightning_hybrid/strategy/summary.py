@@ -153,11 +153,25 @@ def text_table(rows: Sequence[Sequence[str]], left: Collection[int] | None = Non
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def plan_table(plan: Plan) -> str:
+def divided_share(plan: Plan, module: nn.Module) -> float:
+    """The share of the parameters that are divided over the tensor-parallel ranks.
+
+    Args:
+        plan: The plan.
+        module: The module.
+    """
+    parameters = {id(parameter): parameter.numel() for parameter in module.parameters()}
+    divided = {id(module.get_parameter(name)) for row in plan.rows for name in row.parameters()}
+    divided |= {id(each) for name in plan.torch_styles for each in module.get_submodule(name).parameters()}
+    return sum(parameters[each] for each in divided) / max(1, sum(parameters.values()))
+
+
+def plan_table(plan: Plan, module: nn.Module) -> str:
     """How layers are shared by the tensor-parallel ranks, as text: module, style, full and local shape.
 
     Args:
         plan: The plan; layers alike are in one line.
+        module: The module.
     """
     rows: list[tuple[str, ...]] = []
     for row in plan.rows:
@@ -166,7 +180,8 @@ def plan_table(plan: Plan) -> str:
         rows.append((row.name, row.style, " ".join(_shape(shape) for shape, _ in shapes), " ".join(map(_shape, local))))
     rows = fold_numbered(rows) + [(name, type(style).__name__, "", "") for name, style in plan.torch_styles.items()]
     table = text_table([("module", "style", "full", "local"), *rows])
-    return "\n".join([table, *(f"{name} stays whole: it {reason}" for name, reason in plan.reasons.items())])
+    share = f"divided: {100 * divided_share(plan, module):.1f} % of the parameters"
+    return "\n".join([table, share, *(f"{name} stays whole: it {reason}" for name, reason in plan.reasons.items())])
 
 
 def _shape(shape: Iterable[int]) -> str:

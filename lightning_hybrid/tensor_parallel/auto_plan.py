@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch.nn.functional as F
 from torch import nn
 
@@ -15,6 +17,8 @@ _ELEMENTWISE = (
     *(nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Tanhshrink, nn.LogSigmoid, nn.Identity),
 )
 _ELEMENTWISE_FUNCTIONS = (F.relu, F.gelu, F.silu, F.leaky_relu, F.elu, F.selu, F.mish, F.relu6, F.hardswish, F.softplus)
+# An embedding with this many times fewer rows than the largest one has no head.
+_SMALL = 8
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -126,8 +130,12 @@ def _sequential(builder: _PlanBuilder, name: str, body: nn.Sequential) -> None:
 
 
 def _vocabulary(builder: _PlanBuilder) -> None:
-    """Embeddings, and the layers that lead back to their rows: those that share the weight, else the last linear."""
+    """Embeddings, and the layers that lead back to their rows: those that share the weight, else the last linear.
+
+    Small ones beside a vocabulary (types of tokens) stay whole: a classifier of as many classes is not theirs.
+    """
     layers = dict(builder.module.named_modules())
+    most = max((layer.num_embeddings for layer in layers.values() if isinstance(layer, nn.Embedding)), default=0)
     linears = [name for name, layer in layers.items() if type(layer) is nn.Linear]
     for name, embedding in layers.items():
         if not isinstance(embedding, nn.Embedding):
@@ -137,9 +145,24 @@ def _vocabulary(builder: _PlanBuilder) -> None:
             for other, layer in layers.items()
             if other != name and any(parameter is embedding.weight for parameter in layer._parameters.values())
         ]
-        if not all(type(layers[other]) is nn.Linear or isinstance(layers[other], nn.Embedding) for other in tied):
+        bias = next((bias for other in tied for bias in [_bias_held_elsewhere(layers, other)] if bias), None)
+        if not tied and _SMALL * embedding.num_embeddings <= most:
+            builder.reasons[name] = f"has few rows ({embedding.num_embeddings}) beside the largest embedding ({most})"
+        elif bias is not None:
+            builder.reasons[name] = f"shares its weight with a layer whose bias is {bias!r} too"
+        elif not all(type(layers[other]) is nn.Linear or isinstance(layers[other], nn.Embedding) for other in tied):
             builder.reasons[name] = "shares its weight with a layer that is neither nn.Linear nor nn.Embedding"
         elif builder.add((name, "vocab"), *((other, "vocab") for other in tied)) and linears and not tied:
             last = layers[linears[-1]]
-            if last.out_features == embedding.num_embeddings:
+            if last.out_features == embedding.num_embeddings and _bias_held_elsewhere(layers, linears[-1]) is None:
                 builder.add((linears[-1], "vocab"))
+
+
+def _bias_held_elsewhere(layers: Mapping[str, nn.Module], name: str) -> str | None:
+    """Another name of a linear layer's bias, which would have to be divided there too."""
+    bias = layers[name]._parameters.get("bias")
+    for other, layer in layers.items():
+        for leaf, parameter in layer._parameters.items():
+            if other != name and bias is not None and parameter is bias:
+                return join_names(other, leaf)
+    return None

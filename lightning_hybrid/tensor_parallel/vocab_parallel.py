@@ -7,6 +7,8 @@ ranks. For anything else the shards are gathered, once, and an ordinary tensor g
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,10 @@ from lightning_hybrid.tensor_parallel.mappings import TensorGroup, gather_from_t
 _AUTOGRAD = ("apply", "grad", "backward")
 _Operation = Callable[..., Any]
 _HANDLED_FUNCTIONS: dict[str, _Operation] = {}
+
+
+#: The names that torch's functions take besides their own.
+_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 
 
 class VocabParallelLogits(torch.Tensor):
@@ -102,12 +108,15 @@ class VocabParallelLogits(torch.Tensor):
         if name in _AUTOGRAD:  # it passes on what it gets
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if "input" in kwargs and not args:
+            args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
         first = args[0] if args and isinstance(args[0], VocabParallelLogits) else None
         if first is not None and _changes_in_place(name):
             return first._apply_in_place(func, *args[1:], **kwargs)
         handler = _HANDLED_FUNCTIONS.get(name)
-        if first is not None and handler is not None:
-            result = handler(func, *args, **kwargs)
+        named = {_OF_NUMPY.get(key, key): value for key, value in kwargs.items()}
+        if first is not None and handler is not None and _takes(handler, func, *args, **named):
+            result = handler(func, *args, **named)
             if result is not NotImplemented:
                 return result
         args, kwargs = to_plain_tensors((args, kwargs))
@@ -133,6 +142,18 @@ class VocabParallelLogits(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.full_tensor().detach().clone()
+
+
+_signature = functools.lru_cache(inspect.signature)
+
+
+def _takes(handler: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether a handler knows these arguments; what it does not know (`out=`) is done with all classes."""
+    try:
+        _signature(handler).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 class _Wrap(torch.autograd.Function):

@@ -57,7 +57,7 @@ def _elementwise(func: Callable[..., Any], logits: VocabParallelLogits, *args: A
 
 @implements("view", "reshape", "flatten", "unflatten")
 def _reshape(func: Callable[..., Any], logits: VocabParallelLogits, *shape: Any, **kwargs: Any) -> Any:
-    if shape and isinstance(shape[0], torch.dtype):
+    if "dtype" in kwargs or (shape and isinstance(shape[0], torch.dtype)):
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
         new = func(torch.empty(logits.shape, device="meta"), *shape, **kwargs).shape

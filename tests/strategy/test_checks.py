@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -314,6 +315,21 @@ def test_shared_layers_that_any_code_calls_are_refused_on_every_rank(ranks: Pool
     assert name == "ValueError"
     for word in ("tensor_parallel_size=2", "Listed", "'body'", "called by code of their own"):
         assert word in text
+
+
+def warned() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer({"tensor_parallel_size": 2, "tensor_parallel_plan": None}, devices=2, fast_dev_run=True)
+        trainer.fit(Regression(), loader())
+    return [str(each.message) for each in caught if "tensor_parallel_size" in str(each.message)]
+
+
+def test_shared_layers_that_divide_nothing_are_worth_a_warning(ranks: Pools) -> None:
+    first, second = ranks(2, lightning=True).run(warned)
+    assert len(first) == 1
+    assert first[0].startswith("tensor_parallel_size=2 divides none of the parameters of Regression")
+    assert second == []
 
 
 def test_a_body_whose_refusal_differs_by_rank_is_still_one_text(ranks: Pools) -> None:

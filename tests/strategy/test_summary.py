@@ -128,20 +128,21 @@ def pair() -> nn.Sequential:
 
 def test_the_plan_as_text() -> None:
     module = nn.Sequential(pair(), pair(), nn.MultiheadAttention(8, 2))
-    text = plan_table(make_plan(module, "auto", 2, sequence_parallel=False))
+    text = plan_table(make_plan(module, "auto", 2, sequence_parallel=False), module)
     assert [line.split() for line in text.splitlines()] == [
         ["module", "style", "full", "local"],
         [text.splitlines()[1]],
         ["*.0", "(2)", "colwise", "16x8", "16", "8x8", "8"],
         ["*.2", "(2)", "rowwise", "8x16", "8x8"],
         ["2", "attention", "24x8", "24", "8x8", "12x8", "12", "8x4"],
+        ["divided:", "97.2", "%", "of", "the", "parameters"],  # all but three biases of 8
     ]
 
 
 def test_layers_of_other_shapes_have_lines_of_their_own() -> None:
     wider = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
-    text = plan_table(make_plan(nn.Sequential(pair(), wider), "auto", 2, sequence_parallel=False))
-    assert [line.split() for line in text.splitlines()[2:]] == [
+    text = plan_table(make_plan(both := nn.Sequential(pair(), wider), "auto", 2, sequence_parallel=False), both)
+    assert [line.split() for line in text.splitlines()[2:-1]] == [
         ["0.0", "colwise", "16x8", "16", "8x8", "8"],
         ["0.2", "rowwise", "8x16", "8x8"],
         ["1.0", "colwise", "32x8", "32", "16x8", "16"],
@@ -150,6 +151,7 @@ def test_layers_of_other_shapes_have_lines_of_their_own() -> None:
 
 
 def test_the_plan_says_what_stays_whole_and_why() -> None:
-    assert "stays whole" not in plan_table(make_plan(pair(), "auto", 2, sequence_parallel=False))
-    text = plan_table(make_plan(pair(), "auto", 3, sequence_parallel=False))
-    assert text.splitlines()[2].startswith("0 stays whole: it has 'weight' of shape (16, 8)")
+    assert "stays whole" not in plan_table(make_plan(both := pair(), "auto", 2, sequence_parallel=False), both)
+    text = plan_table(make_plan(both := pair(), "auto", 3, sequence_parallel=False), both)
+    assert text.splitlines()[2] == "divided: 0.0 % of the parameters"
+    assert text.splitlines()[3].startswith("0 stays whole: it has 'weight' of shape (16, 8)")

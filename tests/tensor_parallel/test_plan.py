@@ -126,6 +126,26 @@ def test_heads_and_tied_embeddings() -> None:
     assert auto(nn.ModuleList([embedding, pair(), head, nn.Linear(8, 8)]))[0]["2"] == "vocab"
 
 
+def test_a_bias_that_is_held_twice_keeps_head_and_embedding_whole() -> None:
+    """As the head of BERT has it: its bias is an attribute of the module around it, too."""
+    embedding, head = nn.Embedding(12, 8), nn.Linear(8, 12)
+    head.weight = embedding.weight
+    around = nn.ModuleDict({"decoder": head})
+    around.bias = head.bias
+    plan, reasons = auto(nn.ModuleList([embedding, around]))
+    assert plan == {}
+    assert reasons["0"] == "shares its weight with a layer whose bias is '1.bias' too"
+    embedding.weight = nn.Parameter(embedding.weight.clone())
+    assert auto(nn.ModuleList([embedding, around]))[0] == {"0": "vocab"}
+
+
+def test_a_classifier_is_not_the_head_of_a_small_embedding() -> None:
+    types, words, classifier = nn.Embedding(2, 8), nn.Embedding(64, 8), nn.Linear(8, 2)
+    plan, reasons = auto(nn.ModuleList([types, words, classifier]))
+    assert plan == {"1": "vocab"}
+    assert reasons["0"] == "has few rows (2) beside the largest embedding (64)"
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "two styles": ({"0": "colwise + rowwise"}, "exclude each other"),
     "a suffix": ({"0": "colwise:3"}, "names the style 'colwise:3'"),

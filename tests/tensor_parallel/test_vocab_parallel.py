@@ -149,6 +149,18 @@ def edges() -> dict[str, Any]:
         z = shared(x)
         z[:, z.argmax(-1)] = -1e9
         found["argmax"] = z.argmax(-1).tolist(), [int(z.full_tensor()[row].argmax()) for row in range(4)]
+        logits, full = shared(x), dense(x)
+        out = torch.empty(4, dtype=torch.long)
+        found["names"] = [
+            torch.equal(call(logits), call(full))
+            for call in (
+                lambda z: torch.argmax(z, axis=1),
+                lambda z: torch.argmax(input=z, dim=-1, keepdim=True),
+                lambda z: z.argmax(axis=-1, keepdims=True),
+                lambda z: torch.argmax(z, 1, out=out),
+                lambda z: torch.ones_like(z.view(dtype=torch.int64)),
+            )
+        ]
     for name, call in {
         "target": lambda: F.cross_entropy(shared(x), torch.tensor([0, 1, 2, 12])),
         "shape": lambda: F.cross_entropy(shared(x), torch.tensor([1])),
@@ -172,6 +184,7 @@ def test_edges_of_losses(ranks: Pools) -> None:
         assert found["nothing counts"][1] == 0.0
         assert found["temperature shared"] == pytest.approx(found["temperature dense"], rel=1e-12)
         assert found["argmax"][0] == found["argmax"][1]
+        assert all(found["names"]), found["names"]
         assert [found[name] for name in ("target", "shape", "index", "twice")] == [
             "IndexError",
             "ValueError",
