@@ -24,6 +24,7 @@ from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationC
 from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.pipeline_parallel.body import Body, BodyCallError, layer_call_text
+from lightning_hybrid.pipeline_parallel.frame.discovery import FakeMode
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, refuse_call, replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
@@ -293,6 +294,11 @@ class ModuleParallelizer:
     def _check_units(self, body: Body) -> None:
         """What does not go together with layers that any code may call."""
         size = self._mesh.tensor_parallel_size
+        if FakeMode is None:
+            raise ValueError(
+                f"torch {torch.__version__} has no fake tensors, with which a step is followed whose layers"
+                f" ({body.name!r}) are called by code of their own. Put them into one `nn.Sequential`."
+            )
         if size > 1:
             raise ValueError(
                 f"tensor_parallel_size={size} does not go with a pipeline through {type(self._module).__name__}: the"

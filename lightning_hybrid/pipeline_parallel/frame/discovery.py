@@ -56,7 +56,6 @@ _READS = frozenset(
     {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.__contains__}
 )
 
-
 _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
 # Leaves of a call beyond those of its result: what it wrote.
 _WRITTEN, _ALIASES, _CHANGED, _MANY = 1_000_000, 2_000_000, 3_000_000, 500_000
@@ -83,6 +82,7 @@ class Discovery(TorchFunctionMode):
 
     Args:
         device: Where this rank computes.
+        unit_names: The dotted name of each unit.
         trains: For each unit, whether parameters of it require grad.
         seed: Seeds the generators for the call of a number.
         absent_states: Tensors of the module, by their identities, that the step writes with absent values.
@@ -94,12 +94,13 @@ class Discovery(TorchFunctionMode):
     def __init__(
         self,
         device: torch.device,
+        unit_names: Sequence[str],
         trains: Sequence[bool],
         seed: Callable[[int], None],
         absent_states: Collection[int] = (),
     ) -> None:
         super().__init__()
-        self._trains = trains
+        self._unit_names, self._trains = unit_names, trains
         self.graph = Graph()
         self.fakes = FakeMode(allow_non_fake_inputs=True)
         self._device = device
@@ -181,14 +182,14 @@ class Discovery(TorchFunctionMode):
         if func in METADATA:
             return func(*args, **kwargs)
         leaves, spec = flatten((args, kwargs))
-        call = Call(func, None, _users_line())
+        call = Call(func, None, f"`{function_name(func)}`", _users_line())
         number = len(self.graph.calls)
         self.graph.calls.append(call)
         call.states = tuple(id(self._originals[id(leaf)][1]) for leaf in leaves if id(leaf) in self._originals)
         if any(isinstance(leaf, Tensor) and self._is_absent(leaf) for leaf in leaves):
             if func in _DERIVATIVES:
                 raise WrongUseError(
-                    f"`{function_name(func)}` at {call.where} differentiates in the step, through layers that live on"
+                    f"{call} differentiates in the step, through layers that live on"
                     " several stages: no rank has the whole graph."
                 )
             return self._absent(number, call, leaves, lambda fakes: apply(func, *unflatten(fakes, spec)))
@@ -212,7 +213,7 @@ class Discovery(TorchFunctionMode):
             kwargs: Likewise.
         """
         leaves, spec = flatten((args, kwargs))
-        call = Call(None, index, _users_line())
+        call = Call(None, index, repr(self._unit_names[index]), _users_line())
         number = len(self.graph.calls)
         self.graph.calls.append(call)
         with self.paused():
@@ -363,10 +364,12 @@ class Discovery(TorchFunctionMode):
 
     def _check_checkpoint(self, call: Call) -> None:
         """What is made again in backward must draw what it drew: one unit can, as its numbers begin where it begins."""
+        if call.unit is None and not call.draws:
+            return
         frame = inspect.currentframe()
         while frame is not None and not frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
             frame = frame.f_back
-        if frame is None or (call.unit is None and not call.draws):
+        if frame is None:
             return
         while frame.f_back is not None and frame.f_back.f_code.co_filename == frame.f_code.co_filename:
             frame = frame.f_back
@@ -381,8 +384,7 @@ class Discovery(TorchFunctionMode):
         """From here on the step belongs to the last stage."""
         del self.graph.calls[number:]
         self.graph.wanted += list(operands)
-        assert call.function is not None
-        self.graph.needed = f"`{function_name(call.function)}` at {call.where} ({type(error).__name__}: {error})"
+        self.graph.needed = f"{call} ({type(error).__name__}: {error})"
         raise ValueNeeded from error
 
     # Names of absent tensors.

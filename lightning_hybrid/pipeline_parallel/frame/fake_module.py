@@ -29,36 +29,13 @@ def fake_module(module: nn.Module, units: Iterable[nn.Module], discovery: Discov
             that the step makes once, for itself and all later ones, have been made. These stay.
     """
     of_units = {id(part) for unit in units for part in unit.modules()}  # a metric's hash depends on its state
-    stand_ins: dict[int, Tensor] = {}
-
-    def stand_in(tensor: Tensor, *, in_unit: bool) -> Tensor:
-        if id(tensor) not in stand_ins:
-            if isinstance(tensor, nn.Parameter):
-                stand_ins[id(tensor)] = discovery.parameter(tensor, in_unit=in_unit)
-            else:
-                stand_ins[id(tensor)] = discovery.fake(tensor) if in_unit else discovery.copy(tensor)
-        return stand_ins[id(tensor)]
-
-    def copied(value: Any, *, in_unit: bool) -> Any:
-        if isinstance(value, Tensor):
-            return stand_in(value, in_unit=in_unit)
-        if type(value) not in _CONTAINERS:
-            return value
-        other = copy.copy(value)
-        if not isinstance(other, (set, deque)):
-            for key, entry in other.items() if isinstance(other, dict) else enumerate(other):
-                other[key] = copied(entry, in_unit=in_unit)
-        return other
-
+    stand_ins = _StandIns(discovery)
     saved = [(part, dict(vars(part))) for part in _all_parts(module)]
     # What the module's own code uses comes first: what is tied to it is no part of a unit.
     for part, attributes in sorted(saved, key=lambda entry: id(entry[0]) in of_units):
         in_unit = id(part) in of_units
         for name, value in attributes.items():
-            if isinstance(value, Tensor):
-                vars(part)[name] = stand_in(value, in_unit=in_unit)
-            elif type(value) in _CONTAINERS:
-                vars(part)[name] = copied(value, in_unit=in_unit)
+            vars(part)[name] = stand_ins(value, in_unit=in_unit)
     swapped = [(part, vars(part) | part._buffers) for part, _ in saved]
     values = [value for _, attributes in saved for value in attributes.values()]
     generators = [(value, value.get_state()) for value in values if isinstance(value, Generator)]
@@ -83,9 +60,38 @@ def fake_module(module: nn.Module, units: Iterable[nn.Module], discovery: Discov
     finally:
         for part, attributes in saved:
             vars(part).clear()
-            vars(part).update(attributes | lazy.get(id(part), {}))
+            vars(part).update(attributes)
+            for name, value in lazy.get(id(part), {}).items():
+                setattr(part, name, value)  # a buffer stays one
         for generator, state in generators:
             generator.set_state(state)
+
+
+class _StandIns:
+    """What stands for the attributes of modules: fake tensors, copies of tensors, containers of these."""
+
+    def __init__(self, discovery: Discovery) -> None:
+        self._discovery = discovery
+        self._known: dict[int, Tensor] = {}  # what is tied stays tied
+
+    def __call__(self, value: Any, *, in_unit: bool) -> Any:
+        """What stands for an attribute; itself, if the step cannot change it."""
+        if isinstance(value, Tensor):
+            if id(value) not in self._known:
+                self._known[id(value)] = self._of_tensor(value, in_unit=in_unit)
+            return self._known[id(value)]
+        if type(value) not in _CONTAINERS:
+            return value
+        other = copy.copy(value)
+        if not isinstance(other, (set, deque)):
+            for key, entry in other.items() if isinstance(other, dict) else enumerate(other):
+                other[key] = self(entry, in_unit=in_unit)
+        return other
+
+    def _of_tensor(self, tensor: Tensor, *, in_unit: bool) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return self._discovery.parameter(tensor, in_unit=in_unit)
+        return self._discovery.fake(tensor) if in_unit else self._discovery.copy(tensor)
 
 
 def _is_own(hook: Callable[..., Any]) -> bool:

@@ -20,11 +20,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery, FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
-from lightning_hybrid.pipeline_parallel.frame.graph import (
-    Call,
-    Graph,
-    function_name,
-)
+from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, make_part
 from lightning_hybrid.pipeline_parallel.frame.routes import OrderError, find_routes
 from lightning_hybrid.pipeline_parallel.frame.running import (
@@ -128,11 +124,6 @@ class FrameCut:
         finally:
             mode.__enter__()  # type: ignore[no-untyped-call]
 
-    @property
-    def is_discovering(self) -> bool:
-        """Whether a step is followed that does not count."""
-        return isinstance(self._mode, Discovery)
-
     def find_plan(
         self, key: Hashable, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]
     ) -> FramePlan:
@@ -157,7 +148,7 @@ class FrameCut:
                     return plan
         begin = time.perf_counter()
         graph = self._discover(step, arguments, seed)
-        self._compare([self._name_of(call) for call in graph.calls])
+        self._compare(list(map(str, graph.calls)))
         plan = self._make_plan(graph)
         _log.debug(
             "`%s` was followed in %.0f ms: %d calls, tensors between stages %s",
@@ -187,7 +178,8 @@ class FrameCut:
         """Follow a step once; also whether it has made something for later steps, which stays."""
         units = [unit for _, unit in self._units]
         trains = [any(parameter.requires_grad for parameter in unit.parameters()) for unit in units]
-        discovery = Discovery(self._device, trains, seed, states)
+        names = [name for name, _ in self._units]
+        discovery = Discovery(self._device, names, trains, seed, states)
         self._mode = discovery
         try:
             with (
@@ -298,7 +290,7 @@ class FrameCut:
     def _path_text(self, plan: FramePlan, number: int, found: str | int) -> str:
         """The text for a step that does something else than what was discovered."""
         calls = plan.graph.calls
-        expected = self._name_of(calls[number]) if number < len(calls) else "behind its end"
+        expected = str(calls[number]) if number < len(calls) else "behind its end"
         found = repr(self._units[found][0]) if isinstance(found, int) else found
         return (
             f"The step took another path than when it was first seen with a batch of these shapes: call {number} of"
@@ -307,14 +299,10 @@ class FrameCut:
             " on anything else, use HybridStrategy(dynamic_shapes=True), which follows every step anew."
         )
 
-    def _name_of(self, call: Call) -> str:
-        what = f"`{function_name(call.function)}`" if call.unit is None else repr(self._units[call.unit][0])
-        return f"{what} at {call.where}"
-
     def _operand_text(self, plan: FramePlan, number: int) -> str:
         """The text for a call with an operand that the discovered step did not use there."""
         calls = plan.graph.calls
-        name = f"{self._name_of(calls[number])}" if number < len(calls) else f"call {number}"
+        name = str(calls[number]) if number < len(calls) else f"call {number}"
         return (
             f"{name} of {type(self._module).__name__} uses a value that is on another stage, and did not use it when"
             " the step was first seen with a batch of these shapes, or got it inside of an object. Hand it over as a"
@@ -332,10 +320,12 @@ class FrameCut:
         )
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return bool(np.array_equal(one, other))
-    return type(one) is type(other) and bool(one == other)
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether what was read is equal, leaf by leaf."""
+    return len(one) == len(other) and all(
+        np.array_equal(a, b) if isinstance(a, np.ndarray) else type(a) is type(b) and a == b
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _folded(names: Sequence[str]) -> list[str]:

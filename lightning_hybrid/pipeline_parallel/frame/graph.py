@@ -40,10 +40,6 @@ class AbsentTensor:
 
     tensor: Tensor
 
-    def __str__(self) -> str:
-        """For messages, such as ``float32[2, 8]``."""
-        return f"{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}"
-
 
 @dataclass(slots=True)
 class Call:
@@ -52,6 +48,7 @@ class Call:
     Attributes:
         function: What is called; ``None`` for a unit.
         unit: The position of the unit; ``None`` for a function.
+        name: For messages: the function's, or the unit's dotted one.
         where: The line of the user's code, as ``file:line``.
         operands: The absent values that it needs, each once.
         outputs: The leaves of what it returns: :class:`AbsentTensor`, :class:`Argument`, or a value that is no tensor.
@@ -72,6 +69,7 @@ class Call:
 
     function: Callable[..., Any] | None
     unit: int | None
+    name: str
     where: str
     operands: tuple[Value, ...] = ()
     outputs: list[Any] = field(default_factory=list)
@@ -92,8 +90,7 @@ class Call:
 
     def __str__(self) -> str:
         """For messages."""
-        name = f"unit {self.unit}" if self.function is None else function_name(self.function)
-        return f"{name} at {self.where}"
+        return f"{self.name} at {self.where}"
 
 
 @dataclass(slots=True)
@@ -129,7 +126,7 @@ class Graph:
     needed: str | None = None
 
 
-def function_name(function: Callable[..., Any] | None) -> str:
+def function_name(function: Callable[..., Any]) -> str:
     """The name of a torch function, for messages."""
     name = getattr(function, "__name__", repr(function))
     of_getter = getattr(getattr(function, "__self__", None), "__name__", name)

@@ -347,7 +347,7 @@ def test_reading_again_changes_nothing() -> None:
             x = self.norm(self.embed(x)) + F.one_hot(y.sum(-1).clamp(max=WIDTH - 1), WIDTH)
             return self.body(x if self.steps < 3 or mask.any() else x * 2).mean()
 
-    model, cut = Counting(), None
+    model = Counting()
     cut = cut_of(model, 2)
     found = []
     with cut():
@@ -356,6 +356,37 @@ def test_reading_again_changes_nothing() -> None:
     assert found == [0, 0, 0]
     assert model.steps == 0
     assert model.norm.num_batches_tracked == 0
+
+
+def test_arrays_that_were_read_are_compared() -> None:
+    model = Model()
+    cut = cut_of(model, 2)
+
+    def step(x: Tensor, lengths: Tensor) -> Tensor:
+        return model(x) * float(lengths.numpy().max())
+
+    with cut():
+        batches = [torch.tensor([1, 2, 3]), torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])]
+        found = [cut.find_plan(0, step, (inputs(), lengths), seed).number for lengths in batches]
+    assert found == [0, 0, 1]
+
+
+def test_a_buffer_that_is_made_once_stays_a_buffer() -> None:
+    class Caching(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = torch.arange(WIDTH).cos()
+            return super().forward(x + self.table)
+
+    model = Caching()
+    play(cut_of(model, 2), model, model, (inputs(),), 2)
+    assert "table" not in vars(model)
+    assert torch.equal(model.table, torch.arange(WIDTH).cos())
+    assert list(dict(model.named_buffers())) == ["table"]
 
 
 def test_what_is_made_once_stays() -> None:
