@@ -115,7 +115,7 @@ class VocabParallelLogits(torch.Tensor):
             return first._apply_in_place(func, *args[1:], **kwargs)
         handler = _HANDLED_FUNCTIONS.get(name)
         named = {_OF_NUMPY.get(key, key): value for key, value in kwargs.items()}
-        if first is not None and handler is not None and _takes(handler, func, *args, **named):
+        if first is not None and handler is not None and (not named or _takes(handler, func, *args, **named)):
             result = handler(func, *args, **named)
             if result is not NotImplemented:
                 return result
