@@ -54,6 +54,8 @@ class TrainingStep:
         self._schedule = schedule
         self._num_microbatches = num_microbatches
         self._loss_reduction = loss_reduction
+        self._user_split = find_hook(context.module, "split_batch")
+        self._user_weight = find_hook(context.module, "microbatch_weight")
 
     def __call__(
         self,
@@ -193,13 +195,12 @@ class TrainingStep:
         """
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
-        user_split = find_hook(self._context.module, "split_batch")
-        microbatches, counts = split_into(batch, self._num_microbatches, user_split)
+        microbatches, counts = split_into(batch, self._num_microbatches, self._user_split)
         if not self._grad_sync.zero.reduces_each_backward or self._num_microbatches == 1:
             return microbatches, counts
         # Replicas take part in the same collectives, so the one with the smallest batch decides.
         least = self._context.mesh.data_parallel_min(len(counts))
-        return (microbatches, counts) if least == len(counts) else split_into(batch, least, user_split)
+        return (microbatches, counts) if least == len(counts) else split_into(batch, least, self._user_split)
 
     def _weights(self, microbatches: list[Any], counts: list[int]) -> tuple[list[float | Tensor], list[float | Tensor]]:
         """What each microbatch counts.
@@ -210,7 +211,7 @@ class TrainingStep:
         """
         if self._loss_reduction == "sum":
             return [1.0] * len(counts), [1.0] * len(counts)
-        weigh = find_hook(self._context.module, "microbatch_weight")
+        weigh = self._user_weight
         if weigh is None:
             shares: list[float | Tensor] = [count / sum(counts) for count in counts]
             return shares, shares
