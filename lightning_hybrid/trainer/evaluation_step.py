@@ -123,7 +123,8 @@ class EvaluationStep:
         """What the step returns, on the last stage; the whole batch is one microbatch."""
         context = self._context
         version = coordinates[0], context.version(gradients=False)
-        plan = context.frame_plan(frame, user_step, arguments, *coordinates, version=version)
+        key = version, signature(arguments)
+        plan = context.frame_plan(frame, user_step, arguments, *coordinates, key=key)
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             context.enter_user_code(*coordinates, keep=stage == context.num_stages - 1)

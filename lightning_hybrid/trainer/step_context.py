@@ -6,6 +6,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import count, zip_longest
 from typing import Any
 
@@ -23,7 +24,6 @@ from lightning_hybrid.pipeline_parallel.body import Body, BodyCut
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
-from lightning_hybrid.pipeline_parallel.microbatch import signature
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.results.logger_proxy import LoggerProxy, make_calls, pack_calls
@@ -256,7 +256,7 @@ class StepContext:
         )
 
     def frame_plan(
-        self, frame: FrameCut, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int, version: Hashable
+        self, frame: FrameCut, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int, key: Hashable
     ) -> FramePlan:
         """What the stages do in a step of the user's.
 
@@ -265,11 +265,16 @@ class StepContext:
             step: The user's step.
             arguments: Its arguments; the first one is the batch.
             coordinates: Of the random numbers that it draws.
-            version: As :meth:`version` gives it.
+            key: The version of the module, as :meth:`version` gives it, and the signature of the arguments.
         """
-        self.streams.seed_user(*coordinates)
-        key = step.__name__, version, signature(arguments)
-        return frame.find_plan(key, step, arguments, self.streams.of_calls(*coordinates))
+        streams = self.streams
+        return frame.find_plan(
+            (step.__name__, key),
+            step,
+            arguments,
+            streams.of_calls(*coordinates),
+            partial(streams.seed_user, *coordinates),
+        )
 
     def run_frame(
         self,

@@ -102,7 +102,8 @@ class TrainingStep:
             parts: Sequence[Hashable] = list(map(signature, microbatches))
             plans: Sequence[FramePlan] = ()
             if context.frame is not None:
-                plans = self._frame_plans(context.frame, microbatches, arguments[1:], step, precision, version)
+                keys = [(version, part, signature(arguments[1:])) for part in parts]
+                plans = self._frame_plans(context.frame, microbatches, arguments[1:], step, precision, keys)
                 parts = list(zip(parts, [plan.number for plan in plans], strict=True))
             compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
             num_ranks, num_chunks = context.num_ranks, context.num_chunks
@@ -170,7 +171,7 @@ class TrainingStep:
         arguments: Sequence[Any],
         step: int,
         precision: Callable[[], AbstractContextManager[None]],
-        version: Hashable,
+        keys: Sequence[Hashable],
     ) -> list[FramePlan]:
         """What the stages do of the user's step, for each microbatch."""
         context = self._context
@@ -181,9 +182,9 @@ class TrainingStep:
                     context.module.training_step,
                     (microbatch, *arguments),
                     *(_TRAINING, step, number),
-                    version=version,
+                    key=key,
                 )
-                for number, microbatch in enumerate(microbatches)
+                for number, (microbatch, key) in enumerate(zip(microbatches, keys, strict=True))
             ]
 
     def backward(self, run: Callable[[], None], *, reduce: bool) -> None:

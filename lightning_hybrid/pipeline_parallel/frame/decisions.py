@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
@@ -44,48 +45,93 @@ class RealCall:
     touched: frozenset[int]
     written: frozenset[int]
 
-    def tensors(self) -> set[Input | Made]:
-        """The operands that are not constants."""
-        return {source for source in self.sources if isinstance(source, (Input, Made))}
 
+class Decisions:
+    """What a step has read from tensors that are on every rank, and what may decide which calls come next.
 
-class Reader:
-    """Reads a number from tensors that are on every rank, as a step has read it.
+    What does not depend on the batch, on random numbers or on tensors of the module is left out: it stays as it is.
 
     Args:
-        calls: By their numbers, the calls that lead to it; it is the result of the last one.
+        calls: The calls of real tensors, by their numbers, in order.
+        outcomes: By the numbers of those that have read something: what they gave.
     """
 
-    def __init__(self, calls: dict[int, RealCall]) -> None:
-        self._calls = calls
+    def __init__(self, calls: Mapping[int, RealCall], outcomes: Mapping[int, list[Any]]) -> None:
+        varying = _varying(calls)
+        self._outcomes = {number: outcome for number, outcome in outcomes.items() if number in varying}
+        self._calls = _leading_to(self._outcomes, calls)
+        self._writes = any(call.written for call in self._calls.values())
 
-    def __call__(self, arguments: Sequence[Any], seed: Callable[[int], None]) -> Any:
-        """Read.
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._outcomes)
+
+    def hold(self, arguments: Sequence[Any], seed: Callable[[int], None]) -> bool:
+        """Whether a step with these arguments reads the same.
 
         Args:
             arguments: Of the step.
             seed: Seeds the generators for the call of a number.
         """
-        inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in flatten(list(arguments))[0]]
-        copies: dict[int, Tensor] = {}  # of tensors that are the user's, and may be written
+        if not self._outcomes:
+            return True
+        inputs, _ = flatten(list(arguments))
+        copies: dict[int, Tensor] = {}  # of tensors that are the user's, where anything is written
         results: dict[int, list[Any]] = {}
-        result = None
+
+        def copied(tensor: Tensor) -> Tensor:
+            return copies.setdefault(id(tensor), tensor.clone()) if self._writes else tensor
+
         for number, call in self._calls.items():
             if call.draws:
                 seed(number)
             leaves = [
-                inputs[source.position]
-                if isinstance(source, Input)
+                copied(inputs[source.position])
+                if type(source) is Input
                 else results[source.call][source.leaf]
-                if isinstance(source, Made)
-                else copies.setdefault(id(source), source.clone())
+                if type(source) is Made
+                else copied(source)
                 if isinstance(source, Tensor)
                 else source
                 for source in call.sources
             ]
             result = apply(call.function, *unflatten(leaves, call.spec))
+            if number in self._outcomes and not _same(outcome_of(result), self._outcomes[number]):
+                return False
             results[number] = flatten(result)[0]
-        return outcome_of(result)
+        return True
+
+
+def _varying(calls: Mapping[int, RealCall]) -> set[int]:
+    """The calls whose results may be others in another step."""
+    varying: set[int] = set()
+    written: set[int] = set()  # by one of them
+    for number, call in calls.items():
+        if (
+            call.draws
+            or call.touched & written
+            or any(
+                source.call in varying if type(source) is Made else isinstance(source, (Input, Tensor))
+                for source in call.sources
+            )
+        ):
+            varying.add(number)
+            written |= call.written
+    return varying
+
+
+def _leading_to(numbers: Collection[int], calls: Mapping[int, RealCall]) -> dict[int, RealCall]:
+    """The calls that lead to some; those that write what these use are among them."""
+    needed: dict[int, RealCall] = {}
+    used: set[int] = set(numbers)
+    touched: set[int] = set()
+    last = max(numbers, default=-1)
+    for number, call in reversed(list(calls.items())):
+        if number <= last and (number in used or call.written & touched):
+            needed[number] = call
+            used |= {source.call for source in call.sources if type(source) is Made}
+            touched |= call.touched
+    return dict(sorted(needed.items()))
 
 
 def apply(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -96,3 +142,11 @@ def apply(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def outcome_of(result: Any) -> list[Any]:
     """What may decide something: numbers, and of tensors their shapes."""
     return [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in flatten(result)[0]]
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether what was read is equal, leaf by leaf."""
+    return len(one) == len(other) and all(
+        np.array_equal(a, b) if isinstance(a, np.ndarray) else type(a) is type(b) and a == b
+        for a, b in zip(one, other, strict=True)
+    )

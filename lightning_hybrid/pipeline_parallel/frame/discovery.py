@@ -17,13 +17,12 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.random import generator_marks
-from lightning_hybrid.pipeline_parallel.frame.decisions import Input, Made, Reader, RealCall, apply, outcome_of
+from lightning_hybrid.pipeline_parallel.frame.decisions import Decisions, Input, Made, RealCall, apply, outcome_of
 from lightning_hybrid.pipeline_parallel.frame.graph import (
     METADATA,
     AbsentTensor,
     Argument,
     Call,
-    Decision,
     Graph,
     Value,
     function_name,
@@ -116,6 +115,7 @@ class Discovery(TorchFunctionMode):
         self._inputs: dict[int, tuple[Tensor, int]] = {}
         self._made: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
         self._real_calls: dict[int, RealCall] = {}
+        self._outcomes: dict[int, list[Any]] = {}
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A fake tensor that looks like this one, which may have no values here."""
@@ -162,6 +162,7 @@ class Discovery(TorchFunctionMode):
             if value is not None:
                 self.graph.state_writes[id(original)] = value
         del kept
+        self.graph.decisions = Decisions(self._real_calls, self._outcomes)
         return self.graph
 
     def replaced(self, before: Tensor, now: Any) -> None:
@@ -431,7 +432,7 @@ class Discovery(TorchFunctionMode):
         touched = frozenset(memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
         self._real_calls[number] = RealCall(call.function, sources, spec, seen.draws, touched, frozenset(seen.written))
         if seen.reads or seen.shapes or call.function in _READS:
-            self.graph.decisions.append(Decision(Reader(self._needed_for(number)), outcome_of(result)))
+            self._outcomes[number] = outcome_of(result)
         for position, leaf in enumerate(flatten(result)[0]):
             if isinstance(leaf, Tensor):
                 self._made[id(leaf)] = weakref.ref(leaf), Made(number, position)
@@ -444,18 +445,6 @@ class Discovery(TorchFunctionMode):
         if id(tensor) in self._inputs:
             return Input(self._inputs[id(tensor)][1])
         return self._originals.get(id(tensor), (None, tensor))[1]
-
-    def _needed_for(self, number: int) -> dict[int, RealCall]:
-        """The calls of real tensors that lead to one; those that write what these use are among them."""
-        needed = {number: self._real_calls[number]}
-        used, touched = self._real_calls[number].tensors(), set(self._real_calls[number].touched)
-        for earlier, call in reversed(self._real_calls.items()):
-            made = any(isinstance(each, Made) and each.call == earlier for each in used)
-            if earlier < number and (made or call.written & touched):
-                needed[earlier] = call
-                used |= call.tensors()
-                touched |= call.touched
-        return dict(sorted(needed.items()))
 
 
 def _users_line() -> str:

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import count, groupby
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -118,14 +117,19 @@ class FrameCut:
         if mode is None:
             yield
             return
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        mode.__exit__(None, None, None)
         try:
             yield
         finally:
-            mode.__enter__()  # type: ignore[no-untyped-call]
+            mode.__enter__()
 
     def find_plan(
-        self, key: Hashable, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]
+        self,
+        key: Hashable,
+        step: Callable[..., Any],
+        arguments: Sequence[Any],
+        seed: Callable[[int], None],
+        before: Callable[[], None] = lambda: None,
     ) -> FramePlan:
         """The plan for a step; where it has not been seen yet, the step is followed once without values.
 
@@ -134,6 +138,7 @@ class FrameCut:
             step: The user's step.
             arguments: Its arguments.
             seed: Seeds the generators for the call of a number.
+            before: Called before a step is followed.
 
         Raises:
             WrongUseError: If the step cannot be divided in this way.
@@ -141,12 +146,12 @@ class FrameCut:
         if key not in self._plans and len(self._plans) == _MOST_KEYS:
             del self._plans[next(iter(self._plans))]
         known = self._plans.setdefault(key, []) if self._remembers else []
-        for plan in known:
-            with torch.no_grad():
-                decisions = plan.graph.decisions
-                if all(_same(decision.read(arguments, seed), decision.outcome) for decision in decisions):
-                    return plan
+        with torch.no_grad():
+            plan = next((each for each in known if each.graph.decisions.hold(arguments, seed)), None)
+        if plan is not None:
+            return plan
         begin = time.perf_counter()
+        before()
         graph = self._discover(step, arguments, seed)
         self._compare(list(map(str, graph.calls)))
         plan = self._make_plan(graph)
@@ -318,14 +323,6 @@ class FrameCut:
             " value that another stage makes. What is called later must not depend on such a number: decide by the"
             " batch, or keep the decision and the layers behind it in one layer of the body."
         )
-
-
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether what was read is equal, leaf by leaf."""
-    return len(one) == len(other) and all(
-        np.array_equal(a, b) if isinstance(a, np.ndarray) else type(a) is type(b) and a == b
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 def _folded(names: Sequence[str]) -> list[str]:

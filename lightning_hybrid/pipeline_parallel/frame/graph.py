@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.distributed.pytree import TreeSpec
+from lightning_hybrid.pipeline_parallel.frame.decisions import Decisions
 
 
 class Value(NamedTuple):
@@ -94,26 +95,13 @@ class Call:
 
 
 @dataclass(slots=True)
-class Decision:
-    """A number that the user's code read from tensors that are on every rank, and that may decide what comes next.
-
-    Attributes:
-        read: Reads it again, from the arguments of another step and its seeds of calls.
-        outcome: What was read.
-    """
-
-    read: Callable[[Any, Callable[[int], None]], Any]
-    outcome: Any
-
-
-@dataclass(slots=True)
 class Graph:
     """What a step does around its units.
 
     Attributes:
         calls: In the order in which the step makes them.
         wanted: The values that the step returns, logs or keeps, and those that it needs for what could not be followed.
-        decisions: What the user's code read from the batch, in order.
+        decisions: What the user's code read from the batch.
         state_writes: Tensors of the module that the step writes with absent values, or replaces by such, by their
             identities; with what the last of them is.
         needed: What needed the number of an absent value; ``None`` if the step was followed to its end.
@@ -121,7 +109,7 @@ class Graph:
 
     calls: list[Call] = field(default_factory=list)
     wanted: list[Value] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: Decisions = field(default_factory=lambda: Decisions({}, {}))
     state_writes: dict[int, Value] = field(default_factory=dict)
     needed: str | None = None
 

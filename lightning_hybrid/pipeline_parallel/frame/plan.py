@@ -94,6 +94,8 @@ class Part:
         sent: The values for the next stage.
         free_from: From this call on everything is computed, whatever it is.
         leaves_from: Before this call the step is not left, because it has to do something.
+        draws: The calls that draw random numbers.
+        followed_to: From this call on nothing has to be looked at, if the call before it was a unit of this stage.
         is_last: Whether the step runs to its end.
     """
 
@@ -102,6 +104,8 @@ class Part:
     sent: tuple[Value, ...]
     free_from: int
     leaves_from: int
+    draws: tuple[int, ...]
+    followed_to: int | None
     is_last: bool
 
 
@@ -138,7 +142,10 @@ def make_part(graph: Graph, route: Route, made_here: set[int], *, again: bool, i
     passed = tuple((received[value], sent[value], value in changed) for value in sent if value in received)
     running = [number for number, call in enumerate(graph.calls) if _must_run(number, call, route)]
     leaves_from = running[-1] + 1 if running else 0
-    return Part(actions, passed, tuple(sent), free_from if is_last else len(actions), leaves_from, is_last)
+    draws = tuple(number for number, call in enumerate(graph.calls) if call.draws)
+    followed_to = free_from if is_last and max(draws, default=-1) < free_from else None
+    free_from = free_from if is_last else len(actions)
+    return Part(actions, passed, tuple(sent), free_from, leaves_from, draws, followed_to, is_last)
 
 
 def _must_run(number: int, call: Call, route: Route) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
 
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.frame.discovery import FakeTensor
@@ -48,7 +49,8 @@ class Running(TorchFunctionMode):
         super().__init__()
         self._actions, self._inputs = part.actions, inputs
         self._free_from, self._leaves_from, self._is_last = part.free_from, part.leaves_from, part.is_last
-        self._draws = [number for number, action in enumerate(part.actions) if action.draws]
+        self._draws, self._followed_to = part.draws, part.followed_to
+        self._is_over = False
         self._seed, self._random = seed, random
         self.number = 0
         self.sent: list[Any] = [None] * len(part.sent)
@@ -58,6 +60,17 @@ class Running(TorchFunctionMode):
         self._is_left = False
         self._prepare(0)
         self._counted: list[tuple[Tensor, Tensor]] = []
+
+    def __enter__(self) -> Self:
+        """Follow calls from here on; not where there is nothing to follow any more."""
+        if not self._is_over:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Do not follow calls from here on."""
+        if not self._is_over:
+            super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def uncount(self) -> None:
         """Give back to tensors of this rank's own what they were before: a later stage of it counts once more."""
@@ -125,7 +138,7 @@ class Running(TorchFunctionMode):
         if action.answer is not None:
             result = action.answer(self._inputs, args, kwargs)
         else:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)
             try:
                 if action.draws:
                     with self._random(number):
@@ -138,7 +151,9 @@ class Running(TorchFunctionMode):
                 if action.sent:
                     self._keep(action, result, args, kwargs)
             finally:
-                self.__enter__()  # type: ignore[no-untyped-call]
+                if self.number == self._followed_to:
+                    self._is_over = True
+                self.__enter__()
         if action.draws:
             with torch._C.DisableTorchFunction():
                 self._prepare(number + 1)
