@@ -77,6 +77,18 @@ class Checkpointer:
         """A run begins: until :meth:`close` there is somebody who waits for what is written in the background."""
         self._is_in_run = True
 
+    def place_parameters(self, stage_map: StageMap, placeholders: Mapping[int, Tensor]) -> None:
+        """Parameters live on other stages from here on.
+
+        Args:
+            stage_map: Which stage holds what.
+            placeholders: What has taken the places of parameters, by the identities of these.
+        """
+        self.finish()
+        self._ownership.stage_map = stage_map
+        for optimizer in self._module.trainer.strategy.optimizers:
+            self.optimizers.replace_with_placeholders(optimizer, placeholders)
+
     def module_state(self) -> dict[str, Any]:
         """The full state dict of the module on rank 0, or this rank's shard of it where directories are written."""
         return self._module.state_dict() if self._settings.save_distributed_checkpoint else self._full.module_state()

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.tree_paths import cloned
@@ -52,6 +52,20 @@ class OptimizerStates:
         for parameter in [parameter for parameter in optimizer.state if is_placeholder(parameter)]:
             del optimizer.state[parameter]
         self._local_params[id(optimizer)] = [group["params"] for group in optimizer.param_groups]
+
+    def replace_with_placeholders(self, optimizer: Optimizer, placeholders: Mapping[int, Tensor]) -> None:
+        """Parameters have left this rank, and leave its optimizer.
+
+        Args:
+            optimizer: One whose placeholders were dropped.
+            placeholders: What has taken the places of parameters, by the identities of these.
+        """
+        optimizer = self._up_to_date(_unwrap(optimizer))
+        for parameter in [parameter for parameter in optimizer.state if id(parameter) in placeholders]:
+            del optimizer.state[parameter]
+        for group, full in zip(optimizer.param_groups, self._groups_of(optimizer), strict=True):
+            group.update({**full, "params": [placeholders.get(id(each), each) for each in full["params"]]})
+        self.drop_placeholders(optimizer)
 
     def group_names(self, optimizer: Optimizer) -> list[dict[str, list[str]]]:
         """What names the parameters of each group of the undivided optimizer.

@@ -23,11 +23,14 @@ class Ownership:
         module: The user's module, with placeholders for what lives elsewhere.
         stage_map: Which stage holds what.
         mesh: The ranks.
+
+    Attributes:
+        stage_map: Which stage holds what.
     """
 
     def __init__(self, module: LightningModule, stage_map: StageMap, mesh: Mesh) -> None:
         self._module = module
-        self._stage_map = stage_map
+        self.stage_map = stage_map
         self._mesh = mesh
 
     def first_names(self) -> dict[str, str]:
@@ -48,10 +51,10 @@ class Ownership:
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         first: dict[int, int] = {}
         for name, parameter in parameters.items():
-            rank = min(self._stage_map.ranks_of(name))
+            rank = min(self.stage_map.ranks_of(name))
             first[id(parameter)] = min(rank, first.get(id(parameter), rank))
         return {
-            name: first[id(parameters[name])] if name in parameters else max(self._stage_map.ranks_of(name))
+            name: first[id(parameters[name])] if name in parameters else max(self.stage_map.ranks_of(name))
             for name in names
         }
 

@@ -63,13 +63,23 @@ class GradientSync:
         zero: ZeroParameters | NoZero,
         float32_gradients: bool = False,
     ) -> None:
-        self._mesh = mesh
-        self.zero = zero
+        self._module, self._mesh = module, mesh
+        self._adds_up, self._has_float32 = sorted(adds_up), float32_gradients
         self.reduces = True
         self._has_evaluated = False
         self._undo: list[Callable[[], None]] = []
         if sync_batch_norm and mesh.data_parallel_size > 1:
             self._undo.append(synchronize_batch_norm(module, mesh.data_group))
+        self.attach(stage_map, zero)
+
+    def attach(self, stage_map: StageMap, zero: ZeroParameters | NoZero) -> None:
+        """Find out what this rank has in common with others; also again, after :meth:`detach`, once that has changed.
+
+        Args:
+            stage_map: Which stage holds what.
+            zero: Unshards parameters that replicas shard.
+        """
+        module, mesh, self.zero = self._module, self._mesh, zero
         parameters = locate(module.named_parameters(remove_duplicate=False), stage_map)
         # Buffers by name: moving a module to a device unties them, and would do so only where they are no placeholders.
         buffers = module.named_buffers(remove_duplicate=False)
@@ -89,9 +99,9 @@ class GradientSync:
         self._after_backward: list[GradientBuckets] = []
         self._over_holders: list[GradientBuckets] = []
         self._each_backward: set[int] = set()
-        self._float32 = [Float32Gradients(self.local_parameters())] if float32_gradients else []
+        self._float32 = [Float32Gradients(self.local_parameters())] if self._has_float32 else []
         named = dict(module.named_parameters(remove_duplicate=False))
-        self._make_buckets(named[name] for name in sorted(adds_up))
+        self._make_buckets(named[name] for name in self._adds_up)
 
     def local_parameters(self) -> list[Tensor]:
         """The parameters of this rank, of sharded ones both forms."""
@@ -249,12 +259,16 @@ class GradientSync:
         for buckets in self._all:
             buckets.abandon()
 
-    def remove(self) -> None:
-        """Take the hooks off the parameters, and put the user's layers back."""
+    def detach(self) -> None:
+        """Take the hooks off the parameters; where replicas shard these, shards stay."""
         for float32 in self._float32:
             float32.end()
-        for undo in self._undo:
-            undo()
         for buckets in self._all:
             buckets.remove()
         self.zero.remove()
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters, and put the user's layers back."""
+        for undo in self._undo:
+            undo()
+        self.detach()

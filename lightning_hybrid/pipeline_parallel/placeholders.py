@@ -90,21 +90,25 @@ def is_placeholder(tensor: Tensor) -> bool:
     return isinstance(tensor, PlaceholderTensor)
 
 
-def replace_with_placeholders(module: nn.Module, stage_map: StageMap, rank: int) -> None:
+def replace_with_placeholders(module: nn.Module, stage_map: StageMap, rank: int) -> dict[int, Tensor]:
     """Replace what other stages hold by placeholders; names, order and ties stay.
 
     Args:
         module: The module.
         stage_map: Which stage holds what.
         rank: This pipeline rank.
+
+    Returns:
+        The placeholders of the parameters that have been replaced, by the identities of these.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
     local = {id(tensor) for name, tensor in named_tensors(module) if rank in stage_map.ranks_of(name)}
-    _replace(module, parameters, local, _placeholder_parameter)
+    replaced = _replace(module, parameters, local, _placeholder_parameter)
     _replace(module, buffers, local, lambda tensor: tensor.detach().to("meta").as_subclass(PlaceholderBuffer))
     if not _loading_hooks(module):
         module.register_load_state_dict_pre_hook(_load_into_themselves)  # type: ignore[no-untyped-call]
+    return replaced
 
 
 def remove_placeholder_hooks(module: nn.Module) -> None:
@@ -139,7 +143,9 @@ def _placeholder_parameter(parameter: Tensor) -> PlaceholderParameter:
     return placeholder
 
 
-def _replace(module: nn.Module, tensors: dict[str, _T], local: set[int], make: Callable[[_T], Tensor]) -> None:
+def _replace(
+    module: nn.Module, tensors: dict[str, _T], local: set[int], make: Callable[[_T], Tensor]
+) -> dict[int, Tensor]:
     replaced: dict[int, Tensor] = {}  # tied tensors stay tied
     for name, tensor in tensors.items():
         if id(tensor) in local or is_placeholder(tensor):
@@ -149,6 +155,7 @@ def _replace(module: nn.Module, tensors: dict[str, _T], local: set[int], make: C
         owner, _, leaf = name.rpartition(".")
         # Through `setattr`, so that modules that keep a second reference (recurrent ones do) notice.
         setattr(module.get_submodule(owner), leaf, replaced[id(tensor)])
+    return replaced
 
 
 def refuse_call(layer: nn.Module, error: type[Exception], text: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
@@ -14,7 +14,7 @@ class StageMap:
     """Which stage holds which tensor of the module.
 
     Layers of the body live on their stage. Everything outside the body lives where the user's step runs: on the first
-    and the last stage, or, where the body is no chain, on all of them.
+    and the last stage, or, where the body is no chain, on all of them, until it is known which of them use it.
 
     Attributes:
         body: The dotted name of the body, ``""`` for the module itself; ``None`` if the module is not cut.
@@ -22,6 +22,7 @@ class StageMap:
         stages: The layers of each stage, by position.
         num_ranks: The number of pipeline ranks; stage `s` lives on rank ``s % num_ranks``.
         is_chain: Whether the user's step only runs on the first and the last stage.
+        outside: The stages of parameters outside the body that live where they are used, by their dotted names.
     """
 
     body: str | None
@@ -29,6 +30,7 @@ class StageMap:
     stages: tuple[range, ...]
     num_ranks: int
     is_chain: bool = True
+    outside: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     @cached_property
     def _stage_of_layer(self) -> dict[str, int]:
@@ -42,7 +44,14 @@ class StageMap:
                 stage = self._stage_of_layer.get(".".join(parts[:length]))
                 if stage is not None:
                     return frozenset((stage,))
+        if name in self.outside:
+            return self.outside[name]
         return frozenset((0, len(self.stages) - 1)) if self.is_chain else frozenset(range(len(self.stages)))
+
+    def is_outside(self, name: str) -> bool:
+        """Whether the tensor or module of this dotted name is no part of a layer of the body."""
+        parts = name.split(".")
+        return not any(".".join(parts[:length]) in self._stage_of_layer for length in range(1, len(parts) + 1))
 
     def ranks_of(self, name: str) -> frozenset[int]:
         """The pipeline ranks that hold the tensor or module of this dotted name."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -35,6 +37,8 @@ from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.plan import Plan
 
 _PLAN = "_tensor_parallel_plan"  # where a module remembers how its layers were divided
+_OUTSIDE = "_parameters_outside_the_body"  # where it remembers (stages, where what is outside of the body went)
+_LEAST_SHARE = 1e-3  # of all parameters: smaller ones stay where they are
 
 
 class ModuleParallelizer:
@@ -241,7 +245,51 @@ class ModuleParallelizer:
         """
         unshard_module(self._module)
         gather_module(self._module, self.stage_map, self.plan, self._mesh)
-        vars(self._module).pop(_PLAN, None)
+        for name in (_PLAN, _OUTSIDE):
+            vars(self._module).pop(name, None)
+
+    def find_outside(self, used: Mapping[str, Collection[int]]) -> dict[str, frozenset[int]]:
+        """Where large parameters outside of the body are to live: on the stages that use them; on every rank.
+
+        Small ones stay everywhere, and so do those that no stage uses: who does may still be seen.
+
+        Args:
+            used: The stages that use a parameter in the steps of this replica, by one of its names.
+
+        Returns:
+            The stages by name, of those that are to leave one.
+        """
+        of_replicas: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_replicas, {name: sorted(stages) for name, stages in used.items()})
+        total = sum(parameter.numel() for parameter in self._module.parameters())
+        names: dict[int, list[str]] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            if parameter.numel() >= _LEAST_SHARE * total and self.stage_map.is_outside(name):
+                names.setdefault(id(parameter), []).append(name)
+        outside: dict[str, frozenset[int]] = {}
+        for tied in names.values():
+            stages = {stage for found in of_replicas for name in tied for stage in found.get(name, ())}
+            if stages and stages != self.stage_map.stages_of(tied[0]):
+                outside |= dict.fromkeys(tied, frozenset(stages))
+        return outside
+
+    def place_outside(self, outside: Mapping[str, frozenset[int]]) -> dict[int, Tensor]:
+        """Let parameters outside of the body live where they are used; in copies that callbacks have of the module too.
+
+        Args:
+            outside: As :meth:`find_outside` gives it.
+
+        Returns:
+            The placeholders of parameters that have left this rank, by the identities of these.
+        """
+        self.stage_map = replace(self.stage_map, outside={**self.stage_map.outside, **outside})
+        vars(self._module)[_OUTSIDE] = self.stage_map.stages, self.stage_map.outside
+        callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        modules = [value for each in callbacks for value in vars(each).values() if isinstance(value, nn.Module)]
+        for part in {part for module in modules for part in module.modules() if type(part) is type(self._module)}:
+            if part is not self._module:
+                replace_with_placeholders(part, self.stage_map, self._mesh.pipeline_rank)
+        return replace_with_placeholders(self._module, self.stage_map, self._mesh.pipeline_rank)
 
     def check(self) -> None:
         """The body is still what was divided.
@@ -276,6 +324,9 @@ class ModuleParallelizer:
     def _plan(self) -> None:
         """Find the body and say which stage gets which layers."""
         body, stage_map = layout.find_stages(self._module, self._settings, self._mesh.pipeline_parallel_size)
+        stages, outside = vars(self._module).get(_OUTSIDE, (None, {}))
+        if stages == stage_map.stages:
+            stage_map = replace(stage_map, outside=outside)
         own = [
             tensor_name
             for tensor_name, tensor in self._module.named_parameters()

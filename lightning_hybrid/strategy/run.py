@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property, partial
 from itertools import count
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.tensor.experimental import implicit_replication
 
 from lightning_hybrid.checkpoint.checkpointer import Checkpointer
@@ -38,7 +39,7 @@ from lightning_hybrid.strategy.gather import RefusedStep
 from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
-from lightning_hybrid.strategy.summary import memory_table
+from lightning_hybrid.strategy.summary import memory_table, placed_text
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
@@ -297,10 +298,27 @@ class Run:
             schedule=config.schedule,
             num_microbatches=config.num_microbatches,
             loss_reduction=config.loss_reduction,
+            place_parameters=self._place_parameters,
         )
         self.evaluation_step = EvaluationStep(
             self._context, self.grad_sync, config.num_microbatches, dynamic_shapes=config.dynamic_shapes
         )
+
+    def _place_parameters(self, used: Mapping[str, Collection[int]]) -> None:
+        """Let parameters outside of the layers live where the first batch of training uses them; on every rank."""
+        context, parallelizer = self._context, self._attached.parallelizer
+        outside = parallelizer.find_outside(used)
+        if not outside:
+            return
+        assert context is not None
+        optimizers = self._attached.module.trainer.strategy.optimizers
+        self.grad_sync.detach()
+        placeholders = parallelizer.place_outside(outside)
+        self._attached.checkpointer.place_parameters(parallelizer.stage_map, placeholders)
+        self.grad_sync.attach(parallelizer.stage_map, parallelizer.make_zero())
+        self.grad_sync.zero.follow(optimizers)
+        context.place_parameters(parallelizer.stage_map.outside)
+        rank_zero_info(placed_text(outside))
 
     @property
     def in_step(self) -> bool:

@@ -92,6 +92,16 @@ def outside_text(module: nn.Module, layers: Sequence[nn.Module], *, is_chain: bo
     return f"{outside:,} parameters ({100 * outside / total:.1f} % of the model) are outside of these, on {where}"
 
 
+def placed_text(outside: Mapping[str, Collection[int]]) -> str:
+    """Where parameters outside of the layers live, as text.
+
+    Args:
+        outside: Their stages, by name.
+    """
+    places = [f"{name} on stage {' and '.join(map(str, sorted(stages)))}" for name, stages in outside.items()]
+    return f"Used outside of the layers, and kept there alone: {', '.join(places)}"
+
+
 def outside_parts(module: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[str, int]]:
     """The parts of a module that have parameters outside of its layers: names and numbers of parameters.
 

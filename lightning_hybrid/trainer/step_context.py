@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count, zip_longest
@@ -133,6 +133,16 @@ class StepContext:
             compare=self._compare_calls,
             once=_CALLED_ONCE if frees_early else None,
         )
+
+    def place_parameters(self, holders: Mapping[str, Collection[int]]) -> None:
+        """Parameters outside of the layers are no longer on every stage.
+
+        Args:
+            holders: The stages of those that not all of them have, by name.
+        """
+        assert self.frame is not None
+        self.frame.place_parameters(holders)
+        self._parameters = list(self.module.parameters())
 
     def run_layers(self, layers: Sequence[nn.Module], random: AbstractContextManager[None], x: Any) -> Any:
         """Run the layers of a stage between others, which draw from a random stream of their own."""

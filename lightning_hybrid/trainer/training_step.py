@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
-from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
+from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, stages_by_parameter
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, signature, sizes, split_batch
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import build, build_forward
@@ -38,6 +38,8 @@ class TrainingStep:
         schedule: The name of the schedule.
         num_microbatches: The requested number of microbatches.
         loss_reduction: ``"mean"`` or ``"sum"``: how the user's loss reduces over the samples of a batch.
+        place_parameters: Called before the first batch runs, if the code around the layers runs on every stage: with
+            the stages that use each parameter outside of the layers, by its name.
     """
 
     def __init__(
@@ -48,8 +50,11 @@ class TrainingStep:
         schedule: str,
         num_microbatches: int,
         loss_reduction: str,
+        place_parameters: Callable[[Mapping[str, Collection[int]]], None],
     ) -> None:
         self._context = context
+        self._place_parameters = place_parameters
+        self._is_placed = False
         self._grad_sync = grad_sync
         self._schedule = schedule
         self._num_microbatches = num_microbatches
@@ -94,15 +99,17 @@ class TrainingStep:
 
         grad_sync.reduces = reduce
         version = context.version(gradients=backward)
+        parts: Sequence[Hashable] = list(map(signature, microbatches))
+        keys = [(version, part, signature(arguments[1:])) for part in parts]
+        if context.frame is not None and not self._is_placed:
+            self._place(context.frame, microbatches, arguments[1:], step, precision, keys, backward=backward)
         with (
             context.step(num_microbatches=len(counts), counts=counts) as records,
             torch.set_grad_enabled(backward),
             grad_sync.step(),
         ):
-            parts: Sequence[Hashable] = list(map(signature, microbatches))
             plans: Sequence[FramePlan] = ()
             if context.frame is not None:
-                keys = [(version, part, signature(arguments[1:])) for part in parts]
                 plans = self._frame_plans(context.frame, microbatches, arguments[1:], step, precision, keys)
                 parts = list(zip(parts, [plan.number for plan in plans], strict=True))
             compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
@@ -163,6 +170,27 @@ class TrainingStep:
                 return loss_of(microbatch, value) if is_last else value
 
         return compute
+
+    def _place(
+        self,
+        frame: FrameCut,
+        microbatches: Sequence[Any],
+        arguments: Sequence[Any],
+        step: int,
+        precision: Callable[[], AbstractContextManager[None]],
+        keys: Sequence[Hashable],
+        *,
+        backward: bool,
+    ) -> None:
+        """Before the first batch: parameters outside of the layers stay where it uses them."""
+        self._is_placed = True
+        with (
+            self._context.step(num_microbatches=len(microbatches)),
+            torch.set_grad_enabled(backward),
+            self._grad_sync.step(),
+        ):
+            plans = self._frame_plans(frame, microbatches, arguments, step, precision, keys)
+        self._place_parameters(stages_by_parameter(plans))
 
     def _frame_plans(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sysconfig
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ class Discovery(TorchFunctionMode):
         unit_names: The dotted name of each unit.
         trains: For each unit, whether parameters of it require grad.
         seed: Seeds the generators for the call of a number.
+        names: The name of each parameter of the module, by its identity.
         absent_states: Tensors of the module, by their identities, that the step writes with absent values.
 
     Attributes:
@@ -96,6 +97,7 @@ class Discovery(TorchFunctionMode):
         unit_names: Sequence[str],
         trains: Sequence[bool],
         seed: Callable[[int], None],
+        names: Mapping[int, str],
         absent_states: Collection[int] = (),
     ) -> None:
         super().__init__()
@@ -110,6 +112,7 @@ class Discovery(TorchFunctionMode):
         self._absent_states = absent_states
         self._checkpoints: dict[int, tuple[Any, int]] = {}
         self._parameters: dict[int, Tensor] = {}
+        self._parameter_names = dict(names)
         self._of_units: set[int] = set()
         self._originals: dict[int, tuple[Tensor, Tensor]] = {}
         self._inputs: dict[int, tuple[Tensor, int]] = {}
@@ -128,6 +131,8 @@ class Discovery(TorchFunctionMode):
         self._parameters[id(parameter)] = self._parameters[id(fake)] = fake
         if in_unit:
             self._of_units |= {id(parameter), id(fake)}
+        elif id(parameter) in self._parameter_names:
+            self._parameter_names[id(fake)] = self._parameter_names[id(parameter)]
         return fake
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -256,6 +261,8 @@ class Discovery(TorchFunctionMode):
                     f"{call} uses a tensor that a layer of the body made and did not return. What the code around the"
                     " layers needs of a layer has to be returned by it, not kept in an attribute."
                 )
+            if id(leaf) in self._parameters and id(leaf) not in self._of_units:
+                call.parameters |= {self._parameter_names[id(leaf)]}
             fakes[place] = self._parameters.get(id(leaf), leaf)
             if not isinstance(fakes[place], FakeTensor):
                 fakes[place] = real[place] = self._stand_in(leaf)

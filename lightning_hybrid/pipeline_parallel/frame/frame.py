@@ -7,7 +7,7 @@ import io
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count, groupby
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery, FakeTe
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
 from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, make_part
-from lightning_hybrid.pipeline_parallel.frame.routes import OrderError, find_routes
+from lightning_hybrid.pipeline_parallel.frame.routes import OrderError, Route, find_routes
 from lightning_hybrid.pipeline_parallel.frame.running import (
     AbsentOperandError,
     LateUnitError,
@@ -84,6 +84,7 @@ class FrameCut:
         self._device = device
         self._remembers = remembers
         self._plans: dict[Hashable, list[FramePlan]] = {}
+        self._holders: Mapping[str, Collection[int]] = {}
         self._numbers = count()
         self._mode: Discovery | Running | None = None
 
@@ -122,6 +123,15 @@ class FrameCut:
             yield
         finally:
             mode.__enter__()
+
+    def place_parameters(self, holders: Mapping[str, Collection[int]]) -> None:
+        """Parameters outside of units are no longer on every stage.
+
+        Args:
+            holders: The stages of those that not all of them have, by name.
+        """
+        self._holders = holders
+        self._plans.clear()
 
     def find_plan(
         self,
@@ -184,7 +194,8 @@ class FrameCut:
         units = [unit for _, unit in self._units]
         trains = [any(parameter.requires_grad for parameter in unit.parameters()) for unit in units]
         names = [name for name, _ in self._units]
-        discovery = Discovery(self._device, names, trains, seed, states)
+        parameters = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        discovery = Discovery(self._device, names, trains, seed, parameters, states)
         self._mode = discovery
         try:
             with (
@@ -205,7 +216,7 @@ class FrameCut:
             (unit, times), *_ = calls.most_common()
             raise WrongUseError(f"The layer {self._units[unit][0]!r} is called {times} times in a step, {self._once}")
         try:
-            routes = find_routes(graph, self._stage_of, self._num_stages)
+            routes = find_routes(graph, self._stage_of, self._num_stages, self._holders)
         except OrderError as error:
             raise WrongUseError(self._order_text(graph, *error.args)) from None
         last = self._num_stages - 1
@@ -214,7 +225,14 @@ class FrameCut:
             made_here = set().union(*(each.computed for each in routes[stage % self._num_ranks :: self._num_ranks]))
             again = stage + self._num_ranks < self._num_stages
             parts.append(make_part(graph, route, made_here, again=again, is_last=stage == last))
-        return FramePlan(next(self._numbers), graph, tuple(parts))
+        return FramePlan(next(self._numbers), graph, tuple(parts), self._parameters_of(graph, routes))
+
+    def _parameters_of(self, graph: Graph, routes: Sequence[Route]) -> tuple[frozenset[str], ...]:
+        """The parameters outside of units that each stage uses."""
+        used = [set().union(*(graph.calls[number].parameters for number in route.computed)) for route in routes]
+        if graph.needed is not None:  # what comes then has not been seen
+            used[-1] |= {name for name, _ in self._module.named_parameters()}
+        return tuple(map(frozenset, used))
 
     def _order_text(self, graph: Graph, early: Call | None, late: Call) -> str:
         """The text for units that are not called in the order in which they are divided."""

@@ -52,6 +52,7 @@ class Call:
         name: For messages: the function's, or the unit's dotted one.
         where: The line of the user's code, as ``file:line``.
         operands: The absent values that it needs, each once.
+        parameters: The names of the parameters outside of units that it needs.
         outputs: The leaves of what it returns: :class:`AbsentTensor`, :class:`Argument`, or a value that is no tensor.
             Nothing where no operand is absent: then it is computed everywhere.
         spec: The tree of what it returns.
@@ -73,6 +74,7 @@ class Call:
     name: str
     where: str
     operands: tuple[Value, ...] = ()
+    parameters: frozenset[str] = frozenset()
     outputs: list[Any] = field(default_factory=list)
     spec: TreeSpec | None = None
     is_absent: bool = False

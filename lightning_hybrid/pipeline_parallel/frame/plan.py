@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,23 @@ class FramePlan:
         number: Tells plans apart; equal on all ranks.
         graph: What the step does.
         parts: What each stage does of it.
+        parameters: The names of the parameters outside of units that each stage uses.
     """
 
     number: int
     graph: Graph
     parts: tuple[Part, ...]
+    parameters: tuple[frozenset[str], ...]
+
+
+def stages_by_parameter(plans: Iterable[FramePlan]) -> dict[str, set[int]]:
+    """The stages that use each parameter outside of units, by its name."""
+    stages: dict[str, set[int]] = {}
+    for plan in plans:
+        for stage, names in enumerate(plan.parameters):
+            for name in names:
+                stages.setdefault(name, set()).add(stage)
+    return stages
 
 
 @dataclass(frozen=True, slots=True)

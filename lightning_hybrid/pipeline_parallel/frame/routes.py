@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hybrid.distributed.failure import WrongUseError
@@ -28,7 +28,9 @@ class Route:
     sent: dict[Value, None] = field(default_factory=dict)
 
 
-def find_routes(graph: Graph, stage_of: Mapping[int, int], num_stages: int) -> list[Route]:
+def find_routes(
+    graph: Graph, stage_of: Mapping[int, int], num_stages: int, holders: Mapping[str, Collection[int]]
+) -> list[Route]:
     """Find out what has to be where.
 
     A stage makes a value itself if it can: out of the batch, its parameters, its units and what it receives anyway.
@@ -39,6 +41,7 @@ def find_routes(graph: Graph, stage_of: Mapping[int, int], num_stages: int) -> l
         graph: What the step does.
         stage_of: The stage of each unit.
         num_stages: The number of stages.
+        holders: The stages of the parameters outside of units that not all of them have, by name.
 
     Returns:
         The route of each stage.
@@ -46,9 +49,10 @@ def find_routes(graph: Graph, stage_of: Mapping[int, int], num_stages: int) -> l
     Raises:
         OrderError: If the stages cannot be passed once from first to last; ``args`` are the call of the unit that
             comes too early (``None`` if what the step returns does), and that of the later stage's unit.
-        WrongUseError: If something is changed in place where another stage would not see it.
+        WrongUseError: If something is changed in place where another stage would not see it, or a parameter is needed
+            where it is not.
     """
-    router = _Router(graph.calls, stage_of, [Route() for _ in range(num_stages)])
+    router = _Router(graph.calls, stage_of, [Route() for _ in range(num_stages)], holders)
     for number, call in enumerate(graph.calls):
         if call.unit is not None:
             router.routes[stage_of[call.unit]].computed.add(number)
@@ -59,6 +63,7 @@ def find_routes(graph: Graph, stage_of: Mapping[int, int], num_stages: int) -> l
     router.write_parameters()
     router.make_the_rest(num_stages - 1)
     router.make_effects()
+    router.check_parameters()
     router.check_writes()
     router.check_states(graph.state_writes)
     for route in router.routes:
@@ -69,8 +74,14 @@ def find_routes(graph: Graph, stage_of: Mapping[int, int], num_stages: int) -> l
 class _Router:
     """Works out the routes, stage by stage."""
 
-    def __init__(self, calls: Sequence[Call], stage_of: Mapping[int, int], routes: list[Route]) -> None:
-        self._calls, self._stage_of = calls, stage_of
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        stage_of: Mapping[int, int],
+        routes: list[Route],
+        holders: Mapping[str, Collection[int]],
+    ) -> None:
+        self._calls, self._stage_of, self._holders = calls, stage_of, holders
         self.routes = routes
         self._can: list[dict[int, bool]] = [{} for _ in routes]
 
@@ -197,8 +208,24 @@ class _Router:
                 if unknown:
                     waiting += unknown
                 else:
-                    known[at] = all(known[each] for each in operands)
+                    known[at] = not self._lacking(call, stage) and all(known[each] for each in operands)
         return known[number]
+
+    def _lacking(self, call: Call, stage: int) -> list[str]:
+        """The parameters of a call that are not on a stage."""
+        return [name for name in sorted(call.parameters & self._holders.keys()) if stage not in self._holders[name]]
+
+    def check_parameters(self) -> None:
+        """Parameters stay where the first batch of training has used them."""
+        for stage, route in enumerate(self.routes):
+            for number in sorted(route.computed):
+                for name in self._lacking(self._calls[number], stage):
+                    raise WrongUseError(
+                        f"{self._calls[number]} uses the parameter {name!r} on stage {stage}, but in the first batch of"
+                        f" training only stage {', '.join(map(str, sorted(self._holders[name])))} used it, and so it"
+                        " lives there alone. Let every training step use it on the same side of the layers, such as"
+                        " `0 * parameter.sum()` in the loss, or make it a part of a layer."
+                    )
 
     def _send(self, value: Value, source: int, stage: int) -> None:
         for through in range(source, stage):

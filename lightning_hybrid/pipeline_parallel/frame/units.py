@@ -49,8 +49,8 @@ def find_units(module: nn.Module, num_stages: int) -> Units:
     """The units of a module, by rule.
 
     They are the members of the outermost lists and Sequentials that hold most of the parameters, and of those that
-    stand in one numbered row with these (``layer1``, ``layer2``, ...). Where there are fewer than stages, or one is
-    much larger than a stage should be, the lists inside it take its place.
+    stand in one numbered row with these (``layer1``, ``layer2``, ...); or of the only list there is. Where there are
+    fewer than stages, or one is much larger than a stage should be, the lists inside it take its place.
 
     Args:
         module: The user's module.
@@ -60,7 +60,8 @@ def find_units(module: nn.Module, num_stages: int) -> Units:
         The units with their names; nothing if there is no list of any size.
     """
     total = max(1, _count(module))
-    units = [member for name, part in _containers(module, "", total) for member in _members(name, part)]
+    containers = list(_containers(module, "", total)) or _lone(module)
+    units = [member for name, part in containers for member in _members(name, part)]
     units = [(name, part) for name, part in units if _count(part)]
     closed: set[nn.Module] = set()
     while True:
@@ -107,6 +108,12 @@ def _containers(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[st
             yield name, child
         elif _count(child) >= _LEAST_SHARE * total:
             yield from _containers(child, name, total)
+
+
+def _lone(module: nn.Module) -> Units:
+    """The only outermost container with parameters, if there is one: what else could be meant?"""
+    found = [(name, part) for name, part in _inner("", module) if _count(part)]
+    return found if len(found) == 1 else []
 
 
 def _inner(name: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
