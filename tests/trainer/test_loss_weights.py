@@ -1,0 +1,128 @@
+"""Losses that are normalised by tokens: over microbatches, replicas and accumulated batches, as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hybrid import HybridStrategy
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LossWeights, weighted_sum
+from tests.pool import Pools
+from tests.training_jobs import Regression, make_trainer, together, weights
+
+BATCH = 4  # samples of a batch on each replica
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "m3": {"num_microbatches": 3},
+    "dp2": {"data_parallel_size": 2},
+    "pp2": {"pipeline_parallel_size": 2, "num_microbatches": 3},
+    "pp3": {"pipeline_parallel_size": 3, "num_microbatches": 2},
+    "dp2_pp2": {"data_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2},
+    "zero1": {"data_parallel_size": 2, "zero_stage": 1, "num_microbatches": 2},
+    "zero2": {"data_parallel_size": 2, "zero_stage": 2, "num_microbatches": 2},
+    "zero3": {"data_parallel_size": 2, "zero_stage": 3, "num_microbatches": 2},
+    "zero3_early": {"data_parallel_size": 2, "zero_stage": 3, "zero_frees": "microbatch", "num_microbatches": 2},
+    "zero3_pp2": {"data_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": 3, "num_microbatches": 2},
+}
+
+
+def size_of(layout: Mapping[str, Any]) -> tuple[int, int]:
+    """The number of processes, and of replicas."""
+    replicas = layout.get("data_parallel_size", 1)
+    return replicas * layout.get("pipeline_parallel_size", 1), replicas
+
+
+class Tokens(Regression):
+    """The loss is a mean over what counts, and what counts differs from batch to batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        counts = x[:, 0] > 0
+        # Of nothing the loss is 0, so that one process can be asked too.
+        return ((self(x) - y).squeeze(1) ** 2 * counts).sum() / counts.sum().clamp(min=1)
+
+    def microbatch_weight(self, microbatch: Any) -> Tensor:
+        return (microbatch[0][:, 0] > 0).sum()
+
+
+def tokens(*, nothing: range = range(0), samples: int = 44, batch_size: int = BATCH) -> DataLoader[Any]:
+    """44 samples: of 2 replicas with windows of 2 or 3 batches, the last window is short and its last batch too.
+
+    Args:
+        nothing: The samples that do not count.
+        samples: The number of samples.
+        batch_size: Of the loader.
+    """
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
+    y = torch.randn(samples, 1, generator=generator, dtype=torch.float64)
+    x[:, 0] -= torch.linspace(-1, 1, samples, dtype=torch.float64)  # fewer and fewer count
+    x[list(nothing), 0] = -1.0
+    return DataLoader(TensorDataset(x, y), batch_size)
+
+
+@dataclass
+class Seen(Callback):
+    """What hooks see of the optimizer steps."""
+
+    norms: list[Tensor] = field(default_factory=list)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if isinstance(trainer.strategy, HybridStrategy):
+            self.norms.append(trainer.strategy.grad_norm())
+        else:
+            norms = [p.grad.norm() for p in pl_module.parameters() if p.grad is not None]
+            self.norms.append(torch.stack(norms).norm())
+
+
+def accumulated(
+    layout: Mapping[str, Any] | None, batch_size: int, accumulate: int, nothing: range, arguments: Mapping[str, Any]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    module, seen = Tokens(), Seen()
+    trainer = make_trainer(
+        layout, callbacks=[seen], max_epochs=2, accumulate_grad_batches=accumulate, limit_val_batches=0, **arguments
+    )
+    trainer.fit(module, tokens(nothing=nothing, batch_size=batch_size))
+    if layout is not None and layout.get("zero_stage"):
+        trainer.strategy.gather_module()
+    return seen.norms, weights(module)
+
+
+def check_windows(
+    ranks: Pools, name: str, accumulate: int, nothing: range = range(0), **arguments: Any
+) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+    """Batches of a window have the gradients of one process with all their samples in one batch."""
+    layout = LAYOUTS[name]
+    size, replicas = size_of(layout)
+    norms, expected = accumulated(None, BATCH * replicas * accumulate, 1, nothing, arguments)
+    results = ranks(size, lightning=True).run(accumulated, layout, BATCH, accumulate, nothing, arguments)
+    for found, _ in results:
+        torch.testing.assert_close(found, norms, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(together([part for _, part in results]), expected, rtol=1e-10, atol=1e-12)
+    return results
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_window_of_batches_is_one_batch_of_one_process(ranks: Pools, name: str, accumulate: int) -> None:
+    check_windows(ranks, name, accumulate)
+
+
+@pytest.mark.parametrize("name", ["m3", "dp2_pp2", "zero3"])
+@pytest.mark.parametrize("nothing", [range(8), range(8, 16), range(16)], ids=["first", "second", "all"])
+def test_batches_of_a_window_may_weigh_nothing(ranks: Pools, name: str, nothing: range) -> None:
+    check_windows(ranks, name, 2, nothing)
+
+
+@pytest.mark.parametrize("name", ["m3", "dp2_pp2", "zero2"])
+def test_clipping_sees_the_final_gradients(ranks: Pools, name: str) -> None:
+    check_windows(ranks, name, 2, gradient_clip_val=0.05)
