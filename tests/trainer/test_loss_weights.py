@@ -55,7 +55,7 @@ class Tokens(Regression):
 
 
 def tokens(*, nothing: range = range(0), samples: int = 44, batch_size: int = BATCH) -> DataLoader[Any]:
-    """44 samples: of 2 replicas with windows of 2 or 3 batches, the last window is short and its last batch too.
+    """44 samples: 11 batches on one replica, and on each of two 5 batches and a half; windows of 4 are short at the end.
 
     Args:
         nothing: The samples that do not count.
@@ -111,7 +111,7 @@ def check_windows(
     return results
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_window_of_batches_is_one_batch_of_one_process(ranks: Pools, name: str, accumulate: int) -> None:
     check_windows(ranks, name, accumulate)
@@ -126,3 +126,76 @@ def test_batches_of_a_window_may_weigh_nothing(ranks: Pools, name: str, nothing:
 @pytest.mark.parametrize("name", ["m3", "dp2_pp2", "zero2"])
 def test_clipping_sees_the_final_gradients(ranks: Pools, name: str) -> None:
     check_windows(ranks, name, 2, gradient_clip_val=0.05)
+
+
+class Logs(Tokens):
+    """Logs the very loss that it returns, in every way.
+
+    Args:
+        given: Whether to say what batches weigh, as a user of one process has to.
+    """
+
+    def __init__(self, *, given: bool) -> None:
+        super().__init__()
+        self.given = given
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        size = {"batch_size": int(self.microbatch_weight(batch))} if self.given else {}
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, **size)
+        self.log("own", loss, on_step=True, on_epoch=True, **size)
+        self.log("number", loss.item(), on_epoch=True, sync_dist=True, **size)
+        self.log("single", loss.float(), on_step=True, on_epoch=True, sync_dist=True, **size)
+        self.log("half", loss.bfloat16(), on_epoch=True, **size)
+        self.log("whole", (loss > 0).int(), on_epoch=True, **size)
+        positive = (batch[0][:, 1] > 0).double()
+        self.log("samples", positive.mean(), on_step=True, on_epoch=True, batch_size=len(batch[0]), sync_dist=True)
+        for reduction in ("sum", "max"):
+            value = getattr(positive, reduction)()
+            self.log(reduction, value, on_step=True, on_epoch=True, reduce_fx=reduction, sync_dist=True)
+        if batch_idx % 2 == 0:
+            self.log("sometimes", loss, on_step=False, on_epoch=True, sync_dist=True, **size)
+        return {"loss": loss}
+
+
+@dataclass
+class Logged(Callback):
+    """What is known after each batch and each epoch."""
+
+    steps: list[dict[str, Tensor]] = field(default_factory=list)
+    epochs: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.steps.append({**trainer.callback_metrics, "returned": outputs["loss"]})
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.epochs.append(dict(trainer.callback_metrics))
+
+
+def logged(
+    layout: Mapping[str, Any] | None, batch_size: int, nothing: range
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    found = Logged()
+    trainer = make_trainer(layout, callbacks=[found], max_epochs=2, limit_val_batches=0, log_every_n_steps=1)
+    trainer.fit(Logs(given=layout is None), tokens(nothing=nothing, batch_size=batch_size))
+    return found.steps, found.epochs
+
+
+def without(entries: list[dict[str, Tensor]], *names: str) -> list[dict[str, Tensor]]:
+    return [{key: value for key, value in entry.items() if not key.startswith(names)} for entry in entries]
+
+
+@pytest.mark.parametrize("name", ["one", "m3", "dp2", "pp2", "dp2_pp2", "zero3_pp2"])
+def test_a_logged_loss_is_the_loss(ranks: Pools, name: str) -> None:
+    """What a module that says the weight of its losses logs, one process logs with this weight as `batch_size`."""
+    layout = LAYOUTS[name]
+    size, replicas = size_of(layout)
+    steps, epochs = logged(None, BATCH * replicas, range(8))
+    # Each replica has its own value where nothing says that it be reduced.
+    own = ("own", "returned", "half", "whole") if replicas > 1 else ()
+    rounded = ("number", "single", "half")
+    for found_steps, found_epochs in ranks(size, lightning=True).run(logged, layout, BATCH, range(8)):
+        for found, expected in ((found_steps, steps), (found_epochs, epochs)):
+            exact = (*own, *rounded)
+            torch.testing.assert_close(without(found, *exact), without(expected, *exact), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(without(found, *own), without(expected, *own), rtol=1e-2, atol=1e-6)
