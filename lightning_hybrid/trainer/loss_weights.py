@@ -117,7 +117,8 @@ class AccumulationWindow:
         Returns:
             What the gradients are multiplied by, shape ``()``, float64.
         """
-        assert self._first is not None and self._sum is not None, "no batch was added"
+        assert self._first is not None, "no batch was added"
+        assert self._sum is not None
         factor = (num_batches * self._first / self._sum).nan_to_num()
         self._first = self._sum = None
         return factor

@@ -218,7 +218,8 @@ class TrainingStep:
         weigh = find_hook(context.module, "microbatch_weight")  # may come during a run
         if weigh is None or self._loss_reduction == "sum" or not (context.is_last or accumulates):
             return None
-        return LossWeights.of(weigh, microbatches, context.mesh, context.device)
+        with context.guard():
+            return LossWeights.of(weigh, microbatches, context.mesh, context.device)
 
     def _shares_of_samples(self, counts: Sequence[int]) -> Sequence[float]:
         """What each microbatch counts by its samples: in the reported loss, and before backward."""

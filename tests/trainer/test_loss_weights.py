@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LossWeights, weighted_sum
+from lightning_hybrid.trainer.loss_weights import LossWeights
 from tests.pool import Pools
 from tests.training_jobs import Regression, make_trainer, together, weights
 
@@ -55,7 +55,7 @@ class Tokens(Regression):
 
 
 def tokens(*, nothing: range = range(0), samples: int = 44, batch_size: int = BATCH) -> DataLoader[Any]:
-    """44 samples: 11 batches on one replica, and on each of two 5 batches and a half; windows of 4 are short at the end.
+    """44 samples: 11 batches on one replica, 5 and a half on each of two; windows of 4 are short at the end.
 
     Args:
         nothing: The samples that do not count.
@@ -199,3 +199,34 @@ def test_a_logged_loss_is_the_loss(ranks: Pools, name: str) -> None:
             exact = (*own, *rounded)
             torch.testing.assert_close(without(found, *exact), without(expected, *exact), rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(without(found, *own), without(expected, *own), rtol=1e-2, atol=1e-6)
+
+
+class _Moves(TorchDispatchMode):
+    """Counts what is moved to the meta device, which stands for one that the host has to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.count += function._overloadpacket is torch.ops.aten._to_copy and kwargs.get("device") == torch.device(
+            "meta"
+        )
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("weigh", [float, torch.tensor, lambda value: torch.tensor([value])])
+def test_weights_on_the_host_move_to_the_device_in_one_go(weigh: Any) -> None:
+    mesh: Any = SimpleNamespace(data_parallel_size=1)
+    with _Moves() as moves:
+        weights = LossWeights.of(weigh, [1, 2, 3, 4], mesh, torch.device("meta"))
+    assert weights.each.shape == (4,)
+    assert weights.each.is_meta
+    assert moves.count == 1
+
+
+def test_weights_may_be_on_the_host_and_on_the_device() -> None:
+    mesh: Any = SimpleNamespace(data_parallel_size=1)
+    found = [torch.tensor(3, device="meta"), 0]
+    assert LossWeights.of(lambda each: found[each], [0, 1], mesh, torch.device("meta")).each.shape == (2,)
