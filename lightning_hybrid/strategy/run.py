@@ -296,6 +296,7 @@ class Run:
             self.grad_sync,
             schedule=config.schedule,
             num_microbatches=config.num_microbatches,
+            auto_microbatches=config.auto_microbatches,
             loss_reduction=config.loss_reduction,
         )
         self.evaluation_step = EvaluationStep(

@@ -10,7 +10,8 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
@@ -20,6 +21,7 @@ from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, signa
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import build, build_forward
 from lightning_hybrid.pipeline_parallel.stage import Compute
+from lightning_hybrid.trainer.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LossWeights, weighted, weighted_sum
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.results.logging import merge_logs
@@ -37,6 +39,7 @@ class TrainingStep:
         grad_sync: Sums and averages the gradients.
         schedule: The name of the schedule.
         num_microbatches: The requested number of microbatches.
+        auto_microbatches: Whether there may be fewer for the sake of batch norm.
         loss_reduction: ``"mean"`` or ``"sum"``: how the user's loss reduces over the samples of a batch.
     """
 
@@ -47,6 +50,7 @@ class TrainingStep:
         *,
         schedule: str,
         num_microbatches: int,
+        auto_microbatches: bool,
         loss_reduction: str,
     ) -> None:
         self._context = context
@@ -55,6 +59,15 @@ class TrainingStep:
         self._num_microbatches = num_microbatches
         self._loss_reduction = loss_reduction
         self._window = AccumulationWindow()
+        self._batch_norms = batch_norms(context.module) if num_microbatches > 1 else []
+        self._limits = auto_microbatches and bool(self._batch_norms)
+        # Replicas take part in the same collectives, so the one with the smallest batch decides.
+        self._agrees = num_microbatches > 1 and (
+            grad_sync.zero.reduces_each_backward
+            or (context.mesh.data_parallel_size > 1 and self._limits)
+            or any(isinstance(layer, nn.SyncBatchNorm) for layer in self._batch_norms)
+        )
+        self._warns = bool(self._batch_norms)
 
     def __call__(
         self,
@@ -84,7 +97,8 @@ class TrainingStep:
         microbatches, counts = self._split(arguments[0])
         weights = self._weights(microbatches, accumulates=accumulated > 1)
         windowed = weights is not None and accumulated > 1 and backward
-        shares = factors = self._shares_of_samples(counts)
+        shares: Sequence[float | Tensor] = self._shares_of_samples(counts)
+        factors = shares
         if weights is not None:
             shares, factors = weights.shares, weights.factors(self._window.add(weights.total) if windowed else None)
         outputs: list[Any] = []
@@ -198,13 +212,21 @@ class TrainingStep:
         """
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
-        user_split = find_hook(self._context.module, "split_batch")
-        microbatches, counts = split_into(batch, self._num_microbatches, user_split)
-        if not self._grad_sync.zero.reduces_each_backward or self._num_microbatches == 1:
-            return microbatches, counts
-        # Replicas take part in the same collectives, so the one with the smallest batch decides.
-        least = self._context.mesh.data_parallel_min(len(counts))
-        return (microbatches, counts) if least == len(counts) else split_into(batch, least, user_split)
+        context, user_split = self._context, find_hook(self._context.module, "split_batch")
+        number = self._num_microbatches
+        if self._limits:
+            number = limit_microbatches(number, find_batch_size(batch), self._batch_norms)
+        microbatches, counts = split_into(batch, number, user_split)
+        if self._agrees:
+            least = context.mesh.data_parallel_min(len(counts))
+            if least < len(counts):
+                microbatches, counts = split_into(batch, least, user_split)
+        if self._warns:
+            self._warns = False
+            text = batch_norm_text(self._batch_norms, counts, context.mesh.data_parallel_size)
+            if text is not None:
+                rank_zero_warn(text)
+        return microbatches, counts
 
     def _weights(self, microbatches: Sequence[Any], *, accumulates: bool) -> LossWeights | None:
         """What each microbatch counts, where the module says it.

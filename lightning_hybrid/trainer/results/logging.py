@@ -200,7 +200,7 @@ def _mean_by_weights(logs: list[Log], microbatches: list[int], weights: LossWeig
     values = [torch.as_tensor(log.value, dtype=None if tensors else torch.float64) for log in logs]
     # Plain numbers are merged in Python's precision, and then are what Lightning makes of numbers.
     dtype = tensors[0].dtype if tensors and tensors[0].is_floating_point() else torch.get_default_dtype()
-    each = weights.each[microbatches]
+    each = torch.stack([weights.each[microbatch] for microbatch in microbatches])
     floating = [value if value.is_floating_point() else value.to(dtype) for value in values]
     value, batch_size = weighted_sum(floating, (each / each.sum()).nan_to_num().unbind()), weights.sum
     if logs[0].arguments.get("sync_dist"):
