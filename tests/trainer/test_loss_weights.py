@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,6 +23,7 @@ from tests.pool import Pools
 from tests.training_jobs import Regression, make_trainer, together, weights
 
 BATCH = 4  # samples of a batch on each replica
+PLAN = {"embed": "colwise_gather_output", "body.*.0": "colwise_gather_output"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "m3": {"num_microbatches": 3},
@@ -31,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero2": {"data_parallel_size": 2, "zero_stage": 2, "num_microbatches": 2},
     "zero3": {"data_parallel_size": 2, "zero_stage": 3, "num_microbatches": 2},
     "zero3_early": {"data_parallel_size": 2, "zero_stage": 3, "zero_frees": "microbatch", "num_microbatches": 2},
+    "tp2": {"tensor_parallel_size": 2, "num_microbatches": 2, "tensor_parallel_plan": PLAN},
     "zero3_pp2": {"data_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": 3, "num_microbatches": 2},
 }
 
@@ -38,7 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def size_of(layout: Mapping[str, Any]) -> tuple[int, int]:
     """The number of processes, and of replicas."""
     replicas = layout.get("data_parallel_size", 1)
-    return replicas * layout.get("pipeline_parallel_size", 1), replicas
+    return replicas * layout.get("pipeline_parallel_size", 1) * layout.get("tensor_parallel_size", 1), replicas
 
 
 class Tokens(Regression):
@@ -92,7 +97,7 @@ def accumulated(
         layout, callbacks=[seen], max_epochs=2, accumulate_grad_batches=accumulate, limit_val_batches=0, **arguments
     )
     trainer.fit(module, tokens(nothing=nothing, batch_size=batch_size))
-    if layout is not None and layout.get("zero_stage"):
+    if layout is not None and ("zero_stage" in layout or "tensor_parallel_size" in layout):
         trainer.strategy.gather_module()
     return seen.norms, weights(module)
 
@@ -126,6 +131,53 @@ def test_batches_of_a_window_may_weigh_nothing(ranks: Pools, name: str, nothing:
 @pytest.mark.parametrize("name", ["m3", "dp2_pp2", "zero2"])
 def test_clipping_sees_the_final_gradients(ranks: Pools, name: str) -> None:
     check_windows(ranks, name, 2, gradient_clip_val=0.05)
+
+
+def scheduled(layout: Mapping[str, Any] | None, batch_sizes: Sequence[int], accumulate: Mapping[int, int]) -> Any:
+    """Windows that are longer in later epochs; in one process the loader has larger batches there."""
+    module, seen = Tokens(), Seen()
+    callbacks = [seen, GradientAccumulationScheduler(dict(accumulate))]
+    trainer = make_trainer(
+        layout, callbacks=callbacks, max_epochs=2, limit_val_batches=0, reload_dataloaders_every_n_epochs=1
+    )
+    module.train_dataloader = lambda: tokens(batch_size=batch_sizes[trainer.current_epoch])  # type: ignore[method-assign]
+    trainer.fit(module)
+    return seen.norms
+
+
+def test_windows_may_change_between_epochs(ranks: Pools) -> None:
+    expected = scheduled(None, [BATCH, 3 * BATCH], {0: 1})
+    (norms,) = ranks(1, lightning=True).run(scheduled, {}, [BATCH, BATCH], {0: 1, 1: 3})
+    torch.testing.assert_close(norms, expected, rtol=1e-10, atol=1e-12)
+
+
+def half(layout: Mapping[str, Any] | None, batch_size: int, accumulate: int, arguments: dict[str, Any]) -> list[Tensor]:
+    if arguments == {}:
+        scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        arguments = {"plugins": MixedPrecision("16-mixed", "cpu", scaler)}
+    module, seen = Tokens().float(), Seen()
+    trainer = make_trainer(
+        layout, callbacks=[seen], accumulate_grad_batches=accumulate, limit_val_batches=0, **arguments
+    )
+    loader = tokens(batch_size=batch_size)
+    loader.dataset.tensors = tuple(tensor.float() for tensor in loader.dataset.tensors)  # type: ignore[attr-defined]
+    trainer.fit(module, loader)
+    return [norm.double() for norm in seen.norms]
+
+
+@pytest.mark.parametrize(
+    ("precision", "layout"),
+    [
+        ({}, {}),
+        ({"precision": "bf16-true"}, {"float32_gradients": True}),
+    ],
+    ids=["16-mixed", "bf16-true"],
+)
+def test_windows_in_half_precision(ranks: Pools, precision: dict[str, Any], layout: dict[str, Any]) -> None:
+    layout = {**LAYOUTS["dp2_pp2"], **layout}
+    expected = half(None, 4 * BATCH, 1, {"precision": "32-true"})
+    for norms in ranks(4, lightning=True).run(half, layout, BATCH, 2, precision):
+        torch.testing.assert_close(norms, expected, rtol=3e-2, atol=1e-3)
 
 
 class Logs(Tokens):
