@@ -401,12 +401,14 @@ class HybridStrategy(ReplicaCollectives):
         run.grad_sync.broadcast_buffers()
         backward = not lightning_internals.skips_backward(trainer)
         scaler = getattr(self.precision_plugin, "scaler", None)
+        epoch_loop, accumulated = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
         return run.training_step(
             *args,
             **kwargs,
-            step=trainer.fit_loop.epoch_loop.total_batch_idx,
+            step=epoch_loop.total_batch_idx,
             precision=self.precision_plugin.train_step_context,
-            accumulated=trainer.accumulate_grad_batches,
+            accumulated=accumulated,
+            is_first=epoch_loop.batch_idx % accumulated == 0,
             scale=None if scaler is None else scaler.scale,
             backward=backward,
             reduce=backward and not self._sync_blocked,

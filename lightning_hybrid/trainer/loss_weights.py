@@ -86,11 +86,13 @@ class AccumulationWindow:
     with the weight w of a microbatch, n replicas, and the weight W of a batch over all replicas. So a loss is about as
     large as it would be if all batches weighed the same, which is the range that fp16 has its scale for, and gradients
     need one multiplication at the end. The first batch that weighs anything is the one that the others are measured by.
+
+    Args:
+        device: Where this rank computes.
     """
 
-    def __init__(self) -> None:
-        self._first: Tensor | None = None
-        self._sum: Tensor | None = None
+    def __init__(self, device: torch.device) -> None:
+        self._first = self._sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, total: Tensor) -> Tensor:
         """A batch is about to run.
@@ -101,15 +103,12 @@ class AccumulationWindow:
         Returns:
             The weight to divide by, before `accumulate_grad_batches`.
         """
-        if self._first is None or self._sum is None:
-            self._first = self._sum = total
-        else:
-            self._first = torch.where(self._first > 0, self._first, total)
-            self._sum = self._sum + total
+        self._first = torch.where(self._first > 0, self._first, total)
+        self._sum = self._sum + total
         return self._first
 
     def close(self, num_batches: int) -> Tensor:
-        """The window ends; another may begin.
+        """The window ends.
 
         Args:
             num_batches: `accumulate_grad_batches`, by which every loss was divided, however many batches there were.
@@ -117,11 +116,7 @@ class AccumulationWindow:
         Returns:
             What the gradients are multiplied by, shape ``()``, float64.
         """
-        assert self._first is not None, "no batch was added"
-        assert self._sum is not None
-        factor = (num_batches * self._first / self._sum).nan_to_num()
-        self._first = self._sum = None
-        return factor
+        return (num_batches * self._first / self._sum).nan_to_num()
 
 
 def weighted_sum(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:

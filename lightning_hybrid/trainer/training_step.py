@@ -58,7 +58,7 @@ class TrainingStep:
         self._schedule = schedule
         self._num_microbatches = num_microbatches
         self._loss_reduction = loss_reduction
-        self._window = AccumulationWindow()
+        self._window = AccumulationWindow(context.device)
         self._batch_norms = batch_norms(context.module) if num_microbatches > 1 else []
         self._limits = auto_microbatches and bool(self._batch_norms)
         # Replicas take part in the same collectives, so the one with the smallest batch decides.
@@ -75,6 +75,7 @@ class TrainingStep:
         step: int,
         precision: Callable[[], AbstractContextManager[None]],
         accumulated: int,
+        is_first: bool,
         scale: Callable[[Tensor], Tensor] | None,
         backward: bool,
         reduce: bool,
@@ -86,6 +87,7 @@ class TrainingStep:
             step: The number of this batch since training began; random numbers depend on it.
             precision: The precision plugin's context.
             accumulated: The number of batches whose gradients are accumulated, by which the loss is divided.
+            is_first: Whether it is the first one of these.
             scale: Scales the loss for fp16.
             backward: Whether gradients are wanted.
             reduce: Whether the gradients shall be summed over holders and averaged over replicas.
@@ -99,6 +101,8 @@ class TrainingStep:
         windowed = weights is not None and accumulated > 1 and backward
         shares: Sequence[float | Tensor] = self._shares_of_samples(counts)
         factors = shares
+        if windowed and is_first:  # whatever came before: an epoch may have been broken off
+            self._window = AccumulationWindow(context.device)
         if weights is not None:
             shares, factors = weights.shares, weights.factors(self._window.add(weights.total) if windowed else None)
         outputs: list[Any] = []

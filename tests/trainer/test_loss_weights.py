@@ -151,6 +151,33 @@ def test_windows_may_change_between_epochs(ranks: Pools) -> None:
     torch.testing.assert_close(norms, expected, rtol=1e-10, atol=1e-12)
 
 
+class BrokenOff(Tokens):
+    """Leaves each epoch at a batch."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__()
+        self.stop = stop
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == self.stop else None
+
+
+def broken_off(layout: Mapping[str, Any] | None, batch_size: int, accumulate: int, stop: int) -> list[Tensor]:
+    seen = Seen()
+    trainer = make_trainer(
+        layout, callbacks=[seen], max_epochs=3, accumulate_grad_batches=accumulate, limit_val_batches=0
+    )
+    trainer.fit(BrokenOff(stop), tokens(batch_size=batch_size))
+    return seen.norms
+
+
+def test_a_window_that_is_left_open_does_not_count_in_the_next(ranks: Pools) -> None:
+    expected = broken_off(None, 2 * BATCH, 1, stop=1)
+    (norms,) = ranks(1, lightning=True).run(broken_off, LAYOUTS["m3"], BATCH, 2, 3)
+    assert len(expected) == 3
+    torch.testing.assert_close(norms, expected, rtol=1e-10, atol=1e-12)
+
+
 def half(layout: Mapping[str, Any] | None, batch_size: int, accumulate: int, arguments: dict[str, Any]) -> list[Tensor]:
     if arguments == {}:
         scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
