@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from lightning_hybrid.strategy.strategy import HybridStrategy
-from lightning_hybrid.trainer.module_hooks import ModuleHooks
+from lightning_hybrid.trainer.module_hooks import ModuleHooks, count_tokens
 from lightning_hybrid.version import __version__
 
-__all__ = ["HybridStrategy", "ModuleHooks", "__version__"]
+__all__ = ["HybridStrategy", "ModuleHooks", "__version__", "count_tokens"]
 
 
 def __dir__() -> list[str]:

@@ -27,6 +27,7 @@ class HybridConfig:
 
     schedule: str = field(metadata=_STR)
     num_microbatches: int
+    auto_microbatches: bool  # whether there may be fewer of them for the sake of batch norm
     num_chunks: int
     partition: str | list[int] = field(metadata={"kinds": (str, list, tuple)})
     body: str | list[str] | None = field(metadata={"kinds": (str, list, tuple, type(None))})

@@ -28,10 +28,12 @@ from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter, peak_
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.pipeline_parallel.body import Body
+from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
+from lightning_hybrid.trainer.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.trainer.lightning_internals import set_device_mesh
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.results.logging import LogRecorder
@@ -204,7 +206,10 @@ class _DryRunStrategy(SingleDeviceStrategy):
         """
         module, config = self._module, self._config
         data, _, pipeline = self._sizes
-        microbatches, _ = split_into(batch, config.num_microbatches, find_hook(module, "split_batch"))
+        number = config.num_microbatches
+        if config.auto_microbatches:
+            number = limit_microbatches(number, find_batch_size(batch), batch_norms(module))
+        microbatches, _ = split_into(batch, number, find_hook(module, "split_batch"))
         activations = self._activations(microbatches[0], args)
         schedule = layout.find_schedule(config, pipeline, len(microbatches))
         for rank in range(pipeline):

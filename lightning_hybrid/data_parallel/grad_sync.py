@@ -16,7 +16,7 @@ from lightning_hybrid.data_parallel.grad_buckets import GradientBuckets
 from lightning_hybrid.data_parallel.sync_batch_norm import synchronize_batch_norm
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
-from lightning_hybrid.distributed.dtensor import is_tensor_parallel, redistribute_grad, to_local
+from lightning_hybrid.distributed.dtensor import is_tensor_parallel, local_gradient, redistribute_grad, to_local
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap, TensorStages, locate
@@ -209,8 +209,12 @@ class GradientSync:
             if id(buckets) in self._each_backward:
                 buckets.finish()
 
-    def finish(self) -> None:
-        """All gradients of this rank are there: start what is left, and wait for everything."""
+    def finish(self, *, scale: Tensor | None = None) -> None:
+        """All gradients of this rank are there: start what is left, and wait for everything.
+
+        Args:
+            scale: What the gradients are multiplied by, shape ``()``; the same on every rank.
+        """
         for buckets in self._after_backward:
             buckets.launch_rest()
         for buckets in (*itertools.chain(*self._by_stage.values()), *self._after_backward):
@@ -222,6 +226,11 @@ class GradientSync:
         for location in self._parameters:
             if isinstance(location.tensor.grad, DTensor):
                 redistribute_grad(location.tensor)
+        if scale is not None:
+            for location in self._parameters:
+                gradient = local_gradient(location.tensor)
+                if gradient is not None:
+                    gradient.mul_(scale)
         for float32 in self._float32:
             float32.end()
 

@@ -107,14 +107,16 @@ def check_module(module: LightningModule, *, cut: bool) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
-            f"{name} uses manual optimization, which calls backward inside `training_step`; with microbatches the"
-            " strategy runs forward and backward itself. Remove `self.automatic_optimization = False`, or use"
-            " pipeline_parallel_size=1 and num_microbatches=1."
+            f"{name} uses manual optimization, which calls backward inside `training_step`; with microbatches, or"
+            " where a module has `microbatch_weight`, the strategy runs forward and backward itself. Remove"
+            " `self.automatic_optimization = False`, or use pipeline_parallel_size=1 and num_microbatches=1 without"
+            " that hook."
         )
     if is_overridden("backward", module):
         raise ValueError(
-            f"{name} overrides `backward`, which would never be called: with microbatches the strategy runs backward"
-            " itself. Remove the method, or use pipeline_parallel_size=1 and num_microbatches=1."
+            f"{name} overrides `backward`, which would never be called: with microbatches, or where a module has"
+            " `microbatch_weight`, the strategy runs backward itself. Remove the method, or use"
+            " pipeline_parallel_size=1 and num_microbatches=1 without that hook."
         )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(module, step)  # `None` is how some switch a step off

@@ -31,15 +31,15 @@ _LARGEST_REST = 0.2
 
 
 def is_cut(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module) -> bool:
-    """Whether steps run in stages, in microbatches or on shared layers, or losses are weighted over replicas.
+    """Whether steps run in stages, in microbatches or on shared layers, or the module says what its losses weigh.
 
     Args:
         config: The arguments of the strategy.
         sizes: (data, tensor, pipeline) parallel size.
         module: The user's module.
     """
-    data, tensor, pipeline = sizes
-    weighs = data > 1 and find_hook(module, "microbatch_weight") is not None
+    _, tensor, pipeline = sizes
+    weighs = find_hook(module, "microbatch_weight") is not None
     return tensor > 1 or pipeline > 1 or config.num_microbatches > 1 or weighs
 
 

@@ -297,6 +297,7 @@ class Run:
             self.grad_sync,
             schedule=config.schedule,
             num_microbatches=config.num_microbatches,
+            auto_microbatches=config.auto_microbatches,
             loss_reduction=config.loss_reduction,
             place_parameters=self._place_parameters,
         )

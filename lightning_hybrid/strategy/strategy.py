@@ -40,6 +40,7 @@ from lightning_hybrid.strategy.run import AttachedModule, Run, World
 from lightning_hybrid.strategy.summary import batch_text
 from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import pinned
+from lightning_hybrid.trainer.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.trainer.optimization import PipelineClosure
 from lightning_hybrid.trainer.precision import adapt, check_optimizer
 
@@ -60,7 +61,8 @@ class HybridStrategy(ReplicaCollectives):
         tensor_parallel_size: The number of ranks that share each layer.
         pipeline_parallel_size: The number of ranks that share the layers.
         num_microbatches: The number of microbatches of a batch. ``"auto"`` is ``4 * pipeline_parallel_size``, and 1
-            without a pipeline.
+            without a pipeline; where there is batch norm it is fewer for small batches, so that each microbatch has two
+            samples.
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved_1f1b"``.
         num_chunks: Stages per rank; more than one with ``"interleaved_1f1b"`` or ``"gpipe"``.
         partition: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the lightest possible heaviest
@@ -137,6 +139,7 @@ class HybridStrategy(ReplicaCollectives):
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         checks.check_arguments(**arguments)
         usual = 4 * pipeline_parallel_size if pipeline_parallel_size > 1 else 1
+        arguments["auto_microbatches"] = num_microbatches == "auto"
         arguments["num_microbatches"] = usual if num_microbatches == "auto" else num_microbatches
         arguments["offload"] = (offload,) if isinstance(offload, str) else tuple(offload or ())
         self.settings = HybridConfig(**{field.name: arguments[field.name] for field in fields(HybridConfig)})
@@ -323,8 +326,10 @@ class HybridStrategy(ReplicaCollectives):
     def on_train_start(self) -> None:
         """Say what a step takes, and go on where a checkpoint was."""
         trainer = self._module.trainer
-        num_microbatches = self.settings.num_microbatches if self.attached.is_cut else None
         size = getattr(trainer.train_dataloader, "batch_size", None)
+        num_microbatches = self.settings.num_microbatches if self.attached.is_cut else None
+        if num_microbatches is not None and self.settings.auto_microbatches:
+            num_microbatches = limit_microbatches(num_microbatches, size, batch_norms(self._module))
         replicas, accumulated = self.mesh.data_parallel_size, trainer.accumulate_grad_batches
         rank_zero_info(batch_text(size, replicas, accumulated, num_microbatches=num_microbatches))
         if self.settings.offload and not self.run.offload.has_effect:
@@ -396,12 +401,14 @@ class HybridStrategy(ReplicaCollectives):
         run.grad_sync.broadcast_buffers()
         backward = not lightning_internals.skips_backward(trainer)
         scaler = getattr(self.precision_plugin, "scaler", None)
+        epoch_loop, accumulated = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
         return run.training_step(
             *args,
             **kwargs,
-            step=trainer.fit_loop.epoch_loop.total_batch_idx,
+            step=epoch_loop.total_batch_idx,
             precision=self.precision_plugin.train_step_context,
-            accumulated=trainer.accumulate_grad_batches,
+            accumulated=accumulated,
+            is_first=epoch_loop.batch_idx % accumulated == 0,
             scale=None if scaler is None else scaler.scale,
             backward=backward,
             reduce=backward and not self._sync_blocked,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+
+from lightning_hybrid.distributed.failure import WrongUseError
 
 
 class ModuleHooks(Protocol):
@@ -24,12 +27,15 @@ class ModuleHooks(Protocol):
     def microbatch_weight(self, microbatch: Any) -> float | Tensor:
         """The normaliser of the loss of a microbatch, such as its number of unmasked tokens; by default its samples.
 
+        :func:`count_tokens` makes this method.
+
         Args:
             microbatch: What `training_step` gets as its batch.
 
         Returns:
             What the microbatch counts in the loss of the batch: at least 0, as a number or a tensor with one element.
-            Weights are summed over the replicas too, so that the loss is that of one process on the joined batch.
+            Weights are summed over the replicas too, and over the batches of ``accumulate_grad_batches``, so that the
+            gradients are those of one process on the joined batch. Means that `training_step` logs count likewise.
         """
 
     def split_batch(self, batch: Any, num_microbatches: int) -> Sequence[Any]:
@@ -71,3 +77,64 @@ def find_hook(module: nn.Module, name: str) -> Any:
     """The hook of this name; ``None`` if the module does not define it."""
     assert name in vars(ModuleHooks) or name in ModuleHooks.__annotations__, name
     return getattr(module, name, None)
+
+
+def count_tokens(
+    key: str | int | None = None, *, ignore_index: int = -100, shift: bool = False
+) -> Callable[[Any], Tensor]:
+    """Make a `microbatch_weight` that counts the tokens in a loss: the labels that cross-entropy does not ignore.
+
+    Args:
+        key: Where the labels are in a batch: a key of a mapping, an attribute, or the index in a tuple; ``None`` if the
+            batch is the tensor of labels.
+        ignore_index: The label that does not count; as for `torch.nn.CrossEntropyLoss`.
+        shift: Whether the model predicts the next token, and shifts the labels itself, as causal language models of
+            transformers do: then the first label of each sequence does not count.
+
+    Returns:
+        A function of a microbatch that returns a number of tokens, shape ``()``, int64.
+
+    Raises:
+        TypeError: If `key` is none of these.
+
+    Example::
+
+        class GPT(LightningModule):
+            microbatch_weight = lightning_hybrid.count_tokens("labels", shift=True)
+    """
+    if isinstance(key, bool) or not isinstance(key, (str, int, type(None))):
+        raise TypeError(
+            "count_tokens(key) takes the key of a mapping, the name of an attribute, the index in a tuple, or None, got"
+            f" {key!r} ({type(key).__name__})."
+        )
+    return _TokenCount(key, ignore_index, shift)
+
+
+@dataclass(frozen=True)
+class _TokenCount:
+    """What `count_tokens` returns: no function, which would become a method of the class that it is assigned in."""
+
+    key: str | int | None
+    ignore_index: int
+    shift: bool
+
+    def __call__(self, microbatch: Any) -> Tensor:
+        labels = self._find_labels(microbatch)
+        if not isinstance(labels, Tensor) or labels.ndim == 0:
+            kind = "a tensor without dimensions" if isinstance(labels, Tensor) else type(labels).__name__
+            raise WrongUseError(f"count_tokens({self.key!r}) must find a tensor of labels in the batch, found {kind}.")
+        return ((labels[..., 1:] if self.shift else labels) != self.ignore_index).sum()
+
+    def _find_labels(self, microbatch: Any) -> Any:
+        if self.key is None:
+            return microbatch
+        try:
+            if isinstance(self.key, str) and not isinstance(microbatch, Mapping):
+                return getattr(microbatch, self.key)
+            return microbatch[self.key]
+        except (AttributeError, LookupError, TypeError) as error:
+            keys = f" with the keys {list(microbatch)}" if isinstance(microbatch, Mapping) else ""
+            raise WrongUseError(
+                f"count_tokens({self.key!r}) found nothing of this name in the batch, which is a"
+                f" {type(microbatch).__name__}{keys}. Give the key, the attribute or the index of the labels."
+            ) from error

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
@@ -21,6 +21,8 @@ from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, signa
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import build, build_forward
 from lightning_hybrid.pipeline_parallel.stage import Compute
+from lightning_hybrid.trainer.batch_norm import batch_norm_text, batch_norms, limit_microbatches
+from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LossWeights, weighted, weighted_sum
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
@@ -37,6 +39,7 @@ class TrainingStep:
         grad_sync: Sums and averages the gradients.
         schedule: The name of the schedule.
         num_microbatches: The requested number of microbatches.
+        auto_microbatches: Whether there may be fewer for the sake of batch norm.
         loss_reduction: ``"mean"`` or ``"sum"``: how the user's loss reduces over the samples of a batch.
         place_parameters: Called before the first batch runs, if the code around the layers runs on every stage: with
             the stages that use each parameter outside of the layers, by its name.
@@ -49,6 +52,7 @@ class TrainingStep:
         *,
         schedule: str,
         num_microbatches: int,
+        auto_microbatches: bool,
         loss_reduction: str,
         place_parameters: Callable[[Mapping[str, Collection[int]]], None],
     ) -> None:
@@ -59,8 +63,16 @@ class TrainingStep:
         self._schedule = schedule
         self._num_microbatches = num_microbatches
         self._loss_reduction = loss_reduction
-        self._user_split = find_hook(context.module, "split_batch")
-        self._user_weight = find_hook(context.module, "microbatch_weight")
+        self._window = AccumulationWindow(context.device)
+        self._batch_norms = batch_norms(context.module) if num_microbatches > 1 else []
+        self._limits = auto_microbatches and bool(self._batch_norms)
+        # Replicas take part in the same collectives, so the one with the smallest batch decides.
+        self._agrees = num_microbatches > 1 and (
+            grad_sync.zero.reduces_each_backward
+            or (context.mesh.data_parallel_size > 1 and self._limits)
+            or any(isinstance(layer, nn.SyncBatchNorm) for layer in self._batch_norms)
+        )
+        self._warns = bool(self._batch_norms)
 
     def __call__(
         self,
@@ -68,6 +80,7 @@ class TrainingStep:
         step: int,
         precision: Callable[[], AbstractContextManager[None]],
         accumulated: int,
+        is_first: bool,
         scale: Callable[[Tensor], Tensor] | None,
         backward: bool,
         reduce: bool,
@@ -79,6 +92,7 @@ class TrainingStep:
             step: The number of this batch since training began; random numbers depend on it.
             precision: The precision plugin's context.
             accumulated: The number of batches whose gradients are accumulated, by which the loss is divided.
+            is_first: Whether it is the first one of these.
             scale: Scales the loss for fp16.
             backward: Whether gradients are wanted.
             reduce: Whether the gradients shall be summed over holders and averaged over replicas.
@@ -88,12 +102,19 @@ class TrainingStep:
         """
         context, grad_sync = self._context, self._grad_sync
         microbatches, counts = self._split(arguments[0])
-        weights, factors = self._weights(microbatches, counts)
+        weights = self._weights(microbatches, accumulates=accumulated > 1)
+        windowed = weights is not None and accumulated > 1 and backward
+        shares: Sequence[float | Tensor] = self._shares_of_samples(counts)
+        factors = shares
+        if windowed and is_first:  # whatever came before: an epoch may have been broken off
+            self._window = AccumulationWindow(context.device)
+        if weights is not None:
+            shares, factors = weights.shares, weights.factors(self._window.add(weights.total) if windowed else None)
         outputs: list[Any] = []
 
         def loss_of(microbatch: int, value: Any) -> Tensor:
             outputs.append(value)
-            loss = _weighted(_loss_of(value), factors[microbatch])
+            loss = weighted(_loss_of(value), factors[microbatch])
             loss = loss if accumulated == 1 else loss / accumulated
             return loss if scale is None else scale(loss)
 
@@ -128,9 +149,9 @@ class TrainingStep:
             )
             if reduce:
                 with context.range("reduce"):
-                    grad_sync.finish()
+                    grad_sync.finish(scale=self._window.close(accumulated) if windowed else None)
         return context.share(
-            lambda: (_merge(outputs, counts, weights), merge_logs(records, counts, self._num_microbatches))
+            lambda: (_merge(outputs, counts, shares), merge_logs(records, counts, self._num_microbatches, weights))
         )
 
     def _make_compute(
@@ -224,35 +245,40 @@ class TrainingStep:
         """
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
-        microbatches, counts = split_into(batch, self._num_microbatches, self._user_split)
-        if not self._grad_sync.zero.reduces_each_backward or self._num_microbatches == 1:
-            return microbatches, counts
-        # Replicas take part in the same collectives, so the one with the smallest batch decides.
-        least = self._context.mesh.data_parallel_min(len(counts))
-        return (microbatches, counts) if least == len(counts) else split_into(batch, least, self._user_split)
+        context, user_split = self._context, find_hook(self._context.module, "split_batch")
+        number = self._num_microbatches
+        if self._limits:
+            number = limit_microbatches(number, find_batch_size(batch), self._batch_norms)
+        microbatches, counts = split_into(batch, number, user_split)
+        if self._agrees:
+            least = context.mesh.data_parallel_min(len(counts))
+            if least < len(counts):
+                microbatches, counts = split_into(batch, least, user_split)
+        if self._warns:
+            self._warns = False
+            text = batch_norm_text(self._batch_norms, counts, context.mesh.data_parallel_size)
+            if text is not None:
+                rank_zero_warn(text)
+        return microbatches, counts
 
-    def _weights(self, microbatches: list[Any], counts: list[int]) -> tuple[list[float | Tensor], list[float | Tensor]]:
-        """What each microbatch counts.
+    def _weights(self, microbatches: Sequence[Any], *, accumulates: bool) -> LossWeights | None:
+        """What each microbatch counts, where the module says it.
 
-        Returns:
-            Its share of the reported loss, and the factor of its loss before backward. They differ where the user
-            names the normaliser: then gradients, which are averaged over replicas, follow the sum over all replicas.
+        Args:
+            microbatches: The microbatches.
+            accumulates: Whether gradients are accumulated over batches. Then all ranks need to know, and not only those
+                that have a loss.
         """
-        if self._loss_reduction == "sum":
-            return [1.0] * len(counts), [1.0] * len(counts)
-        weigh = self._user_weight
-        if weigh is None:
-            shares: list[float | Tensor] = [count / sum(counts) for count in counts]
-            return shares, shares
-        mesh = self._context.mesh
-        if not (self._context.is_first or self._context.is_last):
-            return [0.0] * len(counts), [0.0] * len(counts)  # never used: no loss here
-        device = self._context.module.device
-        each = torch.stack([torch.as_tensor(weigh(m), dtype=torch.float64, device=device) for m in microbatches])
-        own = each.sum()
-        total = own.clone()
-        dist.all_reduce(total, group=mesh.data_group)
-        return list((each / own).nan_to_num()), list((each * (mesh.data_parallel_size / total)).nan_to_num())
+        context = self._context
+        weigh = find_hook(context.module, "microbatch_weight")  # may come during a run
+        if weigh is None or self._loss_reduction == "sum" or not (context.is_last or accumulates):
+            return None
+        with context.guard():
+            return LossWeights.of(weigh, microbatches, context.mesh, context.device)
+
+    def _shares_of_samples(self, counts: Sequence[int]) -> Sequence[float]:
+        """What each microbatch counts by its samples: in the reported loss, and before backward."""
+        return [1.0 if self._loss_reduction == "sum" else count / sum(counts) for count in counts]
 
 
 class UncutTrainingStep:
@@ -340,10 +366,9 @@ def split_into(
     return microbatches, sizes(max(total[0], len(microbatches)), len(microbatches))
 
 
-def _merge(outputs: Sequence[Any], counts: Sequence[int], weights: Sequence[float | Tensor]) -> Any:
+def _merge(outputs: Sequence[Any], counts: Sequence[int], shares: Sequence[float | Tensor]) -> Any:
     """What the step returned, as if it had run once: the loss, or a dictionary with it."""
-    losses = [_share(_loss_of(output).detach(), weight) for output, weight in zip(outputs, weights, strict=True)]
-    loss = sum(losses[1:], losses[0])
+    loss = weighted_sum([_loss_of(output).detach() for output in outputs], shares)
     return loss if isinstance(outputs[0], Tensor) else merge_outputs(outputs, counts, loss)
 
 
@@ -370,16 +395,3 @@ def _loss_of(output: Any) -> Tensor:
     if loss.is_meta:
         raise WrongUseError(without_value_text("the loss of `training_step`"))
     return loss
-
-
-def _weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
-    """The loss times a weight, in the loss's precision."""
-    if isinstance(weight, Tensor):
-        return loss * weight.to(loss.dtype)
-    return loss if weight == 1.0 else loss * weight
-
-
-def _share(loss: Tensor, weight: float | Tensor) -> Tensor:
-    """What a microbatch adds to the loss: nothing if it counts nothing, also where its own mean is 0 / 0."""
-    share = _weighted(loss, weight)
-    return torch.where(weight > 0, share, torch.zeros_like(loss)) if isinstance(weight, Tensor) else share

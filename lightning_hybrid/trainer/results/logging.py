@@ -20,6 +20,7 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.trainer.lightning_internals import attached_trainer, intercept_results, set_forward_value
+from lightning_hybrid.trainer.loss_weights import LossWeights, weighted, weighted_sum
 
 # What can follow name and value in a call of `self.log`.
 _POSITIONAL = tuple(inspect.signature(LightningModule.log).parameters)[3:]
@@ -142,42 +143,71 @@ def log_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]
 
 
 def merge_logs(
-    records: Sequence[Sequence[Log]], counts: Sequence[int], num_microbatches: int | None = None
+    records: Sequence[Sequence[Log]],
+    counts: Sequence[int],
+    num_microbatches: int | None = None,
+    weights: LossWeights | None = None,
 ) -> list[Log]:
     """Merge what the microbatches of one batch logged.
 
-    A mean is weighted by the number of samples, or by a ``batch_size`` that microbatches have of their own; a sum is
-    added, the least or greatest value is taken; so each is what one process would have logged if the value is a mean,
-    sum, minimum or maximum over samples.
+    A mean is weighted by the number of samples, or by a ``batch_size`` that microbatches have of their own, or by what
+    the module says that their losses weigh; a sum is added, the least or greatest value is taken; so each is what one
+    process would have logged if the value is a mean, sum, minimum or maximum over samples (or over what is weighed).
 
     Args:
         records: The logs of each microbatch.
         counts: The number of samples of each microbatch.
         num_microbatches: How many a full batch has; ``None`` for as many as this one.
+        weights: What the module's `microbatch_weight` says of the batch, if it has one.
 
     Returns:
         One log for each key, in the order of the first calls. Two calls with one key in a step stay two.
     """
     merged: dict[tuple[str, int], list[tuple[Log, int]]] = {}
-    for logs, count in zip(records, counts, strict=True):
+    for microbatch, (logs, _) in enumerate(zip(records, counts, strict=True)):
         calls: Counter[str] = Counter()
         for log in logs:
-            merged.setdefault((log.name, calls[log.name]), []).append((log, count))
+            merged.setdefault((log.name, calls[log.name]), []).append((log, microbatch))
             calls[log.name] += 1
-    return [_merge(entries, num_microbatches or len(counts)) for entries in merged.values()]
+    return [_merge(entries, counts, num_microbatches or len(counts), weights) for entries in merged.values()]
 
 
-def _merge(entries: list[tuple[Log, int]], num_microbatches: int) -> Log:
-    logs, counts = [log for log, _ in entries], [count for _, count in entries]
-    first = logs[0]
-    weights, batch_size = _weigh([log.arguments.get("batch_size") for log in logs], counts, num_microbatches)
+def _merge(
+    entries: list[tuple[Log, int]], counts: Sequence[int], num_microbatches: int, weights: LossWeights | None
+) -> Log:
+    logs, microbatches = [log for log, _ in entries], [microbatch for _, microbatch in entries]
+    first, sizes = logs[0], [log.arguments.get("batch_size") for log in logs]
+    value = None if first.of_batch is None else first.of_batch()
+    is_plain = value is None and first.metric is None
+    if is_plain and weights is not None and _reduction(first) == "mean" and all(size is None for size in sizes):
+        return _mean_by_weights(logs, microbatches, weights)
+    of_samples, batch_size = _weigh(sizes, [counts[microbatch] for microbatch in microbatches], num_microbatches)
     arguments = {**first.arguments, "batch_size": batch_size}
     if batch_size is None:
         del arguments["batch_size"]
-    value = None if first.of_batch is None else first.of_batch()
-    if value is None and first.metric is None:
-        value = _reduce([log.value for log in logs], weights, arguments)
+    if is_plain:
+        value = _reduce([log.value for log in logs], of_samples, _reduction(first))
     return Log(first.name, value, first.metric, arguments)
+
+
+def _mean_by_weights(logs: list[Log], microbatches: list[int], weights: LossWeights) -> Log:
+    """The mean by what losses weigh, as the loss itself: with ``sync_dist``, over all replicas.
+
+    Lightning takes the plain mean over replicas of what is logged with ``sync_dist``, and weighs batches of an epoch by
+    their ``batch_size``, which here is the same on all replicas. So the value of a replica is multiplied by its share.
+    """
+    tensors = [log.value for log in logs if isinstance(log.value, Tensor)]
+    values = [torch.as_tensor(log.value, dtype=None if tensors else torch.float64) for log in logs]
+    # Plain numbers are merged in Python's precision, and then are what Lightning makes of numbers.
+    dtype = tensors[0].dtype if tensors and tensors[0].is_floating_point() else torch.get_default_dtype()
+    each = torch.stack([weights.each[microbatch] for microbatch in microbatches])
+    floating = [value if value.is_floating_point() else value.to(dtype) for value in values]
+    value, batch_size = weighted_sum(floating, (each / each.sum()).nan_to_num().unbind()), weights.sum
+    if logs[0].arguments.get("sync_dist"):
+        value, batch_size = weighted(value, weights.replica_factor), weights.total
+    # A number of tokens may be more than half precision can hold; Lightning adds up in float32 at least.
+    batch_size = batch_size.to(torch.promote_types(dtype, torch.get_default_dtype()))
+    return Log(logs[0].name, value.to(dtype), None, {**logs[0].arguments, "batch_size": batch_size})
 
 
 def _weigh(sizes: list[Any], counts: list[int], num_microbatches: int) -> tuple[list[float], float | None]:
@@ -214,11 +244,16 @@ def _number(size: Any) -> float:
     return number
 
 
-def _reduce(values: list[Any], weights: list[float], arguments: dict[str, Any]) -> Any:
+def _reduction(log: Log) -> str:
+    """``"sum"``, ``"min"``, ``"max"``, or ``"mean"`` for everything else."""
+    fx = log.arguments.get("reduce_fx", "mean")
+    name = fx.lower() if isinstance(fx, str) else getattr(fx, "__name__", "mean")
+    return name if name in ("sum", "min", "max") else "mean"
+
+
+def _reduce(values: list[Any], weights: list[float], name: str) -> Any:
     if len(values) == 1:
         return values[0]
-    fx = arguments.get("reduce_fx", "mean")
-    name = fx.lower() if isinstance(fx, str) else getattr(fx, "__name__", "mean")
     # Plain numbers are merged in Python's precision and stay plain numbers until they are logged.
     tensors = [torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64) for value in values]
     if name == "sum":
