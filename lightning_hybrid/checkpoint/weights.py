@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import copy
-import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_hybrid.checkpoint.hugging_face import HuggingFaceFolder
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
-from lightning_hybrid.checkpoint.state_dict_match import load_module_state
+from lightning_hybrid.checkpoint.state_dict_match import check_match, load_module_state, shape_of
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
+from lightning_hybrid.checkpoint.tensor_files import SAFETENSORS, open_tensors, read_torch
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.module_names import fold_numbered
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 #: What a user may give: a path, or the state dict of an undivided module.
 Source = str | Path | Mapping[str, Any]
-
-_SUFFIX = ".safetensors"
 
 
 class Weights:
@@ -34,7 +32,8 @@ class Weights:
 
     Args:
         source: A state dict; a file of `torch.save` with one, alone or in a checkpoint of Lightning; a ``.safetensors``
-            file; or a directory that `save_distributed_checkpoint=True` or another strategy of Lightning has written.
+            file; a folder of Hugging Face; or a directory that `save_distributed_checkpoint=True` or another strategy
+            of Lightning has written.
 
     Raises:
         FileNotFoundError: If there is nothing.
@@ -42,15 +41,23 @@ class Weights:
     """
 
     def __init__(self, source: Source) -> None:
-        self._directory = (
-            None if isinstance(source, Mapping) or not DistributedCheckpoint.is_at(Path(source)) else Path(source)
-        )
+        path = None if isinstance(source, Mapping) else Path(source)
+        self._folder = HuggingFaceFolder(path) if path is not None and HuggingFaceFolder.is_at(path) else None
+        is_directory = path is not None and self._folder is None and DistributedCheckpoint.is_at(path)
+        self._directory = path if is_directory else None
         if self._directory is not None:
-            _check_folder(self._directory)
-        self._state = {} if self._directory else _read(source)
+            _check_directory(self._directory)
+        self._state = {} if self._folder or self._directory else _read(source)
 
-    def shapes(self) -> dict[str, torch.Size]:
-        """What there is, by name."""
+    def shapes(self, module: nn.Module) -> dict[str, torch.Size]:
+        """What there is, by the names that it has in a module.
+
+        Raises:
+            ValueError: If a folder of Hugging Face is for no part of the module, or for several.
+        """
+        if self._folder is not None:
+            _, names = self._folder.names_in(module)
+            return {name: self._folder.shapes[source] for name, source in names.items()}
         if self._directory is None:
             return {name: value.shape for name, value in self._state.items() if isinstance(value, Tensor)}
         directory = DistributedCheckpoint(self._directory)
@@ -65,8 +72,12 @@ class Weights:
             mesh: The ranks.
 
         Raises:
+            ValueError: If a folder of Hugging Face is for no part of the module, or for several.
             RuntimeError: If names or shapes do not fit; nothing is loaded then.
         """
+        if self._folder is not None:
+            _load_folder(self._folder, module)
+            return
         if self._directory is None:
             load_module_state(module, _with_ties(self._state, module), strict=module.strict_loading)
             return
@@ -74,13 +85,44 @@ class Weights:
         checkpoint.load(self._directory, strict=module.strict_loading, read_extra=lambda path: {})
 
 
-def _with_ties(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """Of tied parameters many files have one name: the others have its value."""
+def _load_folder(folder: HuggingFaceFolder, module: LightningModule) -> None:
+    """Load the part of a module that a folder is for: parameters that are not in it are missing in that part alone.
+
+    A buffer that the folder lacks is one that the model makes itself.
+    """
+    prefix, names = folder.names_in(module)
+    own, saved = module.state_dict(), {name: folder.shapes[source] for name, source in names.items()}
+    tied = _tied_names(module)
+    missing = [ties[0] for ties in tied if saved.keys().isdisjoint(ties)]
+    below = [name for name in missing if not prefix or name.startswith(f"{prefix}.")]
+    needed = {name: shape_of(value) for name, value in own.items() if name in saved or name in below}
+    try:
+        check_match(module, needed, saved, strict=module.strict_loading)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{error}\n\t{folder.path} was taken for `{prefix or type(module).__name__}`. If only a part of it, or for"
+            " a part of that, is to be loaded, set `self.strict_loading = False`."
+        ) from None
+    if missing:
+        kept = ", ".join(name for (name,) in fold_numbered((name,) for name in missing))
+        rank_zero_info(f"Not in {folder.path}, and left as they are: {kept}")
+    here = {name: source for name, source in names.items() if name in own and not own[name].is_meta}
+    state = {name: folder.read(source) for name, source in here.items()}
+    load_module_state(module, _with_ties(state, module), strict=False)
+
+
+def _tied_names(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
+def _with_ties(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """Of tied parameters many files have one name: the others have its value."""
     completed: Any = copy.copy(state)  # with the versions of layers
-    for tied in names.values():
+    for tied in _tied_names(module):
         known = next((name for name in tied if name in state), None)
         if known is not None:
             completed.update({name: state[known] for name in tied if name not in state})
@@ -88,12 +130,13 @@ def _with_ties(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]
     return full
 
 
-def _check_folder(path: Path) -> None:
-    files = sorted(file.name for suffix in (_SUFFIX, ".bin") for file in path.glob(f"*{suffix}"))
+def _check_directory(path: Path) -> None:
+    files = sorted(file.name for suffix in (SAFETENSORS, ".bin") for file in path.glob(f"*{suffix}"))
     if files:
         raise ValueError(
-            f"{path} is a folder with {files[:3]}, and not a checkpoint. Give the file, or of several a state dict with"
-            " all of them to `strategy.load_weights`."
+            f"{path} is a folder with {files[:3]}, and neither a checkpoint nor a model of Hugging Face, which has"
+            " model.safetensors, or an index of several files. Give the file, or of several a state dict with all of"
+            " them to `strategy.load_weights`."
         )
 
 
@@ -104,7 +147,7 @@ def _read(source: Source) -> Mapping[str, Any]:
         path = Path(source)
         if not path.is_file():
             raise FileNotFoundError(f"There are no weights at {path}: neither a file nor a directory.")
-        found = _read_safetensors(path) if path.suffix == _SUFFIX else _read_torch(path)
+        found = _read_safetensors(path) if path.suffix == SAFETENSORS else read_torch(path)
     state = found.get("state_dict", found) if isinstance(found, Mapping) else found
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         what = f"{source} has" if isinstance(source, (str, Path)) else "This is"
@@ -115,23 +158,6 @@ def _read(source: Source) -> Mapping[str, Any]:
     return state
 
 
-def _read_torch(path: Path) -> Any:
-    try:
-        return torch.load(path, "cpu", mmap=zipfile.is_zipfile(path) or None, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} cannot be read as weights: {error} If you trust it, load it yourself and give"
-            " `strategy.load_weights` the state dict, for example in `setup`."
-        ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise ValueError(
-            f"{path}, {path.stat().st_size} bytes, cannot be read: {type(error).__name__}: {error}"
-        ) from error
-
-
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a ``.safetensors`` file, mapped into memory."""
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path}, {path.stat().st_size} bytes, is no complete .safetensors file: {error}") from error
+    file = open_tensors(path)
+    return {name: file.read(name) for name in file.shapes}

@@ -184,7 +184,7 @@ class ModuleParallelizer:
 
     def _materialize(self, weights: Weights | None) -> None:
         """Give values to what has none, and divide it layer by layer: no other layer is whole at the same time."""
-        shapes = weights.shapes() if weights else {}
+        shapes = weights.shapes(self._module) if weights else {}
         given = [name for name, value in self._module.state_dict().items() if shapes.get(name) == _shape(value)]
         initialize = Initialization(self._module, self._device, self._seed, frames=self._frames(), given=given)
         self._apply_plan(prepare=initialize)

@@ -576,11 +576,13 @@ class HybridStrategy(ReplicaCollectives):
 
         Args:
             source: The state dict of the undivided module; a file of `torch.save` with one, alone or in a checkpoint;
-                a ``.safetensors`` file; or a sharded directory. Names have to be the same, unless the module has
+                a ``.safetensors`` file; a folder of Hugging Face, whose names are those of the model in an attribute
+                of the module; or a sharded directory. Names have to be the same, unless the module has
                 ``strict_loading=False``; of tied parameters one is enough.
 
         Raises:
-            FileNotFoundError, ValueError: If they cannot be read; on every rank.
+            FileNotFoundError, ValueError: If they cannot be read, or a folder fits no part of the module, or several;
+                on every rank.
             RuntimeError: If names or shapes do not fit; on every rank, and nothing is loaded.
         """
         self.attached.parallelizer.load(source)

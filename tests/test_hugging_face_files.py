@@ -1,0 +1,155 @@
+"""Folders of Hugging Face: weights come from there, are trained under any layout, and go back there."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_hybrid.checkpoint import tensor_files
+from lightning_hybrid.checkpoint.weights import Weights
+from tests.hf_modules import MODULES
+from tests.pool import Pools
+from tests.training_jobs import PP2, assert_same, make_trainer
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.distributed
+
+#: Tied, untied, an encoder with a tied head and bias, an encoder and a decoder.
+NAMES = ["gpt2", "llama", "bert", "t5"]
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, PP2),
+    "dp2 zero 3": (2, {"zero_stage": 3}),
+    "tp2": (2, {"tensor_parallel_size": 2}),
+}
+FORMS = ["one file", "shards", "torch", "torch shards"]
+
+
+def made(name: str, seed: int = 3) -> Any:
+    """A module in float64."""
+    module = MODULES[name]()
+    torch.manual_seed(seed)
+    module.model.init_weights()
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return module.double()
+
+
+def write_torch(model: nn.Module, folder: Path, *, shards: bool) -> None:
+    """As older versions of transformers did."""
+    folder.mkdir()
+    state = model.state_dict()
+    if not shards:
+        torch.save(state, folder / "pytorch_model.bin")
+        return
+    index: dict[str, str] = {}
+    for number in range(3):
+        part = {name: state[name].clone() for name in list(state)[number::3]}
+        torch.save(part, folder / f"pytorch_model-{number}.bin")
+        index |= dict.fromkeys(part, f"pytorch_model-{number}.bin")
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of each model in each form."""
+    root = tmp_path_factory.mktemp("folders")
+    for name in NAMES:
+        model = made(name, seed=11).model
+        model.save_pretrained(root / f"{name} one file")
+        model.save_pretrained(root / f"{name} shards", max_shard_size="10KB")
+        assert len(list((root / f"{name} shards").glob("model-*.safetensors"))) > 2
+        write_torch(model, root / f"{name} torch", shards=False)
+        write_torch(model, root / f"{name} torch shards", shards=True)
+    return root
+
+
+class Reads:
+    """Opens files as safetensors does, and remembers what is read of them."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._open = tensor_files.safe_open
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        file, names = self._open(*arguments, **options), self.names
+
+        class File:
+            offset_keys, get_slice = staticmethod(file.offset_keys), staticmethod(file.get_slice)
+
+            @staticmethod
+            def get_tensor(name: str) -> Tensor:
+                names.append(name)
+                return file.get_tensor(name)
+
+        return File
+
+
+def without_values(module: nn.Module) -> None:
+    """Parameters on the meta device, buffers with values: as `accelerate.init_empty_weights` leaves a model."""
+    empty: dict[int, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        owner, _, leaf = name.rpartition(".")
+        made = empty.setdefault(id(parameter), nn.Parameter(parameter.detach().to("meta")))
+        setattr(module.get_submodule(owner), leaf, made)
+
+
+def loaded(name: str, layout: Mapping[str, Any], folder: str, from_meta: bool) -> tuple[list[str], list[str], Any]:
+    """Names of what this rank has read, of what it holds, and the module after a run without steps."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    module = made(name)
+    if from_meta:
+        without_values(module)
+    reads, held = Reads(), []
+    trainer = make_trainer({**layout, "initial_weights": folder}, limit_train_batches=0)
+    with mock.patch.object(tensor_files, "safe_open", reads):
+        trainer.fit(module)
+    held = [key for key, value in module.named_parameters(remove_duplicate=False) if not value.is_meta]
+    trainer.strategy.gather_module()
+    return reads.names, held, dict(module.state_dict())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_rank_reads_what_it_holds(ranks: Pools, folders: Path, name: str, layout: str, form: str) -> None:
+    folder = folders / f"{name} {form}"
+    expected = dict(made(name, seed=11).state_dict())
+    size, strategy = LAYOUTS[layout]
+    for reads, held, state in ranks(size, lightning=True).run(loaded, name, strategy, str(folder), form == "shards"):
+        assert_same(state, expected, 0.0)
+        if "torch" not in form:
+            assert len(reads) == len(set(reads))
+            assert {f"model.{key}" for key in reads} <= set(held)
+            assert len(reads) < len(expected) or layout != "pp2"
+
+
+@pytest.mark.parametrize("model", ["LlamaForCausalLM", "BertForSequenceClassification", "T5EncoderModel"])
+def test_a_folder_of_another_head_gives_what_from_pretrained_takes(folders: Path, tmp_path: Path, model: str) -> None:
+    """A model without its head, with another one, and half of a model."""
+    name = model.split("For")[0].removesuffix("EncoderModel").lower()
+    folder = folders / f"{name} shards"
+    if name == "llama":
+        made(name, seed=11).model.model.save_pretrained(tmp_path)
+        folder = tmp_path
+    loaded = getattr(transformers, model).from_pretrained(folder, dtype=torch.float64)
+    module = LightningModule()
+    module.strict_loading = name != "bert"
+    torch.manual_seed(5)
+    module.model = getattr(transformers, model)(loaded.config).double()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    Weights(folder).load(module, None, None)  # type: ignore[arg-type]
+    heads = ("model.lm_head.", "model.classifier.", "model.bert.pooler.")
+    for key, value in loaded.state_dict().items():
+        found = module.state_dict()[f"model.{key}"]
+        expected = before[f"model.{key}"] if f"model.{key}".startswith(heads) else value
+        assert torch.equal(found, expected), key
