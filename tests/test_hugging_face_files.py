@@ -153,3 +153,69 @@ def test_a_folder_of_another_head_gives_what_from_pretrained_takes(folders: Path
         found = module.state_dict()[f"model.{key}"]
         expected = before[f"model.{key}"] if f"model.{key}".startswith(heads) else value
         assert torch.equal(found, expected), key
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+
+
+def generated(name: str, options: Mapping[str, Any]) -> str:
+    """The error of a step that generates."""
+
+    class Generating(MODULES[name]):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **{**GREEDY, **options})
+
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        make_trainer(PP2, max_steps=1).fit(Generating())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("llama", {}), ("t5", {"use_cache": False}), ("gpt2", {"num_beams": 2})], ids=str
+)
+def test_generation_in_a_step_is_refused(ranks: Pools, name: str, options: dict[str, Any]) -> None:
+    texts = ranks(2, lightning=True).run(generated, name, options, timeout=30)
+    assert texts[0] == texts[1]
+    assert "In generation each token goes back into the first stage: do it after the run, when" in texts[0]
+    assert "gather_module()" in texts[0]
+
+
+# -- what comes out ----------------------------------------------------------------------------------------------------
+
+
+def saved_whole(name: str, folder: str, tokens: Tensor) -> tuple[dict[str, Any], Tensor, Tensor | None]:
+    """Train on two stages, save the whole model; its weights, logits, and what it generates."""
+    module = made(name)
+    trainer = make_trainer(PP2, max_steps=2, limit_val_batches=0)
+    trainer.fit(module)
+    trainer.strategy.gather_module()
+    model = module.model.eval()
+    if trainer.is_global_zero:
+        model.save_pretrained(folder)
+    generates = name in ("gpt2", "llama")
+    return dict(model.state_dict()), logits(model, tokens), model.generate(tokens, **GREEDY) if generates else None
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    more = {"labels": tokens} if model.config.is_encoder_decoder else {}
+    return model(tokens, **more).logits
+
+
+def some_tokens() -> Tensor:
+    return torch.randint(3, 32, (2, 6), generator=torch.Generator().manual_seed(9))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_whole_model_is_saved_and_generates_after_a_run(ranks: Pools, tmp_path: Path, name: str) -> None:
+    tokens = some_tokens()
+    before = made(name).model.state_dict()
+    results = ranks(2, lightning=True).run(saved_whole, name, str(tmp_path / "model"), tokens)
+    model = type(made(name).model).from_pretrained(tmp_path / "model", dtype=torch.float64).eval()
+    for state, found, text in results:
+        assert_same(dict(model.state_dict()), state, 0.0)
+        assert torch.equal(logits(model, tokens), found)
+        assert text is None or torch.equal(model.generate(tokens, **GREEDY), text)
+        assert sum(torch.equal(value, before[key]) for key, value in state.items()) * 4 < len(state)  # it was trained
