@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint import tensor_files
 from lightning_hybrid.checkpoint.weights import Weights
+from lightning_hybrid.cli.export import export
 from tests.hf_modules import MODULES
 from tests.pool import Pools
 from tests.training_jobs import PP2, assert_same, make_trainer
@@ -219,3 +220,44 @@ def test_the_whole_model_is_saved_and_generates_after_a_run(ranks: Pools, tmp_pa
         assert torch.equal(logits(model, tokens), found)
         assert text is None or torch.equal(model.generate(tokens, **GREEDY), text)
         assert sum(torch.equal(value, before[key]) for key, value in state.items()) * 4 < len(state)  # it was trained
+
+
+# -- in, trained, and out again ----------------------------------------------------------------------------------------
+
+
+def trained(
+    name: str, layout: Mapping[str, Any], folder: str, path: str, tokens: Tensor
+) -> tuple[dict[str, Any], Tensor]:
+    """Train from a folder and save a checkpoint; the weights and logits of the whole model."""
+    module = made(name)
+    module.save_hyperparameters({"config": module.model.config})
+    trainer = make_trainer({**layout, "initial_weights": folder}, max_steps=2, limit_val_batches=0)
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+    trainer.strategy.gather_module()
+    return dict(module.model.state_dict()), logits(module.model.eval(), tokens)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_trained_under_any_layout_goes_out_as_one(
+    ranks: Pools, folders: Path, tmp_path: Path, name: str, layout: str
+) -> None:
+    size, strategy = LAYOUTS[layout]
+    folder, tokens = folders / f"{name} shards", some_tokens()
+    strategy = {**strategy, "save_distributed_checkpoint": NAMES.index(name) % 2 == list(LAYOUTS).index(layout) % 2}
+    path = tmp_path / "checkpoint"
+    (state, found), *_ = ranks(size, lightning=True).run(trained, name, strategy, str(folder), str(path), tokens)
+    result = export(
+        path,
+        tmp_path / "out",
+        max_shard_size=10_000,
+        config=folder if layout == "tp2" else None,  # otherwise that of the checkpoint
+    )
+    assert result.prefix == "model."
+    assert result.has_config
+    model = type(made(name).model).from_pretrained(tmp_path / "out").eval()
+    assert_same(dict(model.state_dict()), state, 0.0)
+    assert torch.equal(logits(model, tokens), found)
+    kept = torch.equal(next(iter(state.values())), next(iter(made(name, seed=11).model.state_dict().values())))
+    assert not kept
