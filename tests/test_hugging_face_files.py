@@ -95,21 +95,23 @@ class Reads:
         return File
 
 
-def without_values(module: nn.Module) -> None:
-    """Parameters on the meta device, buffers with values: as `accelerate.init_empty_weights` leaves a model."""
-    empty: dict[int, nn.Parameter] = {}
-    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        owner, _, leaf = name.rpartition(".")
-        made = empty.setdefault(id(parameter), nn.Parameter(parameter.detach().to("meta")))
-        setattr(module.get_submodule(owner), leaf, made)
+def made_on_meta(name: str) -> Any:
+    """A module without values, but for tables that layers compute when they are made."""
+    with torch.device("meta"):
+        module = MODULES[name]()
+    if name == "llama":
+        module.model.model.rotary_emb = type(module.model.model.rotary_emb)(module.model.config)
+    elif name == "bert":
+        embeddings = module.model.bert.embeddings
+        embeddings.position_ids = torch.arange(16).expand(1, -1)
+        embeddings.token_type_ids = torch.zeros(1, 16, dtype=torch.long)
+    return module.double()
 
 
 def loaded(name: str, layout: Mapping[str, Any], folder: str, from_meta: bool) -> tuple[list[str], list[str], Any]:
     """Names of what this rank has read, of what it holds, and the module after a run without steps."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    module = made(name)
-    if from_meta:
-        without_values(module)
+    module = made_on_meta(name) if from_meta else made(name)
     reads, held = Reads(), []
     trainer = make_trainer({**layout, "initial_weights": folder}, limit_train_batches=0)
     with mock.patch.object(tensor_files, "safe_open", reads):
