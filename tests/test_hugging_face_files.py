@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_hybrid.checkpoint import tensor_files
-from lightning_hybrid.checkpoint.weights import Weights
+from lightning_hybrid.checkpoint.weights import tensor_files
+from lightning_hybrid.checkpoint.weights.weights import Weights
 from lightning_hybrid.cli.export import export
 from tests.hf_modules import MODULES
 from tests.pool import Pools

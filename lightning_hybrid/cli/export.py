@@ -21,9 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_hybrid.checkpoint.hugging_face import CONFIG, INDEX_SUFFIX, WEIGHTS
 from lightning_hybrid.checkpoint.storage.atomic import new_directory
 from lightning_hybrid.checkpoint.storage.dcp import MODEL, DistributedCheckpoint
+from lightning_hybrid.checkpoint.weights.hugging_face import CONFIG, INDEX_SUFFIX, WEIGHTS
 from lightning_hybrid.cli.consolidate import read_outline
 from lightning_hybrid.cli.inspect import identity_of, read_mapped
 

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.weights import Source, Weights
+from lightning_hybrid.checkpoint.weights.weights import Source, Weights
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.data_parallel.zero.shard_module import shard_module, unshard_module

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.checkpoint.file_io import FileIO
-from lightning_hybrid.checkpoint.weights import Source
+from lightning_hybrid.checkpoint.weights.weights import Source
 from lightning_hybrid.config import HybridConfig, resolve_sizes
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.distributed.dtensor import keeping_marks

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lightning_hybrid.checkpoint.weights import Weights
+from lightning_hybrid.checkpoint.weights.weights import Weights
 from tests import tensor_modules as zoo
 from tests.pool import Pools
 from tests.training_jobs import PP2, assert_same, make_trainer
@@ -30,7 +30,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, TP2),
     "tp2 pp2": (4, {**TP2, **PP2}),
 }
-FORMATS = ["checkpoint.ckpt", "bare.pt", "old.pt", "file.safetensors", "directory", "without ties.safetensors"]
+FORMATS = [
+    "checkpoint.ckpt",
+    "bare.pt",
+    "old.pt",
+    "file.safetensors",
+    "directory",
+    "without ties.safetensors",
+    "folder",
+]
 
 
 class Words(zoo.TiedWords):
@@ -92,7 +100,10 @@ def files(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(state, folder / FORMATS[2], _use_new_zipfile_serialization=False)
     write_safetensors(state, folder / FORMATS[3])
     pools(4, lightning=True).run(write_directory, str(folder / FORMATS[4]))
-    write_safetensors({name: value for name, value in state.items() if name != "head.weight"}, folder / FORMATS[5])
+    without_ties = {name: value for name, value in state.items() if name != "head.weight"}
+    write_safetensors(without_ties, folder / FORMATS[5])
+    (folder / FORMATS[6]).mkdir()
+    write_safetensors(without_ties, folder / FORMATS[6] / "model.safetensors")
     return folder
 
 
@@ -140,19 +151,19 @@ class InHook(Words):
             self.trainer.strategy.load_weights(self.source)
 
 
-def loaded_in(hook: str, source: Any) -> dict[str, Any]:
+def loaded_in(hook: str, source: Any, layout: Layout) -> dict[str, Any]:
     module = InHook(hook, source)
-    layout = {**TP2, **PP2, "gather_module_on_teardown": True}
-    make_trainer(layout, limit_train_batches=0).fit(module)
+    make_trainer({**layout, "gather_module_on_teardown": True}, limit_train_batches=0).fit(module)
     return module.state_dict()
 
 
 @pytest.mark.parametrize("hook", ["setup", "on_fit_start"])
-@pytest.mark.parametrize("kind", ["state dict", "directory", "file.safetensors"])
-def test_weights_are_loaded_in_hooks(ranks: Pools, files: Path, hook: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["state dict", "directory", "file.safetensors", "folder"])
+@pytest.mark.parametrize("layout", [{**TP2, **PP2}, {**TP2, "zero_stage": 3}], ids=["tp2 pp2", "tp2 zero 3"])
+def test_weights_are_loaded_in_hooks(ranks: Pools, files: Path, hook: str, kind: str, layout: Layout) -> None:
     expected = made(5).state_dict()
     source = dict(expected) if kind == "state dict" else str(files / kind)
-    for state in ranks(4, lightning=True).run(loaded_in, hook, source):
+    for state in ranks(4, lightning=True).run(loaded_in, hook, source, layout):
         assert_same(dict(state), dict(expected), 0.0)
 
 

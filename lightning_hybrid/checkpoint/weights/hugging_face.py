@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.checkpoint.tensor_files import TensorFile, open_tensors
+from lightning_hybrid.checkpoint.weights.tensor_files import TensorFile, open_tensors
 from lightning_hybrid.distributed.module_names import join_names, named_tensors
 
 WEIGHTS = "model.safetensors"

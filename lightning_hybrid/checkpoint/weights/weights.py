@@ -12,13 +12,13 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_hybrid.checkpoint.hugging_face import HuggingFaceFolder
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
 from lightning_hybrid.checkpoint.state_dict_match import check_match, load_module_state, shape_of
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
-from lightning_hybrid.checkpoint.tensor_files import SAFETENSORS, open_tensors, read_torch
+from lightning_hybrid.checkpoint.weights.hugging_face import HuggingFaceFolder
+from lightning_hybrid.checkpoint.weights.tensor_files import SAFETENSORS, open_tensors, read_torch
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.module_names import fold_numbered
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
