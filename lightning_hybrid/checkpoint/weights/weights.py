@@ -100,8 +100,8 @@ def _load_folder(folder: HuggingFaceFolder, module: LightningModule) -> None:
         check_match(module, needed, saved, strict=module.strict_loading)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{error}\n\t{folder.path} was taken for `{prefix or type(module).__name__}`. If only a part of it, or for"
-            " a part of that, is to be loaded, set `self.strict_loading = False`."
+            f"{error}\n\t{folder.path} was taken for `{prefix or type(module).__name__}`. To load only the names that"
+            " both have, set `self.strict_loading = False`."
         ) from None
     if missing:
         kept = ", ".join(name for (name,) in fold_numbered((name,) for name in missing))
