@@ -13,7 +13,19 @@ from lightning.pytorch import Trainer
 from lightning_hybrid import HybridStrategy
 from tests.pool import Pools
 from tests.results import Results, listed
-from tests.transparency import FRAME_LAYOUTS, FRAME_SUBJECTS, SCHEDULES, Case, allowed, compare, cover, layout_of, train
+from tests.transparency import (
+    FRAME_LAYOUTS,
+    FRAME_SUBJECTS,
+    SCHEDULES,
+    Case,
+    Layout,
+    allowed,
+    compare,
+    cover,
+    layout_of,
+    subject_of,
+    train,
+)
 
 #: The first test of a batch waits for all of it.
 pytestmark = pytest.mark.timeout(900)
@@ -59,14 +71,14 @@ def test_random_numbers_do_not_depend_on_the_layout(ranks: Pools) -> None:
 
 def _train_on(name: str, path: str, layout: str | None, steps: int, resume: str | None) -> dict[str, torch.Tensor]:
     """Train, save, and give what the checkpoint holds; in one process where there is no layout."""
-    subject = FRAME_SUBJECTS[name]
+    subject = subject_of(name)
+    sizes = Layout("one") if layout is None else layout_of(layout)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(7)
-    module = subject.module().double()
+    module = subject.module(batch_size=8 // sizes.data).double()
     if layout is None:
         strategy: Any = "auto"
     else:
-        sizes = layout_of(layout)
         strategy = HybridStrategy(
             pipeline_parallel_size=sizes.pipeline,
             data_parallel_size=sizes.data,
@@ -78,7 +90,7 @@ def _train_on(name: str, path: str, layout: str | None, steps: int, resume: str 
         )
     trainer = Trainer(
         accelerator="cpu",
-        devices=1 if layout is None else layout_of(layout).size,
+        devices=sizes.size,
         strategy=strategy,
         max_steps=steps,
         logger=False,
@@ -93,20 +105,23 @@ def _train_on(name: str, path: str, layout: str | None, steps: int, resume: str 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["encoder_decoder", "keyed"])
+@pytest.mark.parametrize("name", ["encoder_decoder", "keyed", "hf_bert", "hf_t5", "hf_vit"])
 def test_checkpoints_go_on_under_any_layout(ranks: Pools, name: str, tmp_path: Path) -> None:
-    """Two stages, three and a directory, two with chunks: as if never stopped; and plain Lightning opens the last."""
+    """Stages, directories, replicas that shard, chunks: as if never stopped; and plain Lightning opens the last."""
+    if name.startswith("hf_"):
+        pytest.importorskip("transformers")
     before = None
     for layout, steps, file in (
         ("frame_pp2", 2, "one"),
         ("frame_pp3", 4, "directory"),
-        ("frame_pp2_chunks2", 6, "two"),
+        ("frame_zero3", 6, "another directory"),
+        ("frame_pp2_chunks2", 8, "two"),
     ):
         path = f"{tmp_path}/{file}"
         ranks(layout_of(layout).size, lightning=True).run(_train_on, name, path, layout, steps, before, timeout=90)
         before = path
     found = torch.load(f"{tmp_path}/two", weights_only=False)["state_dict"]
-    expected = _train_on(name, f"{tmp_path}/whole", None, 6, None)
+    expected = _train_on(name, f"{tmp_path}/whole", None, 8, None)
     assert list(found) == list(expected)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    assert _train_on(name, f"{tmp_path}/plain", None, 7, before).keys() == expected.keys()
+    assert _train_on(name, f"{tmp_path}/plain", None, 9, before).keys() == expected.keys()

@@ -78,16 +78,23 @@ def inspect_checkpoint(path: Path) -> Inspection:
     if not DistributedCheckpoint.is_at(path):
         if not path.exists():
             raise FileNotFoundError(f"Checkpoint not found: {path}")
-        return Inspection(path, "file", path.stat().st_size, _read(path))
+        return Inspection(path, "file", path.stat().st_size, read_mapped(path))
     directory = DistributedCheckpoint(path)
     directory.check_files()
-    outline = read_outline(directory, device="meta", read_extra=_read)
+    outline = read_outline(directory, device="meta", read_extra=read_mapped)
     sizes = [file.stat().st_size for file in directory.path.iterdir() if file.is_file()]
     return Inspection(path, f"directory of {len(sizes)} files", sum(sizes), outline.checkpoint)
 
 
-def _read(file: Path) -> Any:
-    """What a file holds; tensors are mapped, not read, and classes that are not here have placeholders."""
+def read_mapped(file: Path) -> Mapping[str, Any]:
+    """What a file holds; tensors are mapped, not read, and classes that are not here have placeholders.
+
+    Args:
+        file: The file.
+
+    Raises:
+        ValueError: If it is no checkpoint, or damaged.
+    """
     size = file.stat().st_size
     if not zipfile.is_zipfile(file):
         raise ValueError(
@@ -160,7 +167,7 @@ def _layout(layout: Mapping[str, Any]) -> str:
 def _table(state: Mapping[str, Any], *, every_name: bool) -> str:
     """The tensors of a state dict: name, shape and type, those alike in one line; then the tied ones, and the sum."""
     first: dict[Any, str] = {}
-    tied = {name: first.setdefault(_identity(value), name) for name, value in state.items()}
+    tied = {name: first.setdefault(identity_of(value), name) for name, value in state.items()}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and tied[name] == name}
     rows = [
         (name, "x".join(map(str, value.shape)) or "-", str(value.dtype).removeprefix("torch."))
@@ -194,7 +201,7 @@ def _schedulers(states: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _identity(value: Any) -> Any:
+def identity_of(value: Any) -> Any:
     """The same for tensors that are tied: one object, or one memory."""
     if not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided or value.numel() == 0:
         return id(value)
@@ -206,7 +213,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _sum(tensors: Iterable[Tensor]) -> str:
-    distinct = {_identity(tensor): tensor for tensor in tensors}.values()
+    distinct = {identity_of(tensor): tensor for tensor in tensors}.values()
     elements = sum(tensor.numel() for tensor in distinct)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in distinct)
     return f"{len(distinct)} tensor{'s' * (len(distinct) != 1)}, {elements:,} elements, {filesize.decimal(num_bytes)}"

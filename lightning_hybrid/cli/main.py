@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -20,7 +22,9 @@ from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from lightning_hybrid.cli.consolidate import consolidate
 from lightning_hybrid.cli.dry_run import dry_run
+from lightning_hybrid.cli.export import Export, export
 from lightning_hybrid.cli.inspect import inspect_checkpoint
+from lightning_hybrid.distributed.module_names import fold_numbered
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES, build
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 from lightning_hybrid.strategy.layout import describe
@@ -28,6 +32,7 @@ from lightning_hybrid.strategy.strategy import HybridStrategy
 from lightning_hybrid.strategy.summary import memory_table
 
 PROGRAM = "lightning-hybrid"
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class HybridCLI(LightningCLI):
@@ -247,6 +252,82 @@ def _consolidate(args: Sequence[str]) -> None:
     print(f"{options.file}: {options.file.stat().st_size:,} bytes")
 
 
+def _export(args: Sequence[str]) -> None:
+    """Write the weights of a checkpoint as Hugging Face does."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} export",
+        description="Write the weights of a checkpoint, a file or a directory, into a new folder as model.safetensors,"
+        " which `from_pretrained` and `safetensors.torch.load_file` open. It may be larger than the memory.",
+        epilog="It unpickles what it reads: only use checkpoints that you trust.",
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="the checkpoint")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write: a new one, or an empty one")
+    parser.add_argument(
+        "--prefix",
+        metavar="NAME",
+        help="the attribute of the module that holds the model, such as `model.`; names lose it, and others are left"
+        " out; found where all names begin with it; '' for names as they are",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=_parse_bytes,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="the most bytes in a file, such as 500MB; 5GB by default",
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="convert floating-point tensors")
+    parser.add_argument("--config", type=Path, metavar="PATH", help="the model's config.json, or the folder of one")
+    options = parser.parse_args(args)
+    with _progress_bar() as bar:
+        task = bar.add_task(options.folder.name, total=None)
+        try:
+            result = export(
+                options.checkpoint,
+                options.folder,
+                prefix=options.prefix,
+                max_shard_size=options.max_shard_size,
+                dtype=getattr(torch, options.dtype) if options.dtype else None,
+                config=options.config,
+                progress=lambda done, total: bar.update(task, advance=done, total=total),
+            )
+        except (OSError, ValueError) as error:
+            bar.stop()
+            parser.exit(2, f"{parser.prog}: {error}\n")
+    size = sum((options.folder / file).stat().st_size for file in result.files)
+    print(f"{options.folder}: {', '.join(result.files)}; {size:,} bytes\n{_export_text(result)}")
+
+
+def _export_text(result: Export) -> str:
+    """What is not to be seen in the files."""
+    lines = [f"{name} is tied to {stored}, and stored once" for name, stored in result.tied.items()]
+    if result.prefix:
+        lines.insert(0, f"names without {result.prefix!r}")
+    elif len(result.first_parts) > 1:
+        parts = ", ".join(f"{first!r} ({count})" for first, count in result.first_parts.items())
+        lines.insert(0, f"names as they are, beginning with {parts}; to write one part without its prefix: --prefix")
+    if result.left_out:
+        lines.append(f"left out: {', '.join(name for (name,) in fold_numbered((name,) for name in result.left_out))}")
+    if not result.has_config:
+        lines.append(
+            "no config.json: the checkpoint does not say how the model is configured. `from_pretrained` needs it: give"
+            " --config, the folder or file that the model was made from, or call `model.config.save_pretrained(FOLDER)`"
+        )
+    return "\n".join(lines)
+
+
+def _parse_bytes(text: str) -> int:
+    """Bytes of a size such as ``5GB``, ``500MB`` or ``2GiB``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
+    number = (
+        0
+        if match is None
+        else float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index((match[2] or " ").upper())
+    )
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size in bytes, such as 5GB, 500MB or 2GiB")
+    return int(number)
+
+
 def _progress_bar() -> Progress:
     """A bar of bytes; where nobody watches there is none."""
     console = Console(stderr=True)
@@ -260,6 +341,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "memory": _memory,
     "inspect": _inspect,
     "consolidate": _consolidate,
+    "export": _export,
 }
 
 HELP = f"""\
@@ -276,5 +358,6 @@ Train a LightningModule with hybrid parallelism.
   timeline     draw a pipeline schedule:     {PROGRAM} timeline --schedule 1f1b --ranks 4 --microbatches 8
   inspect      show what a checkpoint holds:     {PROGRAM} inspect PATH
   consolidate  make one file of a checkpoint that is a directory:     {PROGRAM} consolidate DIR FILE
+  export       write weights as Hugging Face does:     {PROGRAM} export CHECKPOINT FOLDER
 
 {PROGRAM} COMMAND --help tells the options of a command."""

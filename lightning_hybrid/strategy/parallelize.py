@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.weights import Source, Weights
+from lightning_hybrid.checkpoint.weights.weights import Source, Weights
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.data_parallel.zero.shard_module import shard_module, unshard_module
@@ -188,7 +188,7 @@ class ModuleParallelizer:
 
     def _materialize(self, weights: Weights | None) -> None:
         """Give values to what has none, and divide it layer by layer: no other layer is whole at the same time."""
-        shapes = weights.shapes() if weights else {}
+        shapes = weights.shapes(self._module) if weights else {}
         given = [name for name, value in self._module.state_dict().items() if shapes.get(name) == _shape(value)]
         initialize = Initialization(self._module, self._device, self._seed, frames=self._frames(), given=given)
         self._apply_plan(prepare=initialize)

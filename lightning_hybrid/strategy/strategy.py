@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.checkpoint.file_io import FileIO
-from lightning_hybrid.checkpoint.weights import Source
+from lightning_hybrid.checkpoint.weights.weights import Source
 from lightning_hybrid.config import HybridConfig, resolve_sizes
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.distributed.dtensor import keeping_marks
@@ -583,11 +583,13 @@ class HybridStrategy(ReplicaCollectives):
 
         Args:
             source: The state dict of the undivided module; a file of `torch.save` with one, alone or in a checkpoint;
-                a ``.safetensors`` file; or a sharded directory. Names have to be the same, unless the module has
+                a ``.safetensors`` file; a folder of Hugging Face, whose names are those of the model in an attribute
+                of the module; or a sharded directory. Names have to be the same, unless the module has
                 ``strict_loading=False``; of tied parameters one is enough.
 
         Raises:
-            FileNotFoundError, ValueError: If they cannot be read; on every rank.
+            FileNotFoundError, ValueError: If they cannot be read, or a folder fits no part of the module, or several;
+                on every rank.
             RuntimeError: If names or shapes do not fit; on every rank, and nothing is loaded.
         """
         self.attached.parallelizer.load(source)

@@ -237,6 +237,24 @@ def test_what_some_ranks_wrote_others_read(ranks: Pools, tmp_path: Path) -> None
     assert max(sizes) < 2 * min(sizes)  # both have written
 
 
+def directories_made(path: str) -> int:
+    """How many directories a rank makes, where an earlier save has left half of one."""
+    make, made = Path.mkdir, []
+
+    def counted(directory: Path, *arguments: Any, **options: Any) -> None:
+        made.append(directory)
+        make(directory, *arguments, **options)
+
+    with mock.patch.object(Path, "mkdir", counted):
+        write(path)
+    return len(made)
+
+
+def test_the_first_rank_alone_makes_the_directory(ranks: Pools, tmp_path: Path) -> None:
+    """Another one that made it while the first removed what an earlier save had left found it, and found it gone."""
+    assert ranks(3).run(directories_made, str(tmp_path / "saved")) == [1, 0, 0]
+
+
 def test_torch_alone_opens_a_directory(ranks: Pools, tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

@@ -13,10 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lightning_hybrid.checkpoint.weights import Weights
+from lightning_hybrid.checkpoint.weights.weights import Weights
 from tests import tensor_modules as zoo
 from tests.pool import Pools
 from tests.training_jobs import PP2, assert_same, make_trainer
@@ -29,7 +30,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, TP2),
     "tp2 pp2": (4, {**TP2, **PP2}),
 }
-FORMATS = ["checkpoint.ckpt", "bare.pt", "old.pt", "file.safetensors", "directory", "without ties.safetensors"]
+FORMATS = [
+    "checkpoint.ckpt",
+    "bare.pt",
+    "old.pt",
+    "file.safetensors",
+    "directory",
+    "without ties.safetensors",
+    "folder",
+]
 
 
 class Words(zoo.TiedWords):
@@ -91,7 +100,10 @@ def files(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(state, folder / FORMATS[2], _use_new_zipfile_serialization=False)
     write_safetensors(state, folder / FORMATS[3])
     pools(4, lightning=True).run(write_directory, str(folder / FORMATS[4]))
-    write_safetensors({name: value for name, value in state.items() if name != "head.weight"}, folder / FORMATS[5])
+    without_ties = {name: value for name, value in state.items() if name != "head.weight"}
+    write_safetensors(without_ties, folder / FORMATS[5])
+    (folder / FORMATS[6]).mkdir()
+    write_safetensors(without_ties, folder / FORMATS[6] / "model.safetensors")
     return folder
 
 
@@ -139,19 +151,19 @@ class InHook(Words):
             self.trainer.strategy.load_weights(self.source)
 
 
-def loaded_in(hook: str, source: Any) -> dict[str, Any]:
+def loaded_in(hook: str, source: Any, layout: Layout) -> dict[str, Any]:
     module = InHook(hook, source)
-    layout = {**TP2, **PP2, "gather_module_on_teardown": True}
-    make_trainer(layout, limit_train_batches=0).fit(module)
+    make_trainer({**layout, "gather_module_on_teardown": True}, limit_train_batches=0).fit(module)
     return module.state_dict()
 
 
 @pytest.mark.parametrize("hook", ["setup", "on_fit_start"])
-@pytest.mark.parametrize("kind", ["state dict", "directory", "file.safetensors"])
-def test_weights_are_loaded_in_hooks(ranks: Pools, files: Path, hook: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["state dict", "directory", "file.safetensors", "folder"])
+@pytest.mark.parametrize("layout", [{**TP2, **PP2}, {**TP2, "zero_stage": 3}], ids=["tp2 pp2", "tp2 zero 3"])
+def test_weights_are_loaded_in_hooks(ranks: Pools, files: Path, hook: str, kind: str, layout: Layout) -> None:
     expected = made(5).state_dict()
     source = dict(expected) if kind == "state dict" else str(files / kind)
-    for state in ranks(4, lightning=True).run(loaded_in, hook, source):
+    for state in ranks(4, lightning=True).run(loaded_in, hook, source, layout):
         assert_same(dict(state), dict(expected), 0.0)
 
 
@@ -246,12 +258,17 @@ def broken(fault: str, folder: Path) -> Path:
                 fault.split()[0]
             ]
         )
-    elif fault.startswith("no file"):
+    elif fault.startswith("no file") or fault.endswith("index"):
         path.unlink()
     if fault.endswith("folder"):
         path.mkdir()
-        (path / "model.safetensors.index.json").touch()
-        (path / "model-1.safetensors").touch()
+        (path / "other-1.safetensors").touch()
+    elif fault.endswith("index"):
+        path.mkdir()
+        write_safetensors(state, path / "model-1.safetensors")
+        shards = {"lost": "model-2.safetensors"} if fault.startswith("lost") else {"other": "model-1.safetensors"}
+        index = "{" if fault.startswith("torn") else json.dumps({"weight_map": shards})
+        (path / "model.safetensors.index.json").write_text(index)
     return path
 
 
@@ -271,7 +288,10 @@ FAULTS = {
     "headless safetensors": "ValueError: .*no complete .safetensors file",
     "empty safetensors": "ValueError: .*no complete .safetensors file",
     "listed safetensors": "ValueError: .*no complete .safetensors file",
-    "no file but a folder": "ValueError: .*is a folder with .'model-1.safetensors'., and not a checkpoint",
+    "no file but a folder": "ValueError: .*is a folder with .'other-1.safetensors'., and neither a checkpoint nor",
+    "lost shard of an index": "FileNotFoundError: .*index.json names the file 'model-2.safetensors'",
+    "wrong index": "ValueError: .*index.json names 'other', which is not in 'model-1.safetensors'",
+    "torn index": "ValueError: .*index.json is no index of weights",
     "no file": "FileNotFoundError: There are no weights at .*wrong.pt",
 }
 
@@ -287,7 +307,7 @@ def test_files_of_the_library_safetensors_are_read(tmp_path: Path) -> None:
     state = {"a": torch.randn(3, 2), "b": torch.arange(5), "c": torch.randn(7).bfloat16(), "d": torch.tensor(True)}
     save_file(state, tmp_path / "x.safetensors")
     found = Weights(tmp_path / "x.safetensors")
-    assert found.shapes() == {name: value.shape for name, value in state.items()}
+    assert found.shapes(nn.Module()) == {name: value.shape for name, value in state.items()}
 
 
 def test_a_file_is_mapped_and_odd_places_are_read(tmp_path: Path) -> None:
@@ -305,3 +325,148 @@ def test_a_file_is_mapped_and_odd_places_are_read(tmp_path: Path) -> None:
     module.strict_loading = True  # type: ignore[assignment]
     Weights(tmp_path / "x.safetensors").load(module, None, None)  # type: ignore[arg-type]
     assert_same(dict(module.state_dict()), state, 0.0)
+
+
+# -- folders of Hugging Face: for which part of a module they are ------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Layers, and a table that the model makes itself."""
+
+    def __init__(self, width: int = 3, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+        self.register_buffer("scale", torch.ones(2))
+
+
+class Headed(nn.Module):
+    _keys_to_ignore_on_load_unexpected = ("layers.*.mask",)
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.base = Model()
+        self.head = nn.Linear(3, 5, bias=False)
+        if tied:
+            self.head.weight = self.base.embed.weight
+
+
+class Holder(LightningModule):
+    def __init__(self, *, strict: bool = True, **parts: nn.Module) -> None:
+        super().__init__()
+        self.strict_loading = strict
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+def load_folder(module: LightningModule, state: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """The state dict after a folder with this state dict was loaded."""
+    folder.mkdir(exist_ok=True)
+    save_file({name: value.contiguous() for name, value in state.items()}, folder / "model.safetensors")
+    Weights(folder).load(module, None, None)  # type: ignore[arg-type]
+    return dict(module.state_dict())
+
+
+def filled(module: nn.Module, value: float) -> dict[str, Tensor]:
+    return {name: torch.full_like(tensor, value) for name, tensor in module.state_dict().items()}
+
+
+PARTS: dict[str, tuple[Any, Any, str]] = {
+    "the model": (lambda: Holder(model=Headed()), Headed, "model."),
+    "the module itself": (lambda: Holder(base=Model(), head=nn.Linear(3, 5, bias=False)), Headed, ""),
+    "deep inside": (lambda: Holder(wrapped=nn.Sequential(nn.Tanh(), Headed())), Headed, "wrapped.1."),
+    "without the head": (lambda: Holder(model=Headed()), Model, "model.base."),
+    "beside a head of the user's": (lambda: Holder(model=Model(), head=nn.Linear(2, 2)), Model, "model."),
+    "the larger one": (lambda: Holder(small=Model(), large=Model(layers=4)), lambda: Model(layers=4), "large."),
+    "the smaller one": (lambda: Holder(small=Model(), large=Model(layers=4)), Model, "small."),
+    "the wider one": (lambda: Holder(narrow=Model(), wide=Model(width=4)), lambda: Model(width=4), "wide."),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_a_folder_is_for_the_part_that_it_fits(tmp_path: Path, case: str) -> None:
+    make, source, prefix = PARTS[case]
+    module = make()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    state = filled(source(), 7)
+    loaded = {f"{prefix}{name}": value for name, value in state.items()}
+    assert_same(load_folder(module, state, tmp_path), {**before, **loaded}, 0.0)
+
+
+def test_one_part_by_two_names_is_one_part(tmp_path: Path) -> None:
+    model = Model()
+    found = load_folder(Holder(model=model, teacher=model), filled(Model(), 7), tmp_path)
+    assert all((value == 7).all() for value in found.values())
+
+
+def test_of_tied_parameters_a_folder_has_one_and_of_buffers_it_may_lack_some(tmp_path: Path) -> None:
+    state = filled(Headed(tied=True), 7)
+    del state["head.weight"], state["base.scale"]
+    found = load_folder(Holder(model=Headed(tied=True)), state, tmp_path)
+    assert (found["model.head.weight"] == 7).all()
+    assert (found["model.base.scale"] == 1).all()
+
+
+def test_tables_that_the_model_makes_itself_are_not_read(tmp_path: Path) -> None:
+    made = {"base.table": torch.zeros(9), "layers.0.mask": torch.zeros(1), "base.rotary_emb.inv_freq": torch.zeros(1)}
+    module = Holder(model=Headed())
+    assert (load_folder(module, {**filled(Headed(), 7), **made}, tmp_path)["model.head.weight"] == 7).all()
+    assert torch.equal(module.model.base.table, torch.arange(3.0))
+
+
+def without(state: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if key != name}
+
+
+WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "two copies": (
+        lambda: Holder(student=Headed(), teacher=Headed()),
+        lambda: filled(Headed(), 7),
+        ValueError,
+        r"fits several parts of Holder: \['student', 'teacher'\]",
+    ),
+    "no name": (
+        lambda: Holder(model=Headed()),
+        lambda: {"a.weight": torch.zeros(1), "b": torch.zeros(2)},
+        ValueError,
+        "No tensor of .* has a name in Holder. The folder has 'a.weight', 'b'; the module has 'model.base.embed.we",
+    ),
+    "one is missing": (
+        lambda: Holder(model=Headed()),
+        lambda: without(filled(Headed(), 7), "base.layers.1.bias"),
+        RuntimeError,
+        'Missing key.*"model.base.layers.1.bias". (?s:.*) was taken for `model`.*strict_loading = False',
+    ),
+    "another head": (
+        lambda: Holder(model=Headed()),
+        lambda: {**filled(Headed(), 7), "cls.weight": torch.zeros(1)},
+        RuntimeError,
+        'Unexpected key.*"model.cls.weight"',
+    ),
+    "another vocabulary": (
+        lambda: Holder(strict=False, model=Headed()),
+        lambda: {**filled(Headed(), 7), "base.embed.weight": torch.zeros(6, 3)},
+        RuntimeError,
+        "size mismatch for model.base.embed.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_folder_that_does_not_fit_changes_nothing(tmp_path: Path, case: str) -> None:
+    make, state, error, text = WRONG[case]
+    module = make()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(error, match=text):
+        load_folder(module, state(), tmp_path)
+    assert_same(dict(module.state_dict()), before, 0.0)
+
+
+def test_another_head_is_left_out_where_loading_is_not_strict(tmp_path: Path) -> None:
+    module = Holder(strict=False, model=Headed())
+    before = module.model.head.weight.clone()
+    state = {**without(filled(Headed(), 7), "head.weight"), "cls.weight": torch.zeros(1)}
+    found = load_folder(module, state, tmp_path)
+    assert torch.equal(found.pop("model.head.weight"), before)
+    assert all((value == 7).all() for value in found.values())

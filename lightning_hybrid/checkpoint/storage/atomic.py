@@ -59,6 +59,30 @@ def new_file(path: Path) -> Iterator[Path]:
     commit(path)
 
 
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Fill a directory under its hidden name, and commit it when its files are complete and on the disk.
+
+    Args:
+        path: Where it shall be; what is there stays until then, and for good if writing fails.
+
+    Yields:
+        The directory to fill.
+    """
+    new = unfinished(path)
+    _remove(new)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        for written in new.iterdir():
+            with written.open("rb") as file:
+                os.fsync(file.fileno())
+    except BaseException:
+        rollback(path)
+        raise
+    commit(path)
+
+
 def commit(path: Path) -> None:
     """Move what :func:`unfinished` names, a file or a directory, to its path; what was there is removed.
 

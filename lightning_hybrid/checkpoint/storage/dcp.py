@@ -105,6 +105,10 @@ class _Writer(FileSystemWriter):
             rollback(self._path)
             unfinished(self._path).mkdir(parents=True, exist_ok=True)
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is: on another rank the directory may be one that the first rank is just removing."""
+        return plan
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part; what is no tensor before it, so that the disk has it by the time it is asked for."""
         if self._is_first:

@@ -59,6 +59,12 @@ _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
 # Leaves of a call beyond those of its result: what it wrote.
 _WRITTEN, _ALIASES, _CHANGED, _MANY = 1_000_000, 2_000_000, 3_000_000, 500_000
 
+#: The usual reason why layers are called again with what they made, or their caches are used; and what to do.
+GENERATION = (
+    "In generation each token goes back into the first stage: do it after the run, when"
+    " `trainer.strategy.gather_module()` has made the model whole, or in one process from a checkpoint."
+)
+
 
 class ValueNeeded(BaseException):
     """The number of an absent value was asked for; no `except Exception` of the user's catches it."""
@@ -259,7 +265,7 @@ class Discovery(TorchFunctionMode):
             elif isinstance(leaf, FakeTensor) and id(leaf) not in self._parameters:
                 raise WrongUseError(
                     f"{call} uses a tensor that a layer of the body made and did not return. What the code around the"
-                    " layers needs of a layer has to be returned by it, not kept in an attribute."
+                    f" layers needs of a layer has to be returned by it, not kept in an attribute. {GENERATION}"
                 )
             if id(leaf) in self._parameters and id(leaf) not in self._of_units:
                 call.parameters |= {self._parameter_names[id(leaf)]}

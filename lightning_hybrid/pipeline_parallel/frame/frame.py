@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery, FakeTensor
+from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Discovery, FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
 from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, make_part
@@ -246,7 +246,7 @@ class FrameCut:
         remedy = (
             f"{first!r} is called more than once in a step, each time with what the layers made of the last call, so"
             " the stages cannot be passed once from the first to the last. Divide other layers, with"
-            " HybridStrategy(body=[...])"
+            f" HybridStrategy(body=[...]). {GENERATION}"
             if again
             else f"The layers are called in the order below; say so with\n    HybridStrategy(body={_folded(names)!r})"
         )
@@ -336,10 +336,12 @@ class FrameCut:
         """The text for a unit of another stage that is called after the number of an absent value was needed."""
         if plan.graph.needed is None:
             return self._path_text(plan, len(plan.graph.calls), index)
+        again = any(call.unit == index for call in plan.graph.calls)
         return (
-            f"The layer {self._units[index][0]!r} is called after {plan.graph.needed} has asked for the number of a"
-            " value that another stage makes. What is called later must not depend on such a number: decide by the"
-            " batch, or keep the decision and the layers behind it in one layer of the body."
+            f"The layer {self._units[index][0]!r} is called{' again' * again} after {plan.graph.needed} has asked for"
+            " the number of a value that another stage makes. What is called later must not depend on such a number:"
+            " decide by the batch, or keep the decision and the layers behind it in one layer of the body."
+            f"{f' {GENERATION}' * again}"
         )
 
 

@@ -1,0 +1,143 @@
+"""A folder of Hugging Face: which tensors it has, and which part of a module they are for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.checkpoint.weights.tensor_files import TensorFile, open_tensors
+from lightning_hybrid.distributed.module_names import join_names, named_tensors
+
+WEIGHTS = "model.safetensors"
+INDEX_SUFFIX = ".index.json"  # behind the name of a file that was split
+CONFIG = "config.json"
+
+#: What holds the weights, as `from_pretrained` looks for it: the first one that is there.
+_FILES = (WEIGHTS, f"{WEIGHTS}{INDEX_SUFFIX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX_SUFFIX}")
+
+#: Where a model says which names of older folders it has no use for; and a table that all models make themselves now.
+_IGNORED, _TABLE = "_keys_to_ignore_on_load_unexpected", r"rotary_emb\.inv_freq"
+
+
+class HuggingFaceFolder:
+    """The weights of a folder that `save_pretrained` has written: one file, or several with an index.
+
+    Args:
+        path: The folder.
+
+    Attributes:
+        path: The folder.
+        shapes: What is in it, by name.
+
+    Raises:
+        FileNotFoundError: If a file that the index names is not there.
+        ValueError: If something is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.shapes: dict[str, torch.Size] = {}
+        self._files: dict[str, TensorFile] = {}
+        main = next(path / name for name in _FILES if (path / name).is_file())
+        if not main.name.endswith(INDEX_SUFFIX):
+            self._add(main)
+            return
+        index = _read_index(main)
+        for name in sorted(set(index.values())):
+            if not (path / name).is_file():
+                raise FileNotFoundError(f"{main} names the file {name!r}, which is not in the folder.")
+            self._add(path / name)
+        lacking = [name for name in index if name not in self.shapes]
+        if lacking:
+            raise ValueError(f"{main} names {lacking[0]!r}, which is not in {index[lacking[0]]!r}.")
+
+    def _add(self, path: Path) -> None:
+        file = open_tensors(path)
+        self.shapes |= file.shapes
+        self._files |= dict.fromkeys(file.shapes, file)
+
+    @staticmethod
+    def is_at(path: Path) -> bool:
+        """Whether there is a folder with files of these names."""
+        return any((path / name).is_file() for name in _FILES)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of the folder, mapped into memory."""
+        return self._files[name].read(name)
+
+    def names_in(self, module: nn.Module) -> tuple[str, dict[str, str]]:
+        """Which part of a module the folder is for: the one that has most of its tensors, and least beside them.
+
+        A module keeps a model in an attribute, and the folder may be of a model without the head that the module has:
+        so ``layers.0.weight`` is looked for as ``model.layers.0.weight``, ``model.model.layers.0.weight``, and so on.
+
+        Args:
+            module: The user's module; it may have placeholders for what lives elsewhere.
+
+        Returns:
+            The dotted name of the part, and for the names that the folder's tensors have in the module the folder's
+            own. Tensors that the part computes itself are not among them.
+
+        Raises:
+            ValueError: If there is no such part, or several.
+        """
+        tensors = dict(named_tensors(module))
+        alike: Counter[str] = Counter()
+        known: Counter[str] = Counter()
+        size: Counter[str] = Counter()
+        for name, tensor in tensors.items():
+            for prefix, rest in _cuts(name):
+                size[prefix] += 1
+                known[prefix] += rest in self.shapes
+                alike[prefix] += self.shapes.get(rest) == tensor.shape
+        scores = {prefix: (alike[prefix], count, -size[prefix]) for prefix, count in known.items() if count}
+        if not scores:
+            raise ValueError(
+                f"No tensor of {self.path} has a name in {type(module).__name__}. The folder has"
+                f" {_first(self.shapes)}; the module has {_first(tensors)}."
+            )
+        best = [prefix for prefix, score in scores.items() if score == max(scores.values())]
+        parts = {id(module.get_submodule(prefix)): prefix for prefix in reversed(best)}
+        if len(parts) > 1:
+            raise ValueError(
+                f"{self.path} fits several parts of {type(module).__name__}: {sorted(parts.values())}. Read it yourself"
+                " (`safetensors.torch.load_file`) and give `strategy.load_weights` a state dict with the names of the"
+                " module."
+            )
+        (prefix,) = parts.values()
+        ignored = [_TABLE, *(getattr(module.get_submodule(prefix), _IGNORED, None) or ())]
+        persistent = module.state_dict().keys()
+        named = {join_names(prefix, name): name for name in self.shapes}
+        return prefix, {
+            name: source
+            for name, source in named.items()
+            if name in persistent or not (name in tensors or any(re.search(each, source) for each in ignored))
+        }
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in index.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is no index of weights, or not a complete one: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _cuts(name: str) -> Iterator[tuple[str, str]]:
+    """A dotted name, divided at each dot and before its beginning."""
+    parts = name.split(".")
+    for count in range(len(parts)):
+        yield ".".join(parts[:count]), ".".join(parts[count:])
+
+
+def _first(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, islice(names, 3)))

@@ -1,0 +1,74 @@
+"""Files of tensors by name, mapped into memory: nothing of a tensor is read before it is used."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+SAFETENSORS = ".safetensors"
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A file, of which nothing but names and shapes was read.
+
+    Attributes:
+        shapes: What is in it, by name.
+        read: Gives the tensor of a name.
+    """
+
+    shapes: dict[str, torch.Size]
+    read: Callable[[str], Tensor]
+
+
+def open_tensors(path: Path) -> TensorFile:
+    """Open a ``.safetensors`` file, or one of `torch.save` with a dictionary of tensors.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If it is neither, or damaged.
+    """
+    if path.suffix != SAFETENSORS:
+        found = read_torch(path)
+        if not isinstance(found, dict):
+            raise ValueError(f"{path} holds a {type(found).__name__}, not a dictionary of tensors by name.")
+        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        return TensorFile({name: tensor.shape for name, tensor in tensors.items()}, tensors.__getitem__)
+    try:
+        file: Any = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path}, {path.stat().st_size} bytes, is no complete .safetensors file: {error}") from error
+    shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.offset_keys()}
+    return TensorFile(shapes, file.get_tensor)
+
+
+def read_torch(path: Path) -> Any:
+    """What a file of `torch.save` holds; with ``weights_only=True``, so it runs no code of the file.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If it holds anything but weights, or is damaged.
+    """
+    try:
+        return torch.load(path, "cpu", mmap=zipfile.is_zipfile(path) or None, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} cannot be read as weights: {error} If you trust it, load it yourself and give"
+            " `strategy.load_weights` the state dict, for example in `setup`."
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise ValueError(
+            f"{path}, {path.stat().st_size} bytes, cannot be read: {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,163 @@
+"""Weights of another training: of a file, a directory or a state dict, each rank loads its part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
+from lightning_hybrid.checkpoint.ownership import Ownership
+from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
+from lightning_hybrid.checkpoint.state_dict_match import check_match, load_module_state, shape_of
+from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
+from lightning_hybrid.checkpoint.weights.hugging_face import HuggingFaceFolder
+from lightning_hybrid.checkpoint.weights.tensor_files import SAFETENSORS, open_tensors, read_torch
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.module_names import fold_numbered
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+
+#: What a user may give: a path, or the state dict of an undivided module.
+Source = str | Path | Mapping[str, Any]
+
+
+class Weights:
+    """The weights of an undivided module, found but not read: files are mapped into memory.
+
+    Args:
+        source: A state dict; a file of `torch.save` with one, alone or in a checkpoint of Lightning; a ``.safetensors``
+            file; a folder of Hugging Face; or a directory that `save_distributed_checkpoint=True` or another strategy
+            of Lightning has written.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+        ValueError: If it is no such thing, or is damaged.
+    """
+
+    def __init__(self, source: Source) -> None:
+        path = None if isinstance(source, Mapping) else Path(source)
+        self._folder = HuggingFaceFolder(path) if path is not None and HuggingFaceFolder.is_at(path) else None
+        is_directory = path is not None and self._folder is None and DistributedCheckpoint.is_at(path)
+        self._directory = path if is_directory else None
+        if self._directory is not None:
+            _check_directory(self._directory)
+        self._state = {} if self._folder or self._directory else _read(source)
+
+    def shapes(self, module: nn.Module) -> dict[str, torch.Size]:
+        """What there is, by the names that it has in a module.
+
+        Raises:
+            ValueError: If a folder of Hugging Face is for no part of the module, or for several.
+        """
+        if self._folder is not None:
+            _, names = self._folder.names_in(module)
+            return {name: self._folder.shapes[source] for name, source in names.items()}
+        if self._directory is None:
+            return {name: value.shape for name, value in self._state.items() if isinstance(value, Tensor)}
+        directory = DistributedCheckpoint(self._directory)
+        return {path[0]: entry.size for path, entry in directory.below(directory.module_root).items() if entry}
+
+    def load(self, module: LightningModule, stage_map: StageMap, mesh: Mesh) -> None:
+        """Give the module its values.
+
+        Args:
+            module: The user's module, parallelized. Its `strict_loading` says whether names may differ.
+            stage_map: Which stage holds what.
+            mesh: The ranks.
+
+        Raises:
+            ValueError: If a folder of Hugging Face is for no part of the module, or for several.
+            RuntimeError: If names or shapes do not fit; nothing is loaded then.
+        """
+        if self._folder is not None:
+            _load_folder(self._folder, module)
+            return
+        if self._directory is None:
+            load_module_state(module, _with_ties(self._state, module), strict=module.strict_loading)
+            return
+        checkpoint = ShardedCheckpoint(module, Ownership(module, stage_map, mesh), OptimizerStates(module), mesh)
+        checkpoint.load(self._directory, strict=module.strict_loading, read_extra=lambda path: {})
+
+
+def _load_folder(folder: HuggingFaceFolder, module: LightningModule) -> None:
+    """Load the part of a module that a folder is for: parameters that are not in it are missing in that part alone.
+
+    A buffer that the folder lacks is one that the model makes itself.
+    """
+    prefix, names = folder.names_in(module)
+    own, saved = module.state_dict(), {name: folder.shapes[source] for name, source in names.items()}
+    tied = _tied_names(module)
+    missing = [ties[0] for ties in tied if saved.keys().isdisjoint(ties)]
+    below = [name for name in missing if not prefix or name.startswith(f"{prefix}.")]
+    needed = {name: shape_of(value) for name, value in own.items() if name in saved or name in below}
+    try:
+        check_match(module, needed, saved, strict=module.strict_loading)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{error}\n\t{folder.path} was taken for `{prefix or type(module).__name__}`. To load only the names that"
+            " both have, set `self.strict_loading = False`."
+        ) from None
+    if missing:
+        kept = ", ".join(name for (name,) in fold_numbered((name,) for name in missing))
+        rank_zero_info(f"Not in {folder.path}, and left as they are: {kept}")
+    here = {name: source for name, source in names.items() if name in own and not own[name].is_meta}
+    state = {name: folder.read(source) for name, source in here.items()}
+    load_module_state(module, _with_ties(state, module), strict=False)
+
+
+def _tied_names(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
+def _with_ties(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """Of tied parameters many files have one name: the others have its value."""
+    completed: Any = copy.copy(state)  # with the versions of layers
+    for tied in _tied_names(module):
+        known = next((name for name in tied if name in state), None)
+        if known is not None:
+            completed.update({name: state[known] for name in tied if name not in state})
+    full: Mapping[str, Any] = completed
+    return full
+
+
+def _check_directory(path: Path) -> None:
+    files = sorted(file.name for suffix in (SAFETENSORS, ".bin") for file in path.glob(f"*{suffix}"))
+    if files:
+        raise ValueError(
+            f"{path} is a folder with {files[:3]}, and neither a checkpoint nor a model of Hugging Face, which has"
+            " model.safetensors, or an index of several files. Give the file, or of several a state dict with all of"
+            " them to `strategy.load_weights`."
+        )
+
+
+def _read(source: Source) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        found: Any = source
+    else:
+        path = Path(source)
+        if not path.is_file():
+            raise FileNotFoundError(f"There are no weights at {path}: neither a file nor a directory.")
+        found = _read_safetensors(path) if path.suffix == SAFETENSORS else read_torch(path)
+    state = found.get("state_dict", found) if isinstance(found, Mapping) else found
+    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
+        what = f"{source} has" if isinstance(source, (str, Path)) else "This is"
+        raise ValueError(
+            f"{what} no state dict: tensors by name, alone or as 'state_dict' of a checkpoint. It is a"
+            f" {type(found).__name__}{f' with {list(found)[:5]}' if isinstance(found, Mapping) else ''}."
+        )
+    return state
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    file = open_tensors(path)
+    return {name: file.read(name) for name in file.shapes}

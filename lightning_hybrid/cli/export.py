@@ -1,0 +1,229 @@
+"""The weights of a checkpoint as a folder of Hugging Face, which `from_pretrained` and `safetensors` open.
+
+::
+
+    names and shapes            --> what goes into which file, of at most `max_shard_size` bytes
+    the tensors of one file     --> model-00001-of-00002.safetensors    one file after the other: so a checkpoint may
+    the tensors of the next one --> model-00002-of-00002.safetensors    be larger than the memory of the machine
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lightning_hybrid.checkpoint.storage.atomic import new_directory
+from lightning_hybrid.checkpoint.storage.dcp import MODEL, DistributedCheckpoint
+from lightning_hybrid.checkpoint.weights.hugging_face import CONFIG, INDEX_SUFFIX, WEIGHTS
+from lightning_hybrid.cli.consolidate import read_outline
+from lightning_hybrid.cli.inspect import identity_of, read_mapped
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written.
+
+    Attributes:
+        files: The names of the files.
+        prefix: What the names had before them in the checkpoint, and have not any more.
+        tied: For the names that are not in the files the one that has their tensor.
+        left_out: Names that do not begin with the prefix.
+        first_parts: How many names of the checkpoint begin with what, up to the first dot.
+        has_config: Whether there is a ``config.json``.
+    """
+
+    files: list[str]
+    prefix: str
+    tied: dict[str, str]
+    left_out: list[str]
+    first_parts: Mapping[str, int]
+    has_config: bool
+
+
+def export(
+    path: Path,
+    folder: Path,
+    *,
+    prefix: str | None = None,
+    max_shard_size: int = 5 * 10**9,
+    dtype: torch.dtype | None = None,
+    config: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Export:
+    """Write a folder of Hugging Face, which appears when it is complete.
+
+    No process group, and neither the class of the module nor transformers, is needed. Of the tensors, those of one
+    file are in memory at a time.
+
+    Args:
+        path: The checkpoint: a file that `torch.save` has written, or a directory of shards.
+        folder: The folder; one that exists has to be empty.
+        prefix: The attribute of the module that holds the model, which names begin with in the checkpoint: it is
+            removed, and what has another name is left out. By default the attribute that all names begin with, if there
+            is one.
+        max_shard_size: The most bytes of tensors in a file; a larger tensor has one for itself.
+        dtype: What floating-point tensors are converted to; they stay as they are by default.
+        config: A ``config.json``, or the folder of one. By default the one in the checkpoint's hyper-parameters.
+        progress: Called with the bytes that were just written, and with those that there are.
+
+    Returns:
+        What was written.
+
+    Raises:
+        FileNotFoundError, FileExistsError: If something is not where it should be.
+        ValueError: If the checkpoint is not complete or damaged, has no weights, or none with the prefix.
+        OSError: If the folder cannot be written.
+    """
+    folder = folder.absolute()
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists, and is not an empty folder: name another one.")
+    checkpoint, read = _open(path)
+    state = {name: value for name, value in _state_of(checkpoint, path).items() if isinstance(value, Tensor)}
+    begin, first_parts = _find_prefix(state, prefix, path)
+    names: dict[Any, str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in state.items():
+        if name.startswith(begin):
+            stored = names.setdefault(identity_of(tensor), name)
+            if stored != name:
+                tied[name[len(begin) :]] = stored[len(begin) :]
+    sizes = {name: state[name].numel() * _dtype_of(state[name], dtype).itemsize for name in names.values()}
+    settings = _find_config(checkpoint, config)
+    shards, total = _split(sizes, max_shard_size), sum(sizes.values())
+    files: dict[str, str] = {}
+    with new_directory(folder) as new:
+        for number, shard in enumerate(shards, 1):
+            stem, suffix = WEIGHTS.split(".")
+            file = WEIGHTS if len(shards) == 1 else f"{stem}-{number:05}-of-{len(shards):05}.{suffix}"
+            tensors = {name[len(begin) :]: _packed(read(state[name]), dtype) for name in shard}
+            try:
+                save_file(tensors, new / file, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(f"{folder / file} cannot be written: {error}") from error
+            files |= dict.fromkeys(tensors, file)
+            del tensors
+            if progress is not None:
+                progress(sum(sizes[name] for name in shard), total)
+        others = {} if len(shards) == 1 else {f"{WEIGHTS}{INDEX_SUFFIX}": _index(files, total)}
+        if settings is not None:
+            others[CONFIG] = _with_dtype(settings, [_dtype_of(state[name], dtype) for name in sizes])
+        for file, content in others.items():
+            (new / file).write_text(f"{json.dumps(content, indent=2)}\n", encoding="utf-8")
+    left_out = [name for name in state if not name.startswith(begin)]
+    written = [*dict.fromkeys(files.values()), *others]
+    return Export(written, begin, tied, left_out, first_parts, settings is not None)
+
+
+def _open(path: Path) -> tuple[Mapping[str, Any], Callable[[Tensor], Tensor]]:
+    """A checkpoint whose tensors were not read, and what reads one of them."""
+    if not DistributedCheckpoint.is_at(path):
+        if not path.exists():
+            raise FileNotFoundError(f"Checkpoint not found: {path}")
+        return read_mapped(path), lambda tensor: tensor
+    directory = DistributedCheckpoint(path)
+    directory.check_files()
+    outline = read_outline(directory, device="meta", weights_only=True, read_extra=read_mapped)
+    paths = {id(tensor): tree_path for tree_path, tensor in outline.tensors.items()}
+
+    def read(tensor: Tensor) -> Tensor:
+        tree_path = paths[id(tensor)]
+        value: Tensor = directory.read({tree_path: torch.empty_like(tensor, device="cpu")})[tree_path]
+        return value
+
+    return outline.checkpoint, read
+
+
+def _state_of(checkpoint: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    state = checkpoint.get(MODEL, checkpoint)
+    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(
+            f"{path} has no weights: tensors by name, alone or as {MODEL!r}. It has {list(checkpoint)[:5]}."
+        )
+    return state
+
+
+def _find_prefix(names: Mapping[str, Any], prefix: str | None, path: Path) -> tuple[str, Counter[str]]:
+    """What is removed from names, and how many of them begin with what."""
+    firsts = Counter(f"{first}." if rest else first for first, _, rest in (name.partition(".") for name in names))
+    if prefix is None:
+        (first, _), *others = firsts.most_common()
+        return first if not others and first.endswith(".") else "", firsts
+    begin = f"{prefix.removesuffix('.')}." if prefix else ""
+    if not any(name.startswith(begin) for name in names):
+        raise ValueError(f"No name in {path} begins with {begin!r}. They begin with {', '.join(map(repr, firsts))}.")
+    return begin, firsts
+
+
+def _split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """The names of each file, in their order."""
+    shards: list[list[str]] = [[]]
+    room = most
+    for name, size in sizes.items():
+        if size > room and shards[-1]:
+            shards.append([])
+            room = most
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What a tensor is written as."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _packed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A tensor as safetensors takes it: with memory of its own, in its order."""
+    packed = tensor.detach().to(_dtype_of(tensor, dtype)).contiguous()
+    return packed if packed.untyped_storage().nbytes() == packed.nbytes else packed.clone()
+
+
+def _index(files: Mapping[str, str], total: int) -> dict[str, Any]:
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+
+
+def _find_config(checkpoint: Mapping[str, Any], given: Path | None) -> dict[str, Any] | None:
+    """The model's configuration: what was given, or the only one among the hyper-parameters."""
+    if given is not None:
+        file = given / CONFIG if given.is_dir() else given
+        if not file.is_file():
+            raise FileNotFoundError(f"There is no configuration at {file}.")
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} is no configuration of a model: {error}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{file} is no configuration of a model: it holds a {type(found).__name__}.")
+        return found
+    parameters = checkpoint.get("hyper_parameters")
+    values = list(parameters.values()) if isinstance(parameters, Mapping) else []
+    found = [value for value in map(_as_config, values) if value is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def _as_config(value: Any) -> dict[str, Any] | None:
+    """A configuration of transformers, as an object or a dictionary; nothing for anything else."""
+    if isinstance(value, Mapping):
+        return dict(value) if isinstance(value.get("model_type"), str) else None
+    if not hasattr(value, "model_type") or not hasattr(value, "to_json_string"):
+        return None
+    settings: dict[str, Any] = json.loads(value.to_json_string())
+    return settings
+
+
+def _with_dtype(settings: dict[str, Any], dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+    """With the dtype of most of the tensors: `from_pretrained` converts them to what is said there."""
+    floating = Counter(dtype for dtype in dtypes if dtype.is_floating_point)
+    if not floating:
+        return settings
+    key = "torch_dtype" if "torch_dtype" in settings else "dtype"  # as it was called before
+    return {**settings, key: str(floating.most_common(1)[0][0]).removeprefix("torch.")}
