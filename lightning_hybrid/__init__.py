@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from lightning_hybrid.cli.check import check
 from lightning_hybrid.strategy.strategy import HybridStrategy
 from lightning_hybrid.trainer.module_hooks import ModuleHooks
 from lightning_hybrid.version import __version__
 
-__all__ = ["HybridStrategy", "ModuleHooks", "__version__"]
+__all__ = ["HybridStrategy", "ModuleHooks", "__version__", "check"]
 
 
 def __dir__() -> list[str]:
