@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import signal
 import sys
 import time
 import traceback
@@ -24,6 +23,7 @@ import torch.distributed as dist
 # Seconds that other ranks may take to end after one has failed, and a rank to end itself at its limit.
 _GRACE = 5.0
 _LOG_LINES = 30
+_TIMEOUT = "Timeout ("  # as `faulthandler` begins
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -145,9 +145,12 @@ def _outcome(directory: Path, rank: int, process: BaseProcess, *, is_ended: bool
     if file.exists():
         return torch.load(file, weights_only=False)
     log = directory / f"log-{rank}"
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:]) if log.exists() else ""
-    if "Timeout (" in tail:
-        return _Failure(_Kind.ENDED, f"took longer than its limit.\n{tail}")
-    if process.exitcode == -signal.SIGKILL and is_ended:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    limit = next((number for number, line in enumerate(lines) if line.startswith(_TIMEOUT)), None)
+    if limit is not None:
+        stacks = "\n".join(lines[limit + 1 :][:_LOG_LINES])
+        return _Failure(_Kind.ENDED, f"took longer than its limit. It was here, the last call first:\n{stacks}")
+    tail = "\n".join(lines[-_LOG_LINES:])
+    if is_ended:
         return _Failure(_Kind.ENDED, f"was ended.\n{tail}")
     return _Failure(_Kind.DIED, f"died (exit code {process.exitcode}).\n{tail}")
