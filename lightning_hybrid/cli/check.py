@@ -200,9 +200,9 @@ class _Check:
         if self.is_repeatable():
             explanation = self.explain(result)
         else:
-            result = self.with_same_draws(result)
-            if result.equal:
-                return result
+            with_same_draws = self.with_same_draws(result)
+            if with_same_draws.equal:
+                return with_same_draws
             explanation = _Explanation(
                 "the step draws random numbers; with others, one process is different from itself. Microbatches and"
                 " replicas draw their own, so the numbers of a layout are others, too.",
@@ -215,8 +215,14 @@ class _Check:
         layout = {**self.layout, **_WITHOUT_STAGES, **_WITHOUT_TENSOR_PARALLEL, "zero_stage": 0, "recompute": False}
         if all(self.layout.get(name, value) == value for name, value in layout.items()):
             return result
-        ranks, replicas = self.train(self.layout), self.train(layout)
+        text = "one process, the same microbatches, each with the same random numbers"
+        try:
+            ranks, replicas = self.train(self.layout), self.train(layout)
+        except RankError as error:
+            self.add_failure(text, error)
+            return result
         compared = compare(interleaved(replicas), ranks, steps=self.training.steps, replicas=len(replicas))
+        self.add(text, compared)
         note = "The step draws random numbers, so one process runs the same microbatches, each with the same numbers."
         return replace(result, comparisons=compared, notes=(*result.notes, note))
 
@@ -306,8 +312,7 @@ class _Check:
         try:
             (weights,) = self.run("on each microbatch in one process", function, 1)
         except RankError as error:
-            text = "each microbatch in one process"
-            self.experiments.append(Experiment(text, None, equal=False, failure=str(error)))
+            self.add_failure("each microbatch in one process", error)
             return _Explanation("the microbatches differ from the batch.", "Use num_microbatches=1.")
         return self.explain_weights(weights)
 
@@ -352,7 +357,7 @@ class _Check:
         try:
             compared = self.compare(changes, fixed_statistics=fixed_statistics)
         except RankError as error:
-            self.experiments.append(Experiment(text, None, equal=False, failure=str(error)))
+            self.add_failure(text, error)
             return False
         return self.add(text, compared).equal
 
@@ -361,6 +366,9 @@ class _Check:
         experiment = Experiment(text, largest, equal=largest <= self.tolerance)
         self.experiments.append(experiment)
         return experiment
+
+    def add_failure(self, text: str, error: RankError) -> None:
+        self.experiments.append(Experiment(text, None, equal=False, failure=str(error)))
 
     def axes(self) -> list[tuple[str, dict[str, Any]]]:
         """What a layout may do without, one at a time."""

@@ -82,7 +82,7 @@ class MicrobatchWeights:
 class Training:
     """What is trained, and how long.
 
-    Args:
+    Attributes:
         make_module: Makes the module.
         make_data: Makes what `Trainer.fit` takes as data.
         steps: Optimizer steps.

@@ -91,31 +91,30 @@ def run_ranks(function: Callable[[], Any], world_size: int, *, time_limit: float
 
 def _run_rank(function: Callable[[], Any], rank: int, world_size: int, directory: Path, time_limit: float) -> None:
     """The life of a rank."""
-    with (directory / f"log-{rank}").open("w") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-        sys.stdout = sys.stderr = log
-        # It ends itself, whatever holds it and whether or not the parent still lives.
-        faulthandler.dump_traceback_later(time_limit, exit=True, file=log)
-        torch.set_num_threads(1)  # the threads of the parent were not copied
-        names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size, "MASTER_PORT": 0}
-        names["LOCAL_WORLD_SIZE"] = world_size
-        os.environ.update({name: str(value) for name, value in names.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="local ranks")
-        outcome: Any
-        try:
-            rendezvous = f"file://{directory / 'rendezvous'}"
-            dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
-            outcome = function()
-        except BaseException as error:
-            outcome = _failure(error)
-        partial = directory / f"partial-{rank}"
-        try:
-            torch.save(outcome, partial)
-        except Exception as error:
-            torch.save(_Failure(_Kind.RAISED, f"has a result that cannot be pickled: {error}"), partial)
-        partial.rename(directory / f"outcome-{rank}")
-    os._exit(0)  # what the parent registered for its own end is not run here
+    log = (directory / f"log-{rank}").open("w")  # until the process ends
+    for stream in (1, 2):
+        os.dup2(log.fileno(), stream)
+    sys.stdout = sys.stderr = log
+    # It ends itself, whatever holds it and whether or not the parent still lives.
+    faulthandler.dump_traceback_later(time_limit, exit=True, file=log)
+    torch.set_num_threads(1)  # the threads of the parent were not copied
+    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size, "MASTER_PORT": 0}
+    names["LOCAL_WORLD_SIZE"] = world_size
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="local ranks")
+    outcome: Any
+    try:
+        rendezvous = f"file://{directory / 'rendezvous'}"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+        outcome = function()
+    except BaseException as error:
+        outcome = _failure(error)
+    partial = directory / f"partial-{rank}"
+    try:
+        torch.save(outcome, partial)
+    except Exception as error:
+        torch.save(_Failure(_Kind.RAISED, f"has a result that cannot be pickled: {error}"), partial)
+    partial.rename(directory / f"outcome-{rank}")
 
 
 def _failure(error: BaseException) -> _Failure:

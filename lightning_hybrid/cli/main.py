@@ -222,16 +222,16 @@ def _check(args: Sequence[str]) -> None:
     names = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
     console = Console(stderr=True)
     try:
-        with console.status("") as status:
-            result = check(
-                lambda: cli.model,
-                lambda: cli.datamodule,
-                steps=options.steps,
-                trainer={name: getattr(cli.trainer, name) for name in names},
-                time_limit=options.time_limit,
-                progress=lambda text: status.update(f"Training {text}"),
-                **layout,
-            )
+        result = check(
+            lambda: cli.model,
+            lambda: cli.datamodule,
+            steps=options.steps,
+            trainer={name: getattr(cli.trainer, name) for name in names},
+            time_limit=options.time_limit,
+            # No bar: its thread would be copied, half at work, with the process.
+            progress=lambda text: console.print(f"Training {text}", style="dim") if console.is_terminal else None,
+            **layout,
+        )
     except (ValueError, TypeError, RuntimeError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     print(result)

@@ -141,7 +141,7 @@ def _by_hand(replicas: int, clip: float | None) -> tuple[list[float], list[float
         mean.backward()
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), clip or float("inf"))))
         optimizer.step()
-        losses.append(float(mean))
+        losses.append(float(mean.detach()))
     return losses, norms, dict(module.named_parameters())
 
 
@@ -219,6 +219,7 @@ def test_random_numbers_are_those_of_the_same_microbatches() -> None:
         (Sum, {"num_microbatches": 2}, "the loss is a sum over samples", 'loss_reduction="sum"'),
         (LogsProduct, {"num_microbatches": 2}, "logged values are no means over the samples: square", "`reduce_fx`"),
         (DependsOnStages, PP2, "with pipeline_parallel_size=1 the numbers are those", "lightning-hybrid plan"),
+        (frame_modules.FrameDrops, PP2, "the step draws random numbers", "Switch off"),
         (modules.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "Switch off"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
@@ -403,6 +404,18 @@ def test_command_says_equal(
     assert "One process against data 1 x tensor 1 x pipeline 2 = 2 processes, 2 microbatches" in out
     assert len(re.findall(r"^ +3  (loss|gradient norm|log loss) ", out, re.MULTILINE)) == 3
     assert "  16 weights and buffers " in out
+
+
+@pytest.mark.distributed
+def test_command_on_a_model_of_hugging_face(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    words = ["--model.depth", "2", "--model.dim", "16", "--model.length", "16", "--data.length", "16"]
+    assert _command(monkeypatch, "--config", str(ROOT / "configs" / "hf_gpt2.yaml"), *words, "--steps", "1") == 0
+    out = capsys.readouterr().out
+    assert "One process against data 2 x tensor 1 x pipeline 2 = 4 processes, 4 microbatches" in out
+    assert "The step computes in float32 at transformers/loss/loss_utils.py:" in out
 
 
 @pytest.mark.distributed
