@@ -144,7 +144,7 @@ def check(
         What was compared and, where it differs, why.
 
     Raises:
-        ValueError, TypeError: If an argument is not possible.
+        ValueError, TypeError: If an argument is not possible, or the losses of one process are not finite.
         RankError: If one process or the layout does not train: the module is refused, or fails.
         RuntimeError: If this system cannot copy a process.
     """
@@ -194,6 +194,13 @@ class _Check:
         return TOLERANCE if self.reference(self.replicas).float32 is None else TOLERANCE_FLOAT32
 
     def result(self) -> CheckResult:
+        reference = self.reference(self.replicas)
+        if not all(map(math.isfinite, (*reference.losses, *reference.grad_norms))):
+            raise ValueError(
+                f"In one process the losses are {reference.losses[:_MOST_SHOWN]} and the gradient norms"
+                f" {reference.grad_norms[:_MOST_SHOWN]}: what is not finite cannot be compared. Use another learning"
+                " rate, or fewer steps."
+            )
         result = CheckResult(_layout_text(self.layout), self.compare({}), self.tolerance, self.notes())
         if result.equal:
             return result
@@ -404,7 +411,10 @@ def _table(comparisons: tuple[Comparison, ...], tolerance: float) -> str:
     tensors = [each for each in comparisons if each.name.startswith(("weight ", "buffer "))]
     rows = [("step", "value", "one process", "this layout", "difference")]
     rows += [_row(each, each.name, tolerance) for each in comparisons if each not in tensors]
-    shown = sorted((each for each in tensors if each.difference > tolerance), key=lambda each: -each.difference)
+    shown = sorted(
+        (each for each in tensors if each.difference > tolerance),
+        key=lambda each: (each.name.startswith("buffer "), -each.difference),
+    )
     if tensors and not shown:
         largest = max(tensors, key=lambda each: each.difference)
         rows.append(("end", f"{len(tensors)} weights and buffers", "", "", f"{largest.difference:.0e}"))

@@ -157,7 +157,7 @@ def test_what_is_compared_is_one_process(replicas: int, clip: float | None) -> N
         assert found[step, "gradient norm"].expected == pytest.approx(norms[step - 1], rel=1e-10)
     assert {name for _, name in found if name.startswith("weight ")} == {f"weight {name}" for name in weights}
     for name, weight in weights.items():
-        assert found[None, f"weight {name}"].expected == pytest.approx(float(weight.norm()), rel=1e-10)
+        assert found[None, f"weight {name}"].expected == pytest.approx(float(weight.detach().norm()), rel=1e-10)
 
 
 EQUAL: dict[str, tuple[type[modules.Example], dict[str, Any], dict[str, Any]]] = {
@@ -280,6 +280,19 @@ def test_wrong_use(arguments: dict[str, Any], text: str) -> None:
 def test_a_loader_without_batches() -> None:
     with pytest.raises(RankError, match="gives no batches"):
         check(modules.Plain, lambda: DataLoader(modules.Samples([])), num_microbatches=2)
+
+
+class NotANumber(modules.Around):
+    """Has no loss."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * float("nan")
+
+
+@pytest.mark.distributed
+def test_what_is_not_finite_is_not_equal() -> None:
+    with pytest.raises(ValueError, match=r"In one process the losses are \[nan, nan\]"):
+        check(NotANumber, num_microbatches=2)
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
