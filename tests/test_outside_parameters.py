@@ -1,4 +1,4 @@
-"""Parameters outside of the layers live where they are used: once the first batch has shown it, and whatever follows."""
+"""Parameters outside of the layers live where they are used, once the first batch has shown where that is."""
 
 from __future__ import annotations
 

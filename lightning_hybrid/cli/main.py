@@ -1,4 +1,4 @@
-"""The commands of ``lightning-hybrid``: training from a YAML file, pictures of schedules, estimates, checkpoints."""
+"""The commands of ``lightning-hybrid``: training from a YAML file, checks, pictures, estimates, checkpoints."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
+from lightning_hybrid.cli.check import check
 from lightning_hybrid.cli.consolidate import consolidate
 from lightning_hybrid.cli.dry_run import dry_run
 from lightning_hybrid.cli.export import Export, export
@@ -33,6 +34,7 @@ from lightning_hybrid.strategy.summary import memory_table
 
 PROGRAM = "lightning-hybrid"
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
+_SIZES = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
 
 
 class HybridCLI(LightningCLI):
@@ -182,8 +184,7 @@ def _memory(args: Sequence[str]) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="processes, instead of those of the configuration")
     options, overrides = parser.parse_known_args(args)
     world = [] if options.ranks is None else ["--trainer.devices", str(options.ranks), "--trainer.num_nodes", "1"]
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # what a run says of its start is not to the point
+    _be_quiet()
     overrides += ["--trainer.accelerator", "cpu", *world]
     cli, strategy = _load_config(parser, options.config, overrides)
     unused = [cli]
@@ -204,6 +205,48 @@ def _memory(args: Sequence[str]) -> None:
     except (ValueError, TypeError, MisconfigurationException) as error:
         parser.error(str(error))
     print(f"{result.layout}\n\n{memory_table(result.memory)}")
+
+
+def _check(args: Sequence[str]) -> None:
+    """Say whether a layout trains with the numbers of one process."""
+    description = (
+        "Train a few steps in one process and under the layout of a configuration, in float64 on the CPU of this"
+        " machine, and compare losses, logged values, gradients and weights. Where they differ, say why. The exit"
+        " status is 0 if they are equal, 1 if they differ, 2 if they could not be compared."
+    )
+    parser = _config_parser("check", description, "--trainer.devices 2")
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--time-limit", type=float, default=600.0, metavar="S", help="seconds a training may take (default: 600)"
+    )
+    options, overrides = parser.parse_known_args(args)
+    _be_quiet()
+    overrides += ["--trainer.accelerator", "cpu", "--trainer.precision", "64-true"]
+    cli, strategy = _load_config(parser, options.config, overrides)
+    layout = vars(strategy.settings) | dict(zip(_SIZES, strategy.sizes, strict=True))
+    names = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+    console = Console(stderr=True)
+    try:
+        result = check(
+            lambda: cli.model,
+            lambda: cli.datamodule,
+            steps=options.steps,
+            trainer={name: getattr(cli.trainer, name) for name in names},
+            time_limit=options.time_limit,
+            # No bar: its thread would be copied, half at work, with the process.
+            progress=lambda text: console.print(f"Training {text}", style="dim") if console.is_terminal else None,
+            **layout,
+        )
+    except (ValueError, TypeError, RuntimeError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    print(result)
+    raise SystemExit(0 if result.equal else 1)
+
+
+def _be_quiet() -> None:
+    """What a run says of its start is not to the point."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _inspect(args: Sequence[str]) -> None:
@@ -339,6 +382,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "timeline": _timeline,
     "plan": _plan,
     "memory": _memory,
+    "check": _check,
     "inspect": _inspect,
     "consolidate": _consolidate,
     "export": _export,
@@ -355,6 +399,7 @@ Train a LightningModule with hybrid parallelism.
   predict      run on new data
   plan         show which rank would hold what:     {PROGRAM} plan --config FILE
   memory       estimate what each rank would hold:     {PROGRAM} memory --config FILE --ranks 8
+  check        compare a layout with one process:     {PROGRAM} check --config FILE
   timeline     draw a pipeline schedule:     {PROGRAM} timeline --schedule 1f1b --ranks 4 --microbatches 8
   inspect      show what a checkpoint holds:     {PROGRAM} inspect PATH
   consolidate  make one file of a checkpoint that is a directory:     {PROGRAM} consolidate DIR FILE

@@ -1,0 +1,456 @@
+"""Whether a layout trains a module with the numbers of one process, and if not, why: found out by training it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lightning_hybrid.cli.check_training import MakeData, MakeModule, MicrobatchWeights, Training, TrainingRecord
+from lightning_hybrid.cli.comparison import Comparison, compare, interleaved
+from lightning_hybrid.cli.local_ranks import RankError, run_ranks
+from lightning_hybrid.strategy.strategy import HybridStrategy
+
+#: The largest relative difference of two trainings that are equal, and where the step computes in float32. Rounding is
+#: far below; an optimizer that divides by the size of a gradient may enlarge it.
+TOLERANCE, TOLERANCE_FLOAT32 = 1e-8, 1e-4
+_TRAINER_ARGUMENTS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+# Where files are and how processes are connected does not matter to the numbers.
+_IRRELEVANT: dict[str, Any] = {
+    "initial_weights": None,
+    "save_distributed_checkpoint": False,
+    "async_save": False,
+    "gather_module_on_teardown": False,
+    "process_group_backend": "gloo",
+}
+_WITHOUT_STAGES = {"pipeline_parallel_size": 1, "num_chunks": 1, "schedule": "1f1b", "partition": "uniform"}
+_WITHOUT_TENSOR_PARALLEL = {"tensor_parallel_size": 1, "sequence_parallel": False}
+_MOST_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The same training with a change.
+
+    Attributes:
+        change: What was changed.
+        difference: The largest relative difference from one process; ``None`` if it could not be trained so.
+        equal: Whether that is rounding.
+        failure: Why it could not be trained.
+    """
+
+    change: str
+    difference: float | None
+    equal: bool
+    failure: str = ""
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"{self.change}: cannot be trained ({_first_line(self.failure)})"
+        return f"{self.change}: {'equal' if self.equal else 'different'} ({self.difference:.0e})"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What :func:`check` found.
+
+    Attributes:
+        layout: The layout, in words.
+        comparisons: All values, in the order in which they came to be.
+        tolerance: The largest relative difference of values that are equal.
+        notes: What was done to the module so that it can be compared.
+        experiments: Where values differ, what was tried to find out why.
+        reason: What they show.
+        remedy: What to do about it.
+    """
+
+    layout: str
+    comparisons: tuple[Comparison, ...]
+    tolerance: float
+    notes: tuple[str, ...] = ()
+    experiments: tuple[Experiment, ...] = ()
+    reason: str = ""
+    remedy: str = ""
+
+    @property
+    def differences(self) -> tuple[Comparison, ...]:
+        """The values that differ, the first one first."""
+        return tuple(each for each in self.comparisons if each.difference > self.tolerance)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the layout trains with the numbers of one process."""
+        return not self.differences
+
+    @property
+    def largest(self) -> Comparison:
+        """The value with the largest relative difference."""
+        return max(self.comparisons, key=lambda each: each.difference)
+
+    def __str__(self) -> str:
+        parts = [f"One process against {self.layout}", _table(self.comparisons, self.tolerance), *self.notes]
+        if self.equal:
+            number = len(self.comparisons)
+            parts.append(
+                f"Equal to {_bound(self.largest.difference)}: {number} values; the largest relative difference is"
+                f" {self.largest.difference:.1e} ({_named(self.largest)})."
+            )
+            return "\n\n".join(parts)
+        first = self.differences[0]
+        parts.append(
+            f"Different, first in {_named(first)}: {first.expected:.12g} in one process, {first.actual:.12g} under the"
+            f" layout, a relative difference of {first.difference:.1e}."
+        )
+        tried = "\n".join(f"  {experiment}" for experiment in self.experiments)
+        parts.append(f"Why: {self.reason}\n{tried}".rstrip())
+        parts.append(f"What to do: {self.remedy}")
+        return "\n\n".join(parts)
+
+
+def check(
+    make_module: MakeModule,
+    make_data: MakeData | None = None,
+    *,
+    steps: int = 2,
+    trainer: Mapping[str, Any] | None = None,
+    time_limit: float = 600.0,
+    progress: Callable[[str], None] = lambda text: None,
+    **layout: Any,
+) -> CheckResult:
+    """Train a module in one process and under a layout, and compare.
+
+    Both train in float64 on the CPU, on the same batches of the user's loader, in processes of their own that are
+    copies of this one. Dropout is switched off. Where there are several replicas, each gets batches of its own, and one
+    process takes the mean over them, as Lightning's DDP does.
+
+    Example::
+
+        print(lightning_hybrid.check(MyModule, MyData, pipeline_parallel_size=2))
+
+    Args:
+        make_module: Makes the module; a class or a closure.
+        make_data: Makes what `Trainer.fit` takes as data. ``None`` if the module has loaders.
+        steps: Optimizer steps.
+        trainer: ``accumulate_grad_batches``, ``gradient_clip_val`` and ``gradient_clip_algorithm`` of the Trainer.
+        time_limit: Seconds that each training may take.
+        progress: Called with what is being trained, before it is.
+        layout: Arguments of `HybridStrategy`. ``data_parallel_size="auto"`` is 1.
+
+    Returns:
+        What was compared and, where it differs, why.
+
+    Raises:
+        ValueError, TypeError: If an argument is not possible, or the losses of one process are not finite.
+        RankError: If one process or the layout does not train: the module is refused, or fails.
+        RuntimeError: If this system cannot copy a process.
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
+    if not time_limit > 0:
+        raise ValueError(f"time_limit must be a number of seconds above 0, got {time_limit!r}.")
+    arguments = {"accumulate_grad_batches": 1, **(trainer or {})}
+    if unknown := sorted(set(arguments) - set(_TRAINER_ARGUMENTS)):
+        raise ValueError(f"trainer takes {', '.join(_TRAINER_ARGUMENTS)}; got {', '.join(unknown)}.")
+    layout = {**layout, **_IRRELEVANT}
+    layout["num_microbatches"] = HybridStrategy(**layout).settings.num_microbatches
+    if layout.get("data_parallel_size", "auto") == "auto":
+        layout["data_parallel_size"] = 1
+    with TemporaryDirectory(prefix="lightning-hybrid-") as directory:
+        training = Training(make_module, make_data or (lambda: None), steps, arguments, Path(directory))
+        return _Check(training, layout, time_limit, progress).result()
+
+
+@dataclass(frozen=True)
+class _Explanation:
+    reason: str
+    remedy: str
+
+
+@dataclass
+class _Check:
+    """The trainings of one check."""
+
+    training: Training
+    layout: dict[str, Any]
+    time_limit: float
+    progress: Callable[[str], None]
+    experiments: list[Experiment] = field(default_factory=list)
+    _references: dict[tuple[Any, ...], TrainingRecord] = field(default_factory=dict)
+
+    @property
+    def replicas(self) -> int:
+        return int(self.layout["data_parallel_size"])
+
+    @property
+    def num_microbatches(self) -> int:
+        return int(self.layout["num_microbatches"])
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE if self.reference(self.replicas).float32 is None else TOLERANCE_FLOAT32
+
+    def result(self) -> CheckResult:
+        reference = self.reference(self.replicas)
+        if not all(map(math.isfinite, (*reference.losses, *reference.grad_norms))):
+            raise ValueError(
+                f"In one process the losses are {reference.losses[:_MOST_SHOWN]} and the gradient norms"
+                f" {reference.grad_norms[:_MOST_SHOWN]}: what is not finite cannot be compared. Use another learning"
+                " rate, or fewer steps."
+            )
+        result = CheckResult(_layout_text(self.layout), self.compare({}), self.tolerance, self.notes())
+        if result.equal:
+            return result
+        if self.is_repeatable():
+            explanation = self.explain(result)
+        else:
+            with_same_draws = self.with_same_draws(result)
+            if with_same_draws.equal:
+                return with_same_draws
+            explanation = _Explanation(
+                "the step draws random numbers; with others, one process is different from itself. Microbatches and"
+                " replicas draw their own, so the numbers of a layout are others, too.",
+                "Switch off for the check what draws (dropout that modules keep in an attribute is off already).",
+            )
+        return replace(result, experiments=tuple(self.experiments), **vars(explanation))
+
+    def with_same_draws(self, result: CheckResult) -> CheckResult:
+        """Compare with one process for each replica that runs the same microbatches, each with its random numbers."""
+        layout = {**self.layout, **_WITHOUT_STAGES, **_WITHOUT_TENSOR_PARALLEL, "zero_stage": 0, "recompute": False}
+        if all(self.layout.get(name, value) == value for name, value in layout.items()):
+            return result
+        text = "one process, the same microbatches, each with the same random numbers"
+        try:
+            ranks, replicas = self.train(self.layout), self.train(layout)
+        except RankError as error:
+            self.add_failure(text, error)
+            return result
+        compared = compare(interleaved(replicas), ranks, steps=self.training.steps, replicas=len(replicas))
+        self.add(text, compared)
+        note = "The step draws random numbers, so one process runs the same microbatches, each with the same numbers."
+        return replace(result, comparisons=compared, notes=(*result.notes, note))
+
+    # -- trainings ---------------------------------------------------------------------------------------------------
+
+    def run(self, text: str, function: Callable[[], Any], world_size: int) -> list[Any]:
+        self.progress(text)
+        try:
+            return run_ranks(function, world_size, time_limit=self.time_limit)
+        except RankError as error:
+            raise RankError(f"Training {text}: {error}") from None
+
+    def reference(self, replicas: int, *, seed: int = 0, fixed_statistics: bool = False) -> TrainingRecord:
+        key = (replicas, seed, fixed_statistics)
+        if key not in self._references:
+            function = partial(self.training.in_one_process, replicas, seed=seed, fixed_statistics=fixed_statistics)
+            (self._references[key],) = self.run("in one process", function, 1)
+        return self._references[key]
+
+    def compare(self, changes: Mapping[str, Any], *, fixed_statistics: bool = False) -> tuple[Comparison, ...]:
+        """Train under the layout with some changes, and compare with one process."""
+        layout = {**self.layout, **changes}
+        replicas = layout["data_parallel_size"]
+        reference = self.reference(replicas, fixed_statistics=fixed_statistics)
+        ranks = self.train(layout, fixed_statistics=fixed_statistics)
+        return compare(reference, ranks, steps=self.training.steps, replicas=replicas)
+
+    def train(self, layout: Mapping[str, Any], *, fixed_statistics: bool = False) -> list[TrainingRecord]:
+        """What every rank of a layout sees."""
+        function = partial(self.training.under_layout, layout, fixed_statistics=fixed_statistics)
+        return self.run(f"under {_layout_text(layout)}", function, math.prod(_sizes(layout).values()))
+
+    def notes(self) -> tuple[str, ...]:
+        reference = self.reference(self.replicas)
+        notes = []
+        if reference.dropouts:
+            notes.append(
+                f"Dropout is off ({reference.dropouts} probabilities were set to 0): microbatches draw other random"
+                " numbers than one batch."
+            )
+        if reference.float32 is not None:
+            notes.append(
+                f"The step computes in float32 at {reference.float32}, so what can be expected is float32's rounding."
+            )
+        return tuple(notes)
+
+    # -- why ---------------------------------------------------------------------------------------------------------
+
+    def explain(self, result: CheckResult) -> _Explanation:
+        """Change one thing after another until the numbers are equal."""
+        one: dict[str, Any] = {}
+        if self.num_microbatches > 1:
+            one = {"num_microbatches": 1}
+            if self.is_equal("num_microbatches=1", one):
+                return self.explain_microbatches(result)
+        for text, changes in self.axes():
+            if self.is_equal(text, {**one, **changes}):
+                return _Explanation(
+                    f"with {text} the numbers are those of one process, so the difference comes from there.",
+                    "`lightning-hybrid plan` shows what is divided how. If that is right, it is a fault of this"
+                    " package: please report it.",
+                )
+        return _Explanation(
+            "no change of one thing makes the numbers equal.", "Take parts out of the module until they are."
+        )
+
+    def explain_microbatches(self, result: CheckResult) -> _Explanation:
+        """One microbatch is equal, several are not."""
+        if layers := self.reference(self.replicas).batch_norms:
+            text = "batch norms with their running statistics"
+            if self.is_equal(text, {}, fixed_statistics=True):
+                return _Explanation(
+                    f"{layers} layers take the statistics of a batch (BatchNorm), and a microbatch has its own.",
+                    "Use GroupNorm or LayerNorm, or num_microbatches=1. SyncBatchNorm joins replicas, not"
+                    " microbatches.",
+                )
+        names = list(dict.fromkeys(each.name for each in result.differences))
+        if all(name.startswith("log ") for name in names):
+            return _Explanation(
+                f"loss, gradients and weights are equal, but logged values are no means over the samples: "
+                f"{', '.join(name.removeprefix('log ') for name in names)}.",
+                "Say how they are joined, by `reduce_fx` or `batch_size` of `self.log`, or log a torchmetrics Metric.",
+            )
+        function = partial(
+            self.training.microbatch_weights, self.num_microbatches, self.layout.get("loss_reduction", "mean")
+        )
+        try:
+            (weights,) = self.run("on each microbatch in one process", function, 1)
+        except RankError as error:
+            self.add_failure("each microbatch in one process", error)
+            return _Explanation("the microbatches differ from the batch.", "Use num_microbatches=1.")
+        return self.explain_weights(weights)
+
+    def explain_weights(self, weights: MicrobatchWeights) -> _Explanation:
+        """Whether the batch is a weighted sum of its microbatches."""
+        found, used = map(_weights_text, (weights.found, weights.used))
+        is_sum = weights.residual <= math.sqrt(self.tolerance)
+        text = f"one process, gradients of the microbatches times {found}, against that of the batch"
+        self.experiments.append(Experiment(text, weights.residual, equal=is_sum))
+        if not is_sum:
+            return _Explanation(
+                f"the loss couples the samples of a batch: no sum of the microbatches' gradients is that of the batch"
+                f" (the best one leaves {weights.residual:.0e} of it).",
+                "Use num_microbatches=1, or split where samples are independent, by a method `split_batch`.",
+            )
+        if max(abs(a - b) for a, b in zip(weights.found, weights.used, strict=True)) <= math.sqrt(self.tolerance):
+            return _Explanation(
+                "losses and gradients of a batch are those of its microbatches; the step keeps something from one call"
+                " to the next, and is called for each microbatch.",
+                "Use num_microbatches=1, or change that state in a hook (`on_train_batch_end`).",
+            )
+        if all(abs(weight - 1) <= math.sqrt(self.tolerance) for weight in weights.found):
+            return _Explanation(
+                f"the loss is a sum over samples: the batch is the sum of its microbatches, not their mean ({used}).",
+                'Use loss_reduction="sum".',
+            )
+        return _Explanation(
+            f"the loss is a mean over something else than samples, such as tokens: the batch is its microbatches"
+            f" weighted by {found}, and they were weighted by {used}.",
+            "Let a method `microbatch_weight(self, microbatch)` of the module return what the loss is divided by, such"
+            " as the number of unmasked tokens.",
+        )
+
+    def is_repeatable(self) -> bool:
+        """Whether one process has the same numbers with other random numbers."""
+        first, second = self.reference(self.replicas), self.reference(self.replicas, seed=1)
+        compared = compare(first, [second], steps=self.training.steps, replicas=1)
+        return self.add("one process with other random numbers", compared).equal
+
+    def is_equal(self, text: str, changes: Mapping[str, Any], *, fixed_statistics: bool = False) -> bool:
+        """Whether the layout is equal with some changes."""
+        try:
+            compared = self.compare(changes, fixed_statistics=fixed_statistics)
+        except RankError as error:
+            self.add_failure(text, error)
+            return False
+        return self.add(text, compared).equal
+
+    def add(self, text: str, comparisons: tuple[Comparison, ...]) -> Experiment:
+        largest = max(each.difference for each in comparisons)
+        experiment = Experiment(text, largest, equal=largest <= self.tolerance)
+        self.experiments.append(experiment)
+        return experiment
+
+    def add_failure(self, text: str, error: RankError) -> None:
+        self.experiments.append(Experiment(text, None, equal=False, failure=str(error)))
+
+    def axes(self) -> list[tuple[str, dict[str, Any]]]:
+        """What a layout may do without, one at a time."""
+        changes: dict[str, dict[str, Any]] = {
+            "recompute": {"recompute": False},
+            "tensor_parallel_size": _WITHOUT_TENSOR_PARALLEL,
+            "zero_stage": {"zero_stage": 0},
+            "pipeline_parallel_size": _WITHOUT_STAGES,
+            "data_parallel_size": {"data_parallel_size": 1},
+        }
+        used = {name: change for name, change in changes.items() if self.layout.get(name, change[name]) != change[name]}
+        return [(f"{name}={change[name]}", change) for name, change in used.items()]
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def _sizes(layout: Mapping[str, Any]) -> dict[str, int]:
+    return {axis: layout.get(f"{axis}_parallel_size", 1) for axis in ("data", "tensor", "pipeline")}
+
+
+def _layout_text(layout: Mapping[str, Any]) -> str:
+    sizes = _sizes(layout)
+    number = math.prod(sizes.values())
+    text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    text += f" = {number} process{'es' if number > 1 else ''}"
+    if (number := layout["num_microbatches"]) > 1:
+        text += f", {number} microbatches"
+    return text + (f", ZeRO stage {layout['zero_stage']}" if layout.get("zero_stage") else "")
+
+
+def _table(comparisons: tuple[Comparison, ...], tolerance: float) -> str:
+    tensors = [each for each in comparisons if each.name.startswith(("weight ", "buffer "))]
+    rows = [("step", "value", "one process", "this layout", "difference")]
+    rows += [_row(each, each.name, tolerance) for each in comparisons if each not in tensors]
+    shown = sorted(
+        (each for each in tensors if each.difference > tolerance),
+        key=lambda each: (each.name.startswith("buffer "), -each.difference),
+    )
+    if tensors and not shown:
+        largest = max(tensors, key=lambda each: each.difference)
+        rows.append(("end", f"{len(tensors)} weights and buffers", "", "", f"{largest.difference:.0e}"))
+    rows += [_row(each, each.name, tolerance) for each in shown[:_MOST_SHOWN]]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = []
+    for step, name, *numbers in rows:
+        cells = [step.rjust(widths[0]), name.ljust(widths[1])]
+        cells += [text.rjust(width) for text, width in zip(numbers, widths[2:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    if len(shown) > _MOST_SHOWN:
+        lines.append(f"and {len(shown) - _MOST_SHOWN} more of {len(tensors)} weights and buffers")
+    return "\n".join(lines)
+
+
+def _row(comparison: Comparison, name: str, tolerance: float) -> tuple[str, str, str, str, str]:
+    step = "end" if comparison.step is None else str(comparison.step)
+    mark = " <" if comparison.difference > tolerance else ""
+    expected, actual = f"{comparison.expected:.12g}", f"{comparison.actual:.12g}"
+    return step, name, expected, actual, f"{comparison.difference:.0e}{mark}"
+
+
+def _named(comparison: Comparison) -> str:
+    when = "at the end" if comparison.step is None else f"of step {comparison.step}"
+    return f"{comparison.name} {when}"
+
+
+def _bound(difference: float) -> str:
+    """The power of ten that it is below, of those that mean something."""
+    return f"1e{max(-12, math.ceil(math.log10(difference)))}" if difference else "the last bit"
+
+
+def _weights_text(weights: Sequence[float]) -> str:
+    shown = [f"{weight:.4g}" for weight in weights[:_MOST_SHOWN]]
+    return ", ".join(shown) + (", ..." if len(weights) > _MOST_SHOWN else "")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else ""

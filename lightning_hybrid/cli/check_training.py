@@ -1,0 +1,397 @@
+"""A few steps of training in float64, in one process or under a layout, on the same batches, and what came of it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_hybrid.distributed.random import seed_generators
+from lightning_hybrid.strategy.strategy import HybridStrategy
+from lightning_hybrid.trainer.module_hooks import find_hook
+from lightning_hybrid.trainer.training_step import split_into
+
+#: What makes a user's module, and the data to train it on: loaders, a data module, ``None`` if the module has loaders.
+MakeModule = Callable[[], LightningModule]
+MakeData = Callable[[], Any]
+
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass
+class TrainingRecord:
+    """What one rank saw.
+
+    Attributes:
+        data_rank: Its replica.
+        losses: By batch.
+        logged: `callback_metrics` after each batch.
+        epoch_logged: `callback_metrics` at the end.
+        grad_norms: The norm of all gradients before each optimizer step.
+        weights: The state of the undivided module at the end, on the first rank.
+        parameter_names: Which of them are parameters.
+        dropouts: The number of probabilities of dropout that were set to 0.
+        batch_norms: The number of layers with batch statistics.
+        float32: Where the step turned float64 into something narrower first; ``None`` if it did not.
+    """
+
+    data_rank: int = 0
+    losses: list[float] = field(default_factory=list)
+    logged: list[dict[str, float]] = field(default_factory=list)
+    epoch_logged: dict[str, float] = field(default_factory=dict)
+    grad_norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    parameter_names: frozenset[str] = frozenset()
+    dropouts: int = 0
+    batch_norms: int = 0
+    float32: str | None = None
+
+
+@dataclass(frozen=True)
+class MicrobatchWeights:
+    """How the loss of a batch is made of the losses of its microbatches.
+
+    Attributes:
+        found: The weights with which their gradients, and their losses, add up to those of the whole batch best.
+        residual: What is left, relative to the gradient of the batch.
+        used: The weights that a run under the layout uses.
+    """
+
+    found: tuple[float, ...]
+    residual: float
+    used: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and how long.
+
+    Attributes:
+        make_module: Makes the module.
+        make_data: Makes what `Trainer.fit` takes as data.
+        steps: Optimizer steps.
+        trainer: Arguments of the Trainer that decide about steps, such as ``accumulate_grad_batches``.
+        directory: Where the batches are kept: the first run takes them from the user's loaders.
+    """
+
+    make_module: MakeModule
+    make_data: MakeData
+    steps: int
+    trainer: Mapping[str, Any]
+    directory: Path
+
+    @property
+    def accumulated(self) -> int:
+        """Batches of an optimizer step, on each replica."""
+        return int(self.trainer.get("accumulate_grad_batches", 1))
+
+    def batches(self, loader: Any, number: int, count: int) -> list[Any]:
+        """The first batches of a loader of the user's, from its beginning again if there are not so many.
+
+        Args:
+            loader: The loader.
+            number: Which one, where there are several.
+            count: How many batches.
+
+        Raises:
+            ValueError: If the loader gives none.
+        """
+        file = self.directory / f"loader-{number}-batches-{count}"
+        if not file.exists():
+            found = list(itertools.islice(_repeated(loader), count))
+            torch.save(found, file)
+        loaded: list[Any] = torch.load(file, weights_only=False)
+        return loaded
+
+    def in_one_process(self, replicas: int, *, seed: int = 0, fixed_statistics: bool = False) -> TrainingRecord:
+        """Train with plain Lightning, the mean over the batches of several replicas as accumulated batches.
+
+        Args:
+            replicas: The number of replicas whose batches make a step.
+            seed: Of the random numbers that are drawn while training, not of the initial weights.
+            fixed_statistics: Whether batch norms use their running statistics.
+        """
+        recorder = _Recorder(seed=seed, fixed_statistics=fixed_statistics)
+        strategy = _OneProcess(self, self.steps * self.accumulated * replicas, replicas)
+        self._fit(strategy, 1, recorder, accumulated=self.accumulated * replicas)
+        record = recorder.record
+        record.float32 = strategy.float32
+        record.losses = [loss / factor for loss, factor in zip(record.losses, strategy.factors, strict=True)]
+        return record
+
+    def under_layout(self, layout: Mapping[str, Any], *, fixed_statistics: bool = False) -> TrainingRecord:
+        """Train under a layout; to be run on every rank.
+
+        Args:
+            layout: Arguments of `HybridStrategy`.
+            fixed_statistics: Whether batch norms use their running statistics.
+        """
+        recorder = _Recorder(seed=0, fixed_statistics=fixed_statistics)
+        strategy = _UnderLayout(self, **layout)
+        self._fit(strategy, torch.distributed.get_world_size(), recorder, accumulated=self.accumulated)
+        recorder.record.data_rank = strategy.distributed_sampler_kwargs["rank"]
+        return recorder.record
+
+    def microbatch_weights(self, num_microbatches: int, loss_reduction: str) -> MicrobatchWeights:
+        """With which weights the microbatches of the first batch have its loss and its gradient, in one process.
+
+        Args:
+            num_microbatches: The number of microbatches.
+            loss_reduction: Of the layout.
+        """
+        strategy = _Microbatches(self, num_microbatches, loss_reduction)
+        self._fit(strategy, 1, _Recorder(seed=0, fixed_statistics=False), accumulated=1)
+        return strategy.result()
+
+    def _fit(self, strategy: Any, devices: int, recorder: _Recorder, *, accumulated: int) -> None:
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        seed_generators(0)
+        module, data = self.make_module(), self.make_data()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a run says them too
+            trainer = Trainer(
+                accelerator="cpu",
+                devices=devices,
+                strategy=strategy,
+                precision="64-true",
+                callbacks=[recorder],
+                logger=DummyLogger(),
+                max_epochs=1,
+                limit_val_batches=0,
+                num_sanity_val_steps=0,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                default_root_dir=self.directory,
+                **{**self.trainer, "accumulate_grad_batches": accumulated},
+            )
+            if isinstance(data, LightningDataModule):
+                trainer.fit(module, datamodule=data)
+            else:
+                trainer.fit(module, data)
+
+
+def _repeated(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        batch = None
+        for batch in loader:
+            yield batch
+        if batch is None:
+            raise ValueError(f"The training loader, a {type(loader).__name__}, gives no batches.")
+
+
+# -- strategies --------------------------------------------------------------------------------------------------------
+
+
+class _UnderLayout(HybridStrategy):
+    """The layout, on batches that were taken before."""
+
+    def __init__(self, training: Training, **layout: Any) -> None:
+        super().__init__(**layout)
+        self._training = training
+        self._loaders = itertools.count()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        replica = self.distributed_sampler_kwargs
+        count = self._training.steps * self._training.accumulated * replica["num_replicas"]
+        batches = self._training.batches(dataloader, next(self._loaders), count)
+        return super().process_dataloader(batches[replica["rank"] :: replica["num_replicas"]])
+
+
+class _OneProcess(SingleDeviceStrategy):
+    """Plain Lightning, on batches that are taken now or were before.
+
+    Where the user names the normaliser of the loss, batches of the replicas of a step are weighted by it, so that they
+    are one batch; otherwise each counts the same, as in Lightning's DDP.
+
+    Attributes:
+        factors: By which each batch's loss is multiplied.
+        float32: Where the first step turned float64 into something narrower.
+    """
+
+    def __init__(self, training: Training, count: int, replicas: int) -> None:
+        super().__init__(device="cpu")
+        self._training, self._count, self._replicas = training, count, replicas
+        self.factors: list[float] = [1.0] * count
+        self.float32: str | None = None
+        self._loaders, self._steps = itertools.count(), itertools.count()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        batches = self._training.batches(dataloader, next(self._loaders), self._count)
+        assert self.lightning_module is not None
+        weigh = find_hook(self.lightning_module, "microbatch_weight")
+        if weigh is not None and self._replicas > 1:
+            weights = [float(weigh(batch)) for batch in batches]
+            for first in range(0, self._count, self._replicas):
+                of_step = slice(first, first + self._replicas)
+                mean = sum(weights[of_step]) / self._replicas
+                self.factors[of_step] = [weight / mean for weight in weights[of_step]]
+        return batches
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        number = next(self._steps)
+        if number == 0:
+            with _Float32Watch() as watch:
+                output = super().training_step(*args, **kwargs)
+            self.float32 = watch.where
+        else:
+            output = super().training_step(*args, **kwargs)
+        factor = self.factors[number]
+        if factor == 1.0 or output is None:
+            return output
+        return {**output, "loss": output["loss"] * factor} if isinstance(output, Mapping) else output * factor
+
+
+class _Microbatches(SingleDeviceStrategy):
+    """Computes the gradients of a batch and of each of its microbatches, and changes no weights."""
+
+    def __init__(self, training: Training, num_microbatches: int, loss_reduction: str) -> None:
+        super().__init__(device="cpu")
+        self._training, self._num_microbatches, self._loss_reduction = training, num_microbatches, loss_reduction
+        self._columns: list[Tensor] = []
+        self._used: tuple[float, ...] = ()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        module = self.lightning_module
+        assert module is not None
+        batch, *_ = self._training.batches(dataloader, 0, self._training.steps * self._training.accumulated)
+        pieces, counts = split_into(batch, self._num_microbatches, find_hook(module, "split_batch"))
+        weigh = find_hook(module, "microbatch_weight")
+        weights = [float(count) for count in counts] if weigh is None else [float(weigh(piece)) for piece in pieces]
+        is_sum = self._loss_reduction == "sum"
+        self._used = tuple(1.0 if is_sum else weight / sum(weights) for weight in weights)
+        return [batch, *pieces]
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        loss = closure()
+        module = self.lightning_module
+        assert module is not None
+        gradients = [p.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in module.parameters()]
+        self._columns.append(torch.cat([*gradients, loss.detach().reshape(1)]))
+        return loss
+
+    def result(self) -> MicrobatchWeights:
+        """The weights."""
+        whole, *pieces = self._columns
+        matrix = torch.stack(pieces, 1)
+        found = torch.linalg.lstsq(matrix, whole.unsqueeze(1), driver="gelsd").solution
+        residual = torch.linalg.vector_norm(matrix @ found - whole.unsqueeze(1)) / torch.linalg.vector_norm(whole)
+        return MicrobatchWeights(tuple(found.flatten().tolist()), float(residual), self._used)
+
+
+class _Float32Watch(TorchFunctionMode):
+    """Finds the first call that makes a narrower tensor of one in float64.
+
+    Attributes:
+        where: The file and line.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_narrow = isinstance(result, Tensor) and result.dtype in _NARROW
+        if self.where is None and is_narrow and any(getattr(each, "dtype", None) == torch.float64 for each in args):
+            self.where = _caller()
+        return result
+
+
+def _caller() -> str:
+    """The line that called a function of torch."""
+    inside = {str(Path(torch.__file__).parent), __file__}
+    frames = (frame for frame in reversed(traceback.extract_stack()) if not frame.filename.startswith(tuple(inside)))
+    frame = next(frames)
+    return f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno}"
+
+
+# -- recording ---------------------------------------------------------------------------------------------------------
+
+
+class _Recorder(Callback):
+    """Keeps what happens, the same way in one process and under a layout.
+
+    Dropout is off: microbatches draw other random numbers than a batch, so nothing could be compared.
+
+    Attributes:
+        record: What it has kept.
+    """
+
+    def __init__(self, *, seed: int, fixed_statistics: bool) -> None:
+        self._seed, self._fixed_statistics = seed, fixed_statistics
+        self.record = TrainingRecord()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for module in pl_module.modules():
+            self.record.dropouts += _set_dropout_to_zero(module)
+            self.record.batch_norms += isinstance(module, _BATCH_NORMS)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seed_generators(self._seed)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._fixed_statistics:
+            for module in pl_module.modules():
+                if isinstance(module, _BATCH_NORMS):
+                    module.eval()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if isinstance(outputs, Mapping) and isinstance(loss := outputs.get("loss"), Tensor):
+            self.record.losses.append(float(loss) * trainer.accumulate_grad_batches)
+        self.record.logged.append(_numbers(trainer.callback_metrics))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        strategy = trainer.strategy
+        if isinstance(strategy, HybridStrategy):
+            norm = float(strategy.grad_norm())
+        else:
+            gradients = (p.grad for p in pl_module.parameters() if p.grad is not None)
+            norm = math.hypot(*(float(torch.linalg.vector_norm(gradient)) for gradient in gradients))
+        self.record.grad_norms.append(norm)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.record.epoch_logged = _numbers(trainer.callback_metrics)
+        state = trainer.strategy.lightning_module_state_dict()
+        self.record.weights = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        self.record.parameter_names = frozenset(name for name, _ in pl_module.named_parameters(remove_duplicate=False))
+
+
+def _set_dropout_to_zero(module: nn.Module) -> int:
+    """Set the probabilities that a module keeps, and count those that were not 0."""
+    is_layer = "dropout" in type(module).__name__.lower()
+    found = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, float) and value > 0 and ("drop" in name.lower() or (is_layer and name == "p"))
+    ]
+    for name in found:
+        setattr(module, name, 0.0)
+    return len(found)
+
+
+def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if value.numel() == 1}

@@ -1,0 +1,164 @@
+"""Two trainings on the same batches, compared value by value in the order in which they came to be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.cli.check_training import TrainingRecord
+
+# What is smaller than this is compared by its absolute difference, in units of this: a gradient that is zero but for
+# rounding has no digits to compare.
+_SMALLEST = 1e-3
+_OVER_REPLICAS: tuple[Callable[[Sequence[float]], float], ...] = (lambda v: sum(v) / len(v), sum, min, max)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One value of both trainings.
+
+    Attributes:
+        step: The optimizer step, from 1; ``None`` for what there is at the end.
+        name: ``"loss"``, ``"gradient norm"``, ``"log NAME"``, ``"weight NAME"`` or ``"buffer NAME"``.
+        expected: In one process; the norm of a tensor, ``nan`` if there is no such value.
+        actual: Under the layout, likewise. Of several batches of a step both are the mean.
+        difference: The relative difference, of a tensor that of its norm; the largest one of several batches.
+    """
+
+    step: int | None
+    name: str
+    expected: float
+    actual: float
+    difference: float
+
+
+def compare(
+    reference: TrainingRecord, ranks: Sequence[TrainingRecord], *, steps: int, replicas: int
+) -> tuple[Comparison, ...]:
+    """Compare a training under a layout with one process.
+
+    Args:
+        reference: One process, whose consecutive batches are those of the replicas.
+        ranks: What every rank saw.
+        steps: The number of optimizer steps.
+        replicas: The data-parallel size.
+
+    Returns:
+        The values of each step and those of the end, in this order. Where there are several replicas, buffers are left
+        out: they are those of the first replica, as in DDP.
+    """
+    firsts = [next(rank for rank in ranks if rank.data_rank == number) for number in range(replicas)]
+    compared: list[Comparison] = []
+    for step in range(steps):
+        losses = zip(*(_of_step(first.losses, step, steps) for first in firsts), strict=True)
+        expected = _of_step(reference.losses, step, steps)
+        actual = [loss for of_batch in losses for loss in of_batch]
+        if expected or actual:
+            compared.append(_scalars(step + 1, "loss", expected, actual))
+        compared += _logged(reference, firsts, step, steps)
+        norms = [_of_step(each.grad_norms, step, steps) for each in (reference, firsts[0])]
+        compared.append(_scalars(step + 1, "gradient norm", *norms))
+    compared += _epoch_logged(reference, firsts)
+    compared += _weights(reference, ranks[0], with_buffers=replicas == 1)
+    return tuple(compared)
+
+
+def interleaved(replicas: Sequence[TrainingRecord]) -> TrainingRecord:
+    """One process for each replica, as one process that takes their batches in turns."""
+    losses = zip(*(each.losses for each in replicas), strict=True)
+    logged = zip(*(each.logged for each in replicas), strict=True)
+    return replace(
+        replicas[0],
+        losses=[loss for of_step in losses for loss in of_step],
+        logged=[values for of_step in logged for values in of_step],
+    )
+
+
+def relative_difference(expected: float, actual: float) -> float:
+    """The relative difference of two numbers: 0 for two that are not finite and the same, infinite for one."""
+    if expected == actual or (math.isnan(expected) and math.isnan(actual)):
+        return 0.0
+    difference = abs(actual - expected) / max(abs(expected), _SMALLEST)
+    return difference if math.isfinite(difference) else math.inf
+
+
+def _of_step(values: Sequence[Any], step: int, steps: int) -> list[Any]:
+    """The part of a list over all batches that belongs to one step."""
+    each = len(values) // steps
+    return list(values[step * each : (step + 1) * each])
+
+
+def _scalars(step: int | None, name: str, expected: Sequence[float], actual: Sequence[float]) -> Comparison:
+    if len(expected) != len(actual) or not expected:
+        return Comparison(step, name, _mean(expected), _mean(actual), math.inf)
+    difference = max(map(relative_difference, expected, actual))
+    return Comparison(step, name, _mean(expected), _mean(actual), difference)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _logged(reference: TrainingRecord, firsts: Sequence[TrainingRecord], step: int, steps: int) -> Iterator[Comparison]:
+    """What was logged of the batches of a step.
+
+    A value is each replica's own, or with ``sync_dist=True`` a mean, sum, minimum or maximum over replicas; what was
+    asked for is the one that fits best.
+    """
+    replicas = len(firsts)
+    expected = _of_step(reference.logged, step, steps)
+    actual = list(zip(*(_of_step(first.logged, step, steps) for first in firsts), strict=True))
+    names = dict.fromkeys(name for logged in (*expected, *(each for row in actual for each in row)) for name in logged)
+    for name in names:
+        found: list[Comparison] = []
+        of_one = [logged.get(name, math.nan) for logged in expected]
+        rows = [of_one[first : first + replicas] for first in range(0, len(of_one), replicas)]
+        of_layout = [logged.get(name, math.nan) for row in actual for logged in row]
+        found.append(_scalars(step + 1, f"log {name}", of_one, of_layout))
+        for reduce in _OVER_REPLICAS if replicas > 1 else ():
+            reduced = [reduce(row) for row in rows for _ in row]
+            found.append(_scalars(step + 1, f"log {name}", reduced, of_layout))
+        yield min(found, key=lambda each: each.difference)
+
+
+def _epoch_logged(reference: TrainingRecord, firsts: Sequence[TrainingRecord]) -> Iterator[Comparison]:
+    """What is there at the end only: values of the whole epoch."""
+    of_steps = {name for logged in reference.logged for name in logged}
+    names = dict.fromkeys((*reference.epoch_logged, *(name for first in firsts for name in first.epoch_logged)))
+    for name in names:
+        if name in of_steps:
+            continue
+        expected = reference.epoch_logged.get(name, math.nan)
+        actual = [first.epoch_logged.get(name, math.nan) for first in firsts]
+        found = [_scalars(None, f"log {name}", [expected], [reduce(actual)]) for reduce in _OVER_REPLICAS]
+        yield min(found, key=lambda each: each.difference)
+
+
+def _weights(reference: TrainingRecord, first: TrainingRecord, *, with_buffers: bool) -> Iterator[Comparison]:
+    for name in dict.fromkeys((*reference.weights, *first.weights)):
+        is_parameter = name in reference.parameter_names
+        if not is_parameter and not with_buffers:
+            continue
+        kind = "weight" if is_parameter else "buffer"
+        expected, actual = reference.weights.get(name), first.weights.get(name)
+        difference = math.inf if expected is None or actual is None else _tensor_difference(expected, actual)
+        yield Comparison(None, f"{kind} {name}", _norm(expected), _norm(actual), difference)
+
+
+def _norm(tensor: Tensor | None) -> float:
+    return math.nan if tensor is None else float(torch.linalg.vector_norm(tensor.double()))
+
+
+def _tensor_difference(expected: Tensor, actual: Tensor) -> float:
+    """The norm of the difference, relative to the norm, or to that of a tensor of the smallest values."""
+    if expected.shape != actual.shape:
+        return math.inf
+    difference = _norm(actual.double() - expected.double()) / max(
+        _norm(expected), _SMALLEST * math.sqrt(max(1, expected.numel()))
+    )
+    return difference if math.isfinite(difference) else 0.0 if torch.equal(expected, actual) else math.inf
