@@ -224,6 +224,8 @@ def _check(args: Sequence[str]) -> None:
     overrides += ["--trainer.accelerator", "cpu", "--trainer.precision", "64-true"]
     cli, strategy = _load_config(parser, options.config, overrides)
     layout = vars(strategy.settings) | dict(zip(_SIZES, strategy.sizes, strict=True))
+    if layout.pop("auto_microbatches"):
+        layout["num_microbatches"] = "auto"
     names = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
     console = Console(stderr=True)
     try:

@@ -88,8 +88,8 @@ def outside_text(module: nn.Module, layers: Sequence[nn.Module], *, is_chain: bo
     total, outside = _count([module]), sum(count for _, count in outside_parts(module, layers))
     if not outside:
         return ""
-    where = "the first and the last stage" if is_chain else "every stage"
-    return f"{outside:,} parameters ({100 * outside / total:.1f} % of the model) are outside of these, on {where}"
+    where = "on the first and the last stage" if is_chain else "on those stages that the first batch shows to use them"
+    return f"{outside:,} parameters ({100 * outside / total:.1f} % of the model) are outside of these, {where}"
 
 
 def placed_text(outside: Mapping[str, Collection[int]]) -> str:

@@ -114,14 +114,18 @@ class TrainingStep:
 
         def loss_of(microbatch: int, value: Any) -> Tensor:
             outputs.append(value)
-            loss = weighted(_loss_of(value), factors[microbatch])
+            loss, factor = _loss_of(value), factors[microbatch]
+            loss = weighted(loss, factor) if weights is not None else loss if factor == 1.0 else loss * factor
             loss = loss if accumulated == 1 else loss / accumulated
             return loss if scale is None else scale(loss)
 
         grad_sync.reduces = reduce
         version = context.version(gradients=backward)
         parts: Sequence[Hashable] = list(map(signature, microbatches))
-        keys = [(version, part, signature(arguments[1:])) for part in parts]
+        keys: Sequence[Hashable] = ()
+        if context.frame is not None:
+            of_others = signature(arguments[1:])
+            keys = [(version, part, of_others) for part in parts]
         if context.frame is not None and not self._is_placed:
             self._place(context.frame, microbatches, arguments[1:], step, precision, keys, backward=backward)
         with (
@@ -368,7 +372,11 @@ def split_into(
 
 def _merge(outputs: Sequence[Any], counts: Sequence[int], shares: Sequence[float | Tensor]) -> Any:
     """What the step returned, as if it had run once: the loss, or a dictionary with it."""
-    loss = weighted_sum([_loss_of(output).detach() for output in outputs], shares)
+    losses = [_loss_of(output).detach() for output in outputs]
+    if isinstance(shares[0], Tensor):
+        loss = weighted_sum(losses, shares)
+    else:
+        loss = torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum(0)
     return loss if isinstance(outputs[0], Tensor) else merge_outputs(outputs, counts, loss)
 
 
