@@ -41,6 +41,8 @@ REFUSED = {
 
 #: What ought to train, with what happens; (model, layout).
 FAULTS: dict[tuple[str, str], tuple[type[Exception], str]] = {
+    ("shared_stem", "zoo_pp2_chunks2"): (AssertionError, "running statistics count once for each stage of a rank"),
+    ("named_unet", "zoo_pp2_chunks2"): (AssertionError, "running statistics count once for each stage of a rank"),
     ("mixtral", "zoo_pp2"): (RankError, "`DynamicOutputShapeException`: experts that data choose inside of a layer"),
     ("mean_teacher", "zoo_pp2"): (RankError, "the hook reads placeholders: student and teacher are on other stages"),
     ("buffer_teacher", "zoo_pp2"): (RankError, "the hook reads placeholders: student and teacher are on other stages"),
@@ -151,7 +153,7 @@ def test_what_cannot_be_divided_is_refused_everywhere(ranks: Pools, model: str) 
     ],
 )
 def test_faults(ranks: Pools, model: str, layout: str) -> None:
-    case = Case(model, layout, "1f1b")
+    case = Case(model, layout, "gpipe")
     (oracle,) = train([oracle_of(case)])
     records = [record for (record,) in ranks(case.size, lightning=True).run(train, [case], timeout=90)]
     differences = compare(case, records, [oracle])

@@ -324,6 +324,7 @@ ZOO_SUBJECTS: dict[str, Subject] = _named(
         Subject("diffusion", public_zoo.Diffusion, **_DRAWING),
         Subject("wavenet", public_zoo.WaveNet),
         Subject("wavenet_named", public_zoo.WaveNet, strategy={"body": public_zoo.WAVENET_BODY}),
+        Subject("shared_stem", public_zoo.SharedStem, **_MICROBATCHED),
         Subject("gin", public_zoo.GIN),
         Subject("dlrm", public_zoo.DLRM),
         Subject("kept_losses", public_zoo.KeptLosses),

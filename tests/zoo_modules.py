@@ -606,6 +606,20 @@ class DLRM(Example):
         return x, indices, (x.sum() > 0).to(x.dtype).view(1)
 
 
+class SharedStem(WithoutAdam):
+    """Batch norm before the layers, whose result is used again behind each of them: the least of many U-Nets."""
+
+    def build(self) -> None:
+        self.norm = nn.BatchNorm1d(6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x1 = self.norm(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + x1
+        return x
+
+
 # -- images ------------------------------------------------------------------------------------------------------------
 
 
