@@ -22,25 +22,29 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.random import derive_seed, seed_generators
+from lightning_hybrid.pipeline_parallel.body import find_body
+from lightning_hybrid.pipeline_parallel.frame.graph import METADATA
 from lightning_hybrid.pipeline_parallel.partition import partition
 from tests import frame_modules as frame_zoo
 from tests import hf_modules as hf_zoo
 from tests import modules as zoo
 from tests import tensor_modules as tensor_zoo
+from tests import zoo_modules as public_zoo
 
 SEED = 7
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
@@ -87,6 +91,7 @@ class Layout:
     partition: str = "uniform"
     zero: int = 0
     frees: str = "auto"
+    recompute: bool = False
 
     @property
     def size(self) -> int:
@@ -110,13 +115,23 @@ class Case:
 
 @dataclass(frozen=True)
 class OracleKey:
-    """What an oracle's numbers depend on."""
+    """What an oracle's numbers depend on.
+
+    Attributes:
+        subject: The module.
+        data: The number of replicas.
+        double: Whether it trains in double precision.
+        microbatches: How many; ``None`` for whole batches.
+        stages: Where layers draw: those of each stage, which have one stream, if they are a chain.
+        layers: Likewise: the names of those that have a stream each, if they are units.
+    """
 
     subject: str
     data: int
     double: bool
     microbatches: int | None = None
     stages: tuple[range, ...] | None = None
+    layers: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -274,6 +289,75 @@ FRAME_LAYOUTS: dict[str, Layout] = _named(
 )
 
 
+#: Statistics belong to a replica's microbatch; and replicas draw different numbers.
+_MICROBATCHED: dict[str, Any] = {"strategy": {"num_microbatches": 2}, "replicas": "ddp", "microbatched": True}
+_DRAWING: dict[str, Any] = _MICROBATCHED | {"layers_draw": True}
+
+#: Public modules as their authors write them.
+ZOO_SUBJECTS: dict[str, Subject] = _named(
+    [
+        Subject("nano_gpt", public_zoo.NanoGPT),
+        Subject("transformer_lm", public_zoo.TransformerLM, trainer={"precision": "64-true"}),
+        Subject("seq2seq", public_zoo.Seq2Seq, **_DRAWING),
+        Subject("mixtral", public_zoo.Mixtral),
+        Subject("deep_supervision", public_zoo.DeepSupervision),
+        Subject("multi_task", public_zoo.MultiTask),
+        Subject("vit", public_zoo.ViT, **_DRAWING),
+        Subject("swin", public_zoo.Swin, **_DRAWING),
+        Subject("resnet18", public_zoo.ResNet18, **_MICROBATCHED),
+        Subject("group_norm_resnet", public_zoo.GroupNormResNet),
+        Subject("densenet", public_zoo.DenseNet, **_MICROBATCHED),
+        Subject("unet", public_zoo.UNet, **_MICROBATCHED),
+        Subject("vae", public_zoo.VAE, **_DRAWING),
+        Subject("image_flow", public_zoo.ImageFlow, **_DRAWING),
+        Subject("pixel_cnn", public_zoo.PixelCNN),
+        Subject("mae", public_zoo.MAE, **_DRAWING),
+        Subject("sim_siam", public_zoo.SimSiam, **_MICROBATCHED),
+        Subject("sim_clr", public_zoo.SimCLR, strategy={"num_microbatches": 1}, replicas="ddp"),
+        Subject("mean_teacher", public_zoo.MeanTeacher),
+        Subject("buffer_teacher", public_zoo.BufferTeacher),
+        Subject("byol", public_zoo.BYOL),
+        Subject("lstm_lm", public_zoo.LSTMLM, trainer={"precision": "64-true"}),
+        Subject("gru_seq2seq", public_zoo.GRUSeq2Seq),
+        Subject("pairs_vit", public_zoo.PairsViT),
+        Subject("named_unet", public_zoo.NamedUNet, **_MICROBATCHED),
+        Subject("diffusion", public_zoo.Diffusion, **_DRAWING),
+        Subject("wavenet", public_zoo.WaveNet),
+        Subject("wavenet_named", public_zoo.WaveNet, strategy={"body": public_zoo.WAVENET_BODY}),
+        Subject("shared_stem", public_zoo.SharedStem, **_MICROBATCHED),
+        Subject("gin", public_zoo.GIN),
+        Subject("dlrm", public_zoo.DLRM),
+        Subject("kept_losses", public_zoo.KeptLosses),
+        Subject(
+            "sim_siam_named",
+            public_zoo.SimSiam,
+            strategy={"num_microbatches": 2, "body": ["backbone"]},
+            replicas="ddp",
+            microbatched=True,
+        ),
+        Subject(
+            "lstm_named",
+            public_zoo.LSTMLM,
+            strategy={"body": ["model.encoder", "model.rnn", "model.decoder"]},
+            trainer={"precision": "64-true"},
+        ),
+        Subject("gan", public_zoo.GAN),
+    ]
+)
+
+ZOO_LAYOUTS: dict[str, Layout] = _named(
+    [
+        Layout("zoo_pp2", pipeline=2, microbatches=4),
+        Layout("zoo_pp3", pipeline=3, microbatches=5),
+        Layout("zoo_pp4", pipeline=4, partition="parameters"),
+        Layout("zoo_pp2_dp2", pipeline=2, data=2, microbatches=4, rank_order="dp-pp-tp"),
+        Layout("zoo_pp2_chunks2", pipeline=2, chunks=2, microbatches=4),
+        Layout("zoo_zero3", pipeline=2, data=2, microbatches=4, zero=3),
+        Layout("zoo_recomputed", pipeline=2, microbatches=4, recompute=True),
+    ]
+)
+
+
 #: What replicas divide, under every kind of layout that has some.
 ZERO_LAYOUTS: dict[str, Layout] = _named(
     replace(layout, name=f"{layout.name}_zero{stage}{'_early' * (frees == 'microbatch')}", zero=stage, frees=frees)
@@ -293,12 +377,12 @@ ZERO_LAYOUTS: dict[str, Layout] = _named(
 
 def subject_of(name: str) -> Subject:
     """The subject of this name."""
-    return (SUBJECTS | TENSOR_SUBJECTS | FRAME_SUBJECTS | DRAWING_SUBJECTS | HF_SUBJECTS)[name]
+    return (SUBJECTS | TENSOR_SUBJECTS | FRAME_SUBJECTS | DRAWING_SUBJECTS | HF_SUBJECTS | ZOO_SUBJECTS)[name]
 
 
 def layout_of(name: str) -> Layout:
     """The layout of this name."""
-    return (LAYOUTS | TENSOR_LAYOUTS | ZERO_LAYOUTS | FRAME_LAYOUTS)[name]
+    return (LAYOUTS | TENSOR_LAYOUTS | ZERO_LAYOUTS | FRAME_LAYOUTS | ZOO_LAYOUTS)[name]
 
 
 def allowed(subject: str, layout: str, schedule: str) -> bool:
@@ -433,6 +517,7 @@ def _hybrid(case: Case) -> Record:
         "schedule": case.schedule,
         "zero_stage": layout.zero,
         "zero_frees": layout.frees,
+        "recompute": layout.recompute,
         **subject.strategy,
     }
     return _fit(subject, subject.module, HybridStrategy(**arguments), layout.size, layout.data, case.double)
@@ -442,7 +527,7 @@ def _oracle(key: OracleKey) -> Record:
     subject = subject_of(key.subject)
     cls = subject.module
     if key.microbatches is not None:
-        cls = accumulating(cls, key.microbatches, key.stages)
+        cls = accumulating(cls, key)
     if key.size > 1:
         cls = dealing(cls)
         return _fit(subject, cls, DDPStrategy(find_unused_parameters=True), key.size, key.data, key.double)
@@ -493,17 +578,19 @@ def dealing(cls: type[zoo.Example]) -> type[zoo.Example]:
     return Dealing
 
 
-def accumulating(cls: type[zoo.Example], microbatches: int, stages: tuple[range, ...] | None) -> type[zoo.Example]:
+def accumulating(cls: type[zoo.Example], key: OracleKey) -> type[zoo.Example]:
     """A module whose step adds up the losses of microbatches; it draws the random numbers that the strategy draws.
 
     Args:
         cls: The module's class; its batches are tuples of tensors, it returns a loss, and logs means.
-        microbatches: How many; their sizes differ by at most one.
-        stages: The layers of each stage, where layers draw random numbers.
+        key: What the numbers depend on; the sizes of microbatches differ by at most one.
     """
+    microbatches = key.microbatches
+    assert microbatches is not None
 
     class Accumulating(cls):
         _step = -1
+        _evaluated = -1
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             self._step += 1
@@ -512,22 +599,34 @@ def accumulating(cls: type[zoo.Example], microbatches: int, stages: tuple[range,
             with isolated():
                 for number, part in enumerate(parts):
                     share = len(part[0]) / len(batch[0])
-                    coordinates = (SEED, self.global_rank, 0, self._step, number)
-                    seed_generators(derive_seed(*coordinates))
 
                     def log(name: str, value: Any, share: float = share, **kwargs: Any) -> None:
                         before = logs.get(name, (0.0, None))[0]
                         logs[name] = before + share * value.detach(), kwargs
 
                     vars(self)["log"] = log
-                    with layer_streams(getattr(self, "body", nn.Sequential()), stages or (), coordinates):
+                    with _streams(self, key, SEED, self.global_rank, 0, self._step, number):
                         total = total + share * super().training_step(part, batch_idx)
                     del vars(self)["log"]
             for name, (value, kwargs) in logs.items():
                 self.log(name, value, **kwargs)
             return total
 
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self._evaluated += 1
+            with isolated(), _streams(self, key, SEED, self.global_rank, 1, self._evaluated):
+                return super().validation_step(batch, batch_idx)
+
     return Accumulating
+
+
+def _streams(module: nn.Module, key: OracleKey, *coordinates: int) -> AbstractContextManager[None]:
+    """The random numbers of a step, of the code around the layers and of the layers."""
+    seed_generators(derive_seed(*coordinates))
+    if key.layers:
+        return call_streams([module.get_submodule(name) for name in key.layers], coordinates)
+    name = find_body(module, None, len(key.stages)).name if key.stages else ""
+    return layer_streams(cast(nn.Sequential, module.get_submodule(name)), key.stages or (), coordinates)
 
 
 @contextmanager
@@ -565,17 +664,58 @@ def layer_streams(body: nn.Sequential, stages: Sequence[range], coordinates: tup
         handle.remove()
 
 
+class _Calls(TorchFunctionMode):
+    """Numbers the calls of torch functions, and gives each a stream of its own."""
+
+    def __init__(self, coordinates: tuple[int, ...]) -> None:
+        super().__init__()
+        self.coordinates = coordinates
+        self.number = 0
+
+    def next(self) -> None:
+        torch.default_generator.manual_seed(derive_seed(*self.coordinates, -2, self.number))
+        self.number += 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in METADATA:
+            self.next()
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def call_streams(units: Sequence[nn.Module], coordinates: tuple[int, ...]) -> Iterator[None]:
+    """Each call around the units draws from a stream of its own, and so does each call of a unit."""
+    calls = _Calls(coordinates)
+
+    def redirected(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls.next()
+            with torch._C.DisableTorchFunction():
+                return forward(*args, **kwargs)
+
+        return run
+
+    for unit in units:
+        vars(unit)["forward"] = redirected(unit.forward)
+    with calls:
+        yield
+    for unit in units:
+        del vars(unit)["forward"]
+
+
 def oracle_of(case: Case) -> OracleKey:
     """The oracle of a case."""
     subject, layout = subject_of(case.subject), layout_of(case.layout)
     if not subject.microbatched:
         return OracleKey(case.subject, layout.data, case.double)
-    stages = None
-    if subject.layers_draw and layout.pipeline > 1:  # a single rank has one stage, whatever its chunks
-        module = subject.module()
-        weights = [sum(p.numel() for p in layer.parameters()) for layer in module.body]
-        stages = tuple(partition(layout.partition, weights, layout.pipeline * layout.chunks))
-    return OracleKey(case.subject, layout.data, case.double, subject.strategy["num_microbatches"], stages)
+    key = OracleKey(case.subject, layout.data, case.double, subject.strategy["num_microbatches"])
+    if not subject.layers_draw or layout.pipeline == 1:  # a single rank has one stage, whatever its chunks
+        return key
+    body = find_body(subject.module(), subject.strategy.get("body"), layout.pipeline * layout.chunks)
+    if body.chain is None:
+        return replace(key, layers=body.names)
+    weights = [sum(p.numel() for p in layer.parameters()) for layer in body.layers]
+    return replace(key, stages=tuple(partition(layout.partition, weights, layout.pipeline * layout.chunks)))
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------

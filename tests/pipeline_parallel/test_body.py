@@ -130,6 +130,18 @@ def test_lists_and_dictionaries_have_units() -> None:
     assert units(module, "towers") == ["towers.left", "towers.right"]
 
 
+def test_lists_in_a_list_are_no_layers_as_nobody_can_call_them() -> None:
+    class Called(nn.ModuleDict):
+        def forward(self, x: Tensor) -> Tensor:
+            return self["a"](x)
+
+    pairs = [nn.ModuleList([nn.Linear(4, 4), stack(4, 4, 4)]) for _ in range(2)]
+    module = Model(layers=nn.ModuleList([*pairs, Called({"a": nn.Linear(4, 4)})]))
+    expected = ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1", "layers.2"]
+    assert units(module) == units(module, ["layers"]) == expected
+    assert units(module, ["layers.0"]) == expected[:2]
+
+
 def test_numbered_neighbours_belong_together() -> None:
     """Of `layer1`, `layer2`, ... one alone would be a fragment, however large it is."""
     module = Model(stem=nn.Linear(2, 2), layer1=stack(2, 2), layer2=stack(2, 4), layer3=stack(4, 20))

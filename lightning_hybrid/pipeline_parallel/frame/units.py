@@ -126,7 +126,14 @@ def _inner(name: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _members(name: str, container: nn.Module) -> Units:
-    return [(join_names(name, key), member) for key, member in container.named_children()]
+    """The layers in a container; a list among them, which nobody can call, stands for its own."""
+    members = [(join_names(name, key), member) for key, member in container.named_children()]
+    opened = [_members(*each) if _is_plain_list(each[1]) else [each] for each in members]
+    return [layer for layers in opened for layer in layers]
+
+
+def _is_plain_list(module: nn.Module) -> bool:
+    return is_container(module) and type(module).forward is nn.Module.forward
 
 
 def _row(name: str) -> str:
