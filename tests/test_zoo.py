@@ -41,16 +41,12 @@ REFUSED = {
 
 #: What ought to train, with what happens; (model, layout).
 FAULTS: dict[tuple[str, str], tuple[type[Exception], str]] = {
-    ("shared_stem", "zoo_pp2_chunks2"): (AssertionError, "running statistics count once for each stage of a rank"),
-    ("named_unet", "zoo_pp2_chunks2"): (AssertionError, "running statistics count once for each stage of a rank"),
-    ("mixtral", "zoo_pp2"): (RankError, "`DynamicOutputShapeException`: experts that data choose inside of a layer"),
     ("mean_teacher", "zoo_pp2"): (RankError, "the hook reads placeholders: student and teacher are on other stages"),
     ("buffer_teacher", "zoo_pp2"): (RankError, "the hook reads placeholders: student and teacher are on other stages"),
     ("byol", "zoo_pp2"): (
         RankError,
         "a teacher that the step updates is refused, for another reason than the text says",
     ),
-    ("image_flow", "zoo_pp2"): (RankError, "a tensor that a layer writes in place and returns is refused"),
     ("sim_siam", "zoo_pp2"): (RankError, "an `nn.Sequential` that is called twice is refused, not divided as layers"),
     ("pixel_cnn", "zoo_zero3"): (AssertionError, "what the step writes into gathered parameters is lost with ZeRO 3"),
 }

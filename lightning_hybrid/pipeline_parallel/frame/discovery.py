@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -87,8 +87,7 @@ class Discovery(TorchFunctionMode):
 
     Args:
         device: Where this rank computes.
-        unit_names: The dotted name of each unit.
-        trains: For each unit, whether parameters of it require grad.
+        units: The units with their names.
         seed: Seeds the generators for the call of a number.
         names: The name of each parameter of the module, by its identity.
         absent_states: Tensors of the module, by their identities, that the step writes with absent values.
@@ -100,14 +99,14 @@ class Discovery(TorchFunctionMode):
     def __init__(
         self,
         device: torch.device,
-        unit_names: Sequence[str],
-        trains: Sequence[bool],
+        units: Sequence[tuple[str, nn.Module]],
         seed: Callable[[int], None],
         names: Mapping[int, str],
         absent_states: Collection[int] = (),
     ) -> None:
         super().__init__()
-        self._unit_names, self._trains = unit_names, trains
+        self._units = list(units)
+        self._trains = [any(each.requires_grad for each in unit.parameters()) for _, unit in units]
         self.graph = Graph()
         self.fakes = FakeMode(allow_non_fake_inputs=True)
         self._device = device
@@ -225,7 +224,7 @@ class Discovery(TorchFunctionMode):
             kwargs: Likewise.
         """
         leaves, spec = flatten((args, kwargs))
-        call = Call(None, index, repr(self._unit_names[index]), _users_line())
+        call = Call(None, index, repr(self._units[index][0]), _users_line())
         number = len(self.graph.calls)
         self.graph.calls.append(call)
         with self.paused():
@@ -273,13 +272,15 @@ class Discovery(TorchFunctionMode):
             if not isinstance(fakes[place], FakeTensor):
                 fakes[place] = real[place] = self._stand_in(leaf)
         call.operands = tuple(operands)
-        try:
-            with torch.no_grad(), self.fakes, self._operators.watch() as seen:
-                result = run(fakes)
-        except Exception as error:
-            if call.unit is not None:
-                raise
-            self._stop(number, call, operands, error)
+        with torch.no_grad(), self.fakes, self._operators.watch() as seen:
+            try:
+                result, needs_numbers = run(fakes), False
+            except Exception as error:
+                if call.unit is None:
+                    self._stop(number, call, operands, error)
+                result, needs_numbers = None, True
+        if needs_numbers and call.unit is not None:
+            result, seen = self._run_on_zeros(self._units[call.unit][1], fakes, run)
         call.draws = seen.draws
         self._check_checkpoint(call)
         requires_grad &= torch.is_grad_enabled() and call.function not in _DETACHES
@@ -296,6 +297,42 @@ class Discovery(TorchFunctionMode):
         self._rename(number, call, seen.written)
         self._note_parameters(call, leaves, seen.written)
         return outputs
+
+    def _run_on_zeros(self, unit: nn.Module, fakes: list[Any], run: Callable[[list[Any]], Any]) -> tuple[Any, Seen]:
+        """What a unit returns that looks at numbers: its own code runs, on zeros of the same shapes.
+
+        An error of the user's shows itself here as it would without us.
+        """
+        zeros: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def zero(value: Any) -> Any:
+            if not isinstance(value, FakeTensor):
+                return value
+            if id(value) not in zeros:
+                made = torch.zeros(value.shape, dtype=value.dtype, device=self._device)
+                zeros[id(value)] = value, nn.Parameter(made) if isinstance(value, nn.Parameter) else made
+            return zeros[id(value)][1]
+
+        saved = [
+            (table, dict(table)) for part in unit.modules() for table in (vars(part), part._parameters, part._buffers)
+        ]
+        try:
+            for table, values in saved:
+                table.update({name: zero(value) for name, value in values.items()})
+            given = [zero(leaf) for leaf in fakes]
+            with torch.no_grad(), self._operators.watch() as seen:
+                outputs, spec = flatten(run(given))
+        finally:
+            for table, values in saved:
+                table.clear()
+                table.update(values)
+        fake_of = {id(made): fake for fake, made in zeros.values()}
+        seen.written |= {memory_of(fake) for fake, made in zeros.values() if memory_of(made) in seen.written}
+        outputs = [
+            fake_of[id(leaf)] if id(leaf) in fake_of else self.fake(leaf) if isinstance(leaf, Tensor) else leaf
+            for leaf in outputs
+        ]
+        return unflatten(outputs, spec), seen
 
     def _name_own(self, number: int, call: Call, written: set[int]) -> None:
         """Tensors with values that a call has written through something that shares their memory are absent too."""
@@ -326,6 +363,10 @@ class Discovery(TorchFunctionMode):
         call.spec = spec
         for position, leaf in enumerate(outputs):
             place = places.get(id(leaf))
+            if call.unit is not None and place is not None and self._is_written_real(leaves[place], leaf, written):
+                # Where the unit is not called, what arrives takes the place of what it returns, not of its argument.
+                place, leaf = None, self.fake(leaf)
+                outputs[position] = leaf
             if isinstance(leaf, Tensor) and (place is None or memory_of(leaf) in written):
                 if not isinstance(leaf, FakeTensor):
                     leaf = outputs[position] = self._stand_in(leaf)
@@ -346,6 +387,10 @@ class Discovery(TorchFunctionMode):
         has_values = any(isinstance(leaf, AbsentTensor) for leaf in call.outputs)
         call.is_effect = call.unit is None and not has_values and not call.written
         return unflatten(outputs, spec)
+
+    def _is_written_real(self, given: Any, fake: Any, written: set[int]) -> bool:
+        """Whether an argument is a tensor with values, and has been written."""
+        return isinstance(given, Tensor) and not isinstance(given, FakeTensor) and memory_of(fake) in written
 
     def _like(self, tensor: Tensor) -> Tensor:
         """What is handed out for an absent tensor where it is not made."""
@@ -394,7 +439,9 @@ class Discovery(TorchFunctionMode):
                 " random numbers around them. Checkpoint each layer by itself, or use HybridStrategy(recompute=...)."
             )
 
-    def _stop(self, number: int, call: Call, operands: Sequence[Value] | dict[Value, None], error: Exception) -> None:
+    def _stop(
+        self, number: int, call: Call, operands: Sequence[Value] | dict[Value, None], error: Exception
+    ) -> NoReturn:
         """From here on the step belongs to the last stage."""
         del self.graph.calls[number:]
         self.graph.wanted += list(operands)

@@ -192,10 +192,8 @@ class FrameCut:
     ) -> tuple[Graph, bool]:
         """Follow a step once; also whether it has made something for later steps, which stays."""
         units = [unit for _, unit in self._units]
-        trains = [any(parameter.requires_grad for parameter in unit.parameters()) for unit in units]
-        names = [name for name, _ in self._units]
         parameters = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        discovery = Discovery(self._device, names, trains, seed, parameters, states)
+        discovery = Discovery(self._device, self._units, seed, parameters, states)
         self._mode = discovery
         try:
             with (
@@ -223,8 +221,10 @@ class FrameCut:
         parts = []
         for stage, route in enumerate(routes):
             made_here = set().union(*(each.computed for each in routes[stage % self._num_ranks :: self._num_ranks]))
-            again = stage + self._num_ranks < self._num_stages
-            parts.append(make_part(graph, route, made_here, again=again, is_last=stage == last))
+            later = routes[stage + self._num_ranks :: self._num_ranks]
+            made_later = set().union(*(each.computed for each in later))
+            is_last = stage == last
+            parts.append(make_part(graph, route, made_here, made_later, again=bool(later), is_last=is_last))
         return FramePlan(next(self._numbers), graph, tuple(parts), self._parameters_of(graph, routes))
 
     def _parameters_of(self, graph: Graph, routes: Sequence[Route]) -> tuple[frozenset[str], ...]:

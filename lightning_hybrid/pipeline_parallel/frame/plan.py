@@ -121,13 +121,16 @@ class Part:
     is_last: bool
 
 
-def make_part(graph: Graph, route: Route, made_here: set[int], *, again: bool, is_last: bool) -> Part:
+def make_part(
+    graph: Graph, route: Route, made_here: set[int], made_later: set[int], *, again: bool, is_last: bool
+) -> Part:
     """What a stage does.
 
     Args:
         graph: What the step does.
         route: What the stage makes, receives and sends.
         made_here: The calls that any stage of this rank makes.
+        made_later: The calls that later stages of this rank make.
         again: Whether a later stage of this rank runs the step again.
         is_last: Whether it is the last stage.
     """
@@ -148,6 +151,8 @@ def make_part(graph: Graph, route: Route, made_here: set[int], *, again: bool, i
         is_made = not call.is_absent or number in route.computed
         answer = None if is_made else _make_answer(number, call, received, number in made_here)
         counts = call.counts if again else ()
+        if is_made and number in made_later:
+            counts += tuple(call.written)
         actions.append(Action(call.function, call.unit, call.draws, counts, answer, tuple(own.get(number, ()))))
         if call.unit is not None or answer is not None:
             free_from = number + 1
