@@ -41,8 +41,6 @@ REFUSED = {
 
 #: What ought to train, with what happens; (model, layout).
 FAULTS: dict[tuple[str, str], tuple[type[Exception], str]] = {
-    ("mean_teacher", "zoo_pp2"): (RankError, "the hook reads placeholders: student and teacher are on other stages"),
-    ("buffer_teacher", "zoo_pp2"): (RankError, "the hook reads placeholders: student and teacher are on other stages"),
     ("byol", "zoo_pp2"): (
         RankError,
         "a teacher that the step updates is refused, for another reason than the text says",

@@ -11,7 +11,13 @@ from torch import nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.module_names import join_names
-from lightning_hybrid.pipeline_parallel.frame.units import find_units, is_container, named_units, stands_in_row
+from lightning_hybrid.pipeline_parallel.frame.units import (
+    find_units,
+    is_container,
+    named_units,
+    side_by_side,
+    stands_in_row,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,23 +30,28 @@ class Body:
         layers: Its layers.
         chain: The body, if it is an `nn.Sequential` that the user's step calls as a whole; ``None`` if the layers are
             units, which any code may call.
+        rows: How many layers each row has that stays together on one stage: 1, or 2 where there is a copy beside it.
     """
 
     name: str
     names: tuple[str, ...]
     layers: tuple[nn.Module, ...]
     chain: nn.Sequential | None
+    rows: tuple[int, ...]
 
     @classmethod
     def of_chain(cls, name: str, chain: nn.Sequential) -> Body:
         """A body that is called as a whole."""
-        return cls(name, tuple(join_names(name, key) for key in chain._modules), tuple(chain), chain)
+        names = tuple(join_names(name, key) for key in chain._modules)
+        return cls(name, names, tuple(chain), chain, (1,) * len(names))
 
     @classmethod
-    def of_units(cls, units: Sequence[tuple[str, nn.Module]]) -> Body:
-        """A body whose layers are called by any code."""
+    def of_units(cls, rows: Sequence[Sequence[tuple[str, nn.Module]]]) -> Body:
+        """A body whose layers are called by any code; those of a row stay together."""
+        units = [unit for row in rows for unit in row]
         lists = dict.fromkeys(name.rpartition(".")[0] or name for name, _ in units)
-        return cls(", ".join(lists), tuple(name for name, _ in units), tuple(unit for _, unit in units), None)
+        names, layers = tuple(name for name, _ in units), tuple(unit for _, unit in units)
+        return cls(", ".join(lists), names, layers, None, tuple(map(len, rows)))
 
 
 def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages: int) -> Body:
@@ -76,7 +87,8 @@ def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages:
                 f"body={wanted!r} is a {type(part).__name__}, which has no layers in an order: only an `nn.Sequential`,"
                 f" an `nn.ModuleList` or an `nn.ModuleDict` can be divided into stages. {_candidates_text(module)}"
             )
-    return Body.of_units(named_units(module, [wanted] if isinstance(wanted, str) else wanted))
+    named = named_units(module, [wanted] if isinstance(wanted, str) else wanted)
+    return Body.of_units([[unit] for unit in named])
 
 
 def _largest(module: nn.Module, num_stages: int) -> Body:
@@ -86,7 +98,7 @@ def _largest(module: nn.Module, num_stages: int) -> Body:
             return Body.of_chain(name, cast(nn.Sequential, candidate))
     units = find_units(module, num_stages)
     if units:
-        return Body.of_units(units)
+        return Body.of_units(side_by_side(module, units))
     raise ValueError(
         f"No list of layers holds a considerable part of the {total:,} parameters of {type(module).__name__}, so it is"
         f" not clear what to divide into pipeline stages. {_candidates_text(module)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -72,8 +73,11 @@ def find_stages(module: LightningModule, settings: HybridConfig, num_ranks: int)
     num_stages = num_ranks * settings.num_chunks
     body = find_layers(module, settings, num_stages)
     weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in body.layers]
-    stages = partition(settings.partition, weights, num_stages)
-    return body, StageMap(body.name, body.names, tuple(stages), num_ranks, is_chain=body.chain is not None)
+    ends = [0, *accumulate(body.rows)]
+    of_rows = [sum(weights[first:end]) for first, end in pairwise(ends)]
+    rows = partition(settings.partition, of_rows, num_stages)
+    stages = tuple(range(ends[row.start], ends[row.stop]) for row in rows)
+    return body, StageMap(body.name, body.names, stages, num_ranks, is_chain=body.chain is not None)
 
 
 def find_layers(module: LightningModule, settings: HybridConfig, num_stages: int) -> Body:

@@ -77,6 +77,47 @@ def find_units(module: nn.Module, num_stages: int) -> Units:
             closed.add(units[index][1])
 
 
+def side_by_side(module: nn.Module, units: Units) -> list[Units]:
+    """Rows of units that belong on one stage: each layer of a frozen copy beside the layer that it is a copy of.
+
+    So a hook that moves a teacher towards its student finds both. What is a copy is seen by its class, and by the names
+    and shapes of its parameters, none of which requires grad.
+
+    Args:
+        module: The user's module.
+        units: Its units.
+
+    Returns:
+        The rows; a unit without a copy is one by itself.
+    """
+    named = [(name, part) for name, part in module.named_modules() if name and _count(part)]
+    by_name, copied = dict(units), ""
+    copy_of: dict[str, str] = {}
+    for copy_name, copy in named:
+        if _is_trained(copy) or (copied and copy_name.startswith(f"{copied}.")):
+            continue
+        copied = copy_name
+        alike = (name for name, part in named if type(part) is type(copy) and _is_trained(part) and _fits(part, copy))
+        original = next(alike, None)
+        for name in by_name if original is not None else ():
+            twin = f"{copy_name}{name.removeprefix(str(original))}"
+            if name.startswith(f"{original}.") and twin in by_name:
+                copy_of.setdefault(name, twin)
+    copies = set(copy_of.values())
+    rows = [(name, copy_of[name]) if name in copy_of else (name,) for name in by_name if name not in copies]
+    return [[(name, by_name[name]) for name in row] for row in rows]
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _fits(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules have parameters of equal names and shapes."""
+    shapes = [[(name, parameter.shape) for name, parameter in each.named_parameters()] for each in (one, other)]
+    return shapes[0] == shapes[1]
+
+
 def _disjoint(units: Units) -> Units:
     """Without those that stand there twice, or are a part of an earlier one, or have one as a part."""
     chosen: dict[nn.Module, str] = {}
