@@ -180,7 +180,8 @@ def without_value_text(what: str) -> str:
         " values of all parameters. To move a teacher or an average of weights, use a hook, such as"
         " `on_train_batch_end`, or `WeightAveraging`. To penalise weights use the optimizer's `weight_decay`, for the"
         " norm of the gradients `self.trainer.strategy.grad_norm()` in `on_before_optimizer_step`, for the device"
-        " `self.device`, not a parameter's. To log weights, call `self.trainer.strategy.lightning_module_state_dict()` in a hook on"
+        " `self.device`, not a parameter's. To log weights, call"
+        " `self.trainer.strategy.lightning_module_state_dict()` in a hook on"
         " every rank (it is whole on rank 0), and log with `rank_zero_only=True`."
     )
 

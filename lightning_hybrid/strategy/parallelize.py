@@ -26,7 +26,7 @@ from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationC
 from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.pipeline_parallel.body import Body, BodyCallError, layer_call_text
-from lightning_hybrid.pipeline_parallel.frame.discovery import FakeMode
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, refuse_call, replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout

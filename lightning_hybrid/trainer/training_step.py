@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,10 @@ from torch import Tensor, nn
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, stages_by_parameter
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, signature, sizes, split_batch
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
-from lightning_hybrid.pipeline_parallel.schedules import build, build_forward
+from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, build_forward
 from lightning_hybrid.pipeline_parallel.stage import Compute
 from lightning_hybrid.trainer.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LossWeights, weighted, weighted_sum
@@ -104,12 +104,9 @@ class TrainingStep:
         microbatches, counts = self._split(arguments[0])
         weights = self._weights(microbatches, accumulates=accumulated > 1)
         windowed = weights is not None and accumulated > 1 and backward
-        shares: Sequence[float | Tensor] = self._shares_of_samples(counts)
-        factors = shares
         if windowed and is_first:  # whatever came before: an epoch may have been broken off
             self._window = AccumulationWindow(context.device)
-        if weights is not None:
-            shares, factors = weights.shares, weights.factors(self._window.add(weights.total) if windowed else None)
+        shares, factors = self._shares(counts, weights, windowed=windowed)
         outputs: list[Any] = []
 
         def loss_of(microbatch: int, value: Any) -> Tensor:
@@ -122,29 +119,20 @@ class TrainingStep:
         grad_sync.reduces = reduce
         version = context.version(gradients=backward)
         parts: Sequence[Hashable] = list(map(signature, microbatches))
-        keys: Sequence[Hashable] = ()
-        if context.frame is not None:
-            of_others = signature(arguments[1:])
-            keys = [(version, part, of_others) for part in parts]
+        find_plans = partial(self._frame_plans, microbatches, arguments[1:], step, precision, version, parts)
         if context.frame is not None and not self._is_placed:
-            self._place(context.frame, microbatches, arguments[1:], step, precision, keys, backward=backward)
+            self._place(find_plans, len(microbatches), backward=backward)
         with (
             context.step(num_microbatches=len(counts), counts=counts) as records,
             torch.set_grad_enabled(backward),
             grad_sync.step(),
         ):
-            plans: Sequence[FramePlan] = ()
-            if context.frame is not None:
-                plans = self._frame_plans(context.frame, microbatches, arguments[1:], step, precision, keys)
+            plans = find_plans()
+            if plans:
                 parts = list(zip(parts, [plan.number for plan in plans], strict=True))
             compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
-            num_ranks, num_chunks = context.num_ranks, context.num_chunks
-            if backward:
-                schedule = build(self._schedule, num_ranks, len(counts), num_chunks)
-            else:
-                schedule = build_forward(num_ranks, len(counts), num_chunks)
             context.engine.run(
-                schedule,
+                self._find_schedule(len(counts), backward=backward),
                 compute,
                 context.keys(version, parts),
                 backward_begins=grad_sync.backward_begins,
@@ -157,6 +145,13 @@ class TrainingStep:
         return context.share(
             lambda: (_merge(outputs, counts, shares), merge_logs(records, counts, self._num_microbatches, weights))
         )
+
+    def _find_schedule(self, num_microbatches: int, *, backward: bool) -> Schedule:
+        """What the ranks of the pipeline do in a step."""
+        num_ranks, num_chunks = self._context.num_ranks, self._context.num_chunks
+        if backward:
+            return build(self._schedule, num_ranks, num_microbatches, num_chunks)
+        return build_forward(num_ranks, num_microbatches, num_chunks)
 
     def _make_compute(
         self,
@@ -196,38 +191,31 @@ class TrainingStep:
 
         return compute
 
-    def _place(
-        self,
-        frame: FrameCut,
-        microbatches: Sequence[Any],
-        arguments: Sequence[Any],
-        step: int,
-        precision: Callable[[], AbstractContextManager[None]],
-        keys: Sequence[Hashable],
-        *,
-        backward: bool,
-    ) -> None:
+    def _place(self, find_plans: Callable[[], list[FramePlan]], num_microbatches: int, *, backward: bool) -> None:
         """Before the first batch: parameters outside of the layers stay where it uses them."""
         self._is_placed = True
         with (
-            self._context.step(num_microbatches=len(microbatches)),
+            self._context.step(num_microbatches=num_microbatches),
             torch.set_grad_enabled(backward),
             self._grad_sync.step(),
         ):
-            plans = self._frame_plans(frame, microbatches, arguments, step, precision, keys)
+            plans = find_plans()
         self._place_parameters(stages_by_parameter(plans))
 
     def _frame_plans(
         self,
-        frame: FrameCut,
         microbatches: Sequence[Any],
         arguments: Sequence[Any],
         step: int,
         precision: Callable[[], AbstractContextManager[None]],
-        keys: Sequence[Hashable],
+        version: Hashable,
+        parts: Sequence[Hashable],
     ) -> list[FramePlan]:
-        """What the stages do of the user's step, for each microbatch."""
-        context = self._context
+        """What the stages do of the user's step, for each microbatch; nothing where only the body is cut."""
+        context, frame = self._context, self._context.frame
+        if frame is None:
+            return []
+        of_others = signature(arguments)
         with precision():
             return [
                 context.frame_plan(
@@ -235,9 +223,9 @@ class TrainingStep:
                     context.module.training_step,
                     (microbatch, *arguments),
                     *(_TRAINING, step, number),
-                    key=key,
+                    key=(version, part, of_others),
                 )
-                for number, (microbatch, key) in enumerate(zip(microbatches, keys, strict=True))
+                for number, (microbatch, part) in enumerate(zip(microbatches, parts, strict=True))
             ]
 
     def backward(self, run: Callable[[], None], *, reduce: bool) -> None:
@@ -280,9 +268,20 @@ class TrainingStep:
         with context.guard():
             return LossWeights.of(weigh, microbatches, context.mesh, context.device)
 
-    def _shares_of_samples(self, counts: Sequence[int]) -> Sequence[float]:
-        """What each microbatch counts by its samples: in the reported loss, and before backward."""
-        return [1.0 if self._loss_reduction == "sum" else count / sum(counts) for count in counts]
+    def _shares(
+        self, counts: Sequence[int], weights: LossWeights | None, *, windowed: bool
+    ) -> tuple[Sequence[float | Tensor], Sequence[float | Tensor]]:
+        """What each microbatch counts: in the reported loss, and before backward.
+
+        Args:
+            counts: The number of samples of each microbatch.
+            weights: What the module says that they count, if it does.
+            windowed: Whether they count in a window of accumulated gradients.
+        """
+        if weights is not None:
+            return weights.shares, weights.factors(self._window.add(weights.total) if windowed else None)
+        shares = [1.0 if self._loss_reduction == "sum" else count / sum(counts) for count in counts]
+        return shares, shares
 
 
 class UncutTrainingStep:

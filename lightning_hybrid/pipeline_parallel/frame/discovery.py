@@ -18,6 +18,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.random import generator_marks
 from lightning_hybrid.pipeline_parallel.frame.decisions import Decisions, Input, Made, RealCall, apply, outcome_of
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode, FakeTensor, run_on_zeros
 from lightning_hybrid.pipeline_parallel.frame.graph import (
     METADATA,
     AbsentTensor,
@@ -30,14 +31,6 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
 )
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
-
-FakeMode: Any
-FakeTensor: Any
-try:
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.fake_tensor import FakeTensorMode as FakeMode
-except ImportError:  # then nothing but a plain chain can be divided
-    FakeMode, FakeTensor = None, None
 
 # Code that only passes calls of the user's on.
 _NOT_THE_USERS = (
@@ -280,7 +273,7 @@ class Discovery(TorchFunctionMode):
                     self._stop(number, call, operands, error)
                 result, needs_numbers = None, True
         if needs_numbers and call.unit is not None:
-            result, seen = self._run_on_zeros(self._units[call.unit][1], fakes, run)
+            result, seen = run_on_zeros(self._units[call.unit][1], fakes, run, self._operators, self.fake)
         call.draws = seen.draws
         self._check_checkpoint(call)
         requires_grad &= torch.is_grad_enabled() and call.function not in _DETACHES
@@ -297,42 +290,6 @@ class Discovery(TorchFunctionMode):
         self._rename(number, call, seen.written)
         self._note_parameters(call, leaves, seen.written)
         return outputs
-
-    def _run_on_zeros(self, unit: nn.Module, fakes: list[Any], run: Callable[[list[Any]], Any]) -> tuple[Any, Seen]:
-        """What a unit returns that looks at numbers: its own code runs, on zeros of the same shapes.
-
-        An error of the user's shows itself here as it would without us.
-        """
-        zeros: dict[int, tuple[Tensor, Tensor]] = {}
-
-        def zero(value: Any) -> Any:
-            if not isinstance(value, FakeTensor):
-                return value
-            if id(value) not in zeros:
-                made = torch.zeros(value.shape, dtype=value.dtype, device=self._device)
-                zeros[id(value)] = value, nn.Parameter(made) if isinstance(value, nn.Parameter) else made
-            return zeros[id(value)][1]
-
-        saved = [
-            (table, dict(table)) for part in unit.modules() for table in (vars(part), part._parameters, part._buffers)
-        ]
-        try:
-            for table, values in saved:
-                table.update({name: zero(value) for name, value in values.items()})
-            given = [zero(leaf) for leaf in fakes]
-            with torch.no_grad(), self._operators.watch() as seen:
-                outputs, spec = flatten(run(given))
-        finally:
-            for table, values in saved:
-                table.clear()
-                table.update(values)
-        fake_of = {id(made): fake for fake, made in zeros.values()}
-        seen.written |= {memory_of(fake) for fake, made in zeros.values() if memory_of(made) in seen.written}
-        outputs = [
-            fake_of[id(leaf)] if id(leaf) in fake_of else self.fake(leaf) if isinstance(leaf, Tensor) else leaf
-            for leaf in outputs
-        ]
-        return unflatten(outputs, spec), seen
 
     def _name_own(self, number: int, call: Call, written: set[int]) -> None:
         """Tensors with values that a call has written through something that shares their memory are absent too."""

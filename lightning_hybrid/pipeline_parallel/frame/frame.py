@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Discovery, FakeTensor
+from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Discovery
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, make_part
 from lightning_hybrid.pipeline_parallel.frame.routes import OrderError, Route, find_routes

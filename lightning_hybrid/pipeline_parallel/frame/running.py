@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.pipeline_parallel.frame.discovery import FakeTensor
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.graph import METADATA, Argument, function_name
 from lightning_hybrid.pipeline_parallel.frame.plan import Action, Part
 

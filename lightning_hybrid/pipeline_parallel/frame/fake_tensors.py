@@ -1,0 +1,72 @@
+"""Tensors without values, and what is done where code needs some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
+
+FakeMode: Any
+FakeTensor: Any
+try:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeMode
+except ImportError:  # then nothing but a plain chain can be divided
+    FakeMode, FakeTensor = None, None
+
+
+def run_on_zeros(
+    unit: nn.Module,
+    fakes: list[Any],
+    run: Callable[[list[Any]], Any],
+    operators: Operators,
+    fake: Callable[[Tensor], Tensor],
+) -> tuple[Any, Seen]:
+    """What a unit returns that looks at numbers: its own code runs, on zeros of the same shapes.
+
+    An error of the user's shows itself here as it would in one process.
+
+    Args:
+        unit: The unit, with fake parameters, buffers and attributes.
+        fakes: The leaves of its arguments.
+        run: Calls it with such leaves.
+        operators: Watches what it does.
+        fake: Makes a fake tensor that looks like one with values.
+
+    Returns:
+        What it returns, out of fake tensors, arguments among them; and what its operators have done to the fake ones.
+    """
+    zeros: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def zero(value: Any) -> Any:
+        if not isinstance(value, FakeTensor):
+            return value
+        if id(value) not in zeros:
+            made = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+            zeros[id(value)] = value, nn.Parameter(made) if isinstance(value, nn.Parameter) else made
+        return zeros[id(value)][1]
+
+    tables = [table for part in unit.modules() for table in (vars(part), part._parameters, part._buffers)]
+    saved = [(table, dict(table)) for table in tables]
+    try:
+        for table, values in saved:
+            table.update({name: zero(value) for name, value in values.items()})
+        given = [zero(leaf) for leaf in fakes]
+        with torch.no_grad(), operators.watch() as seen:
+            outputs, spec = flatten(run(given))
+    finally:
+        for table, values in saved:
+            table.clear()
+            table.update(values)
+    fake_of = {id(made): value for value, made in zeros.values()}
+    seen.written |= {memory_of(value) for value, made in zeros.values() if memory_of(made) in seen.written}
+    outputs = [
+        fake_of[id(leaf)] if id(leaf) in fake_of else fake(leaf) if isinstance(leaf, Tensor) else leaf
+        for leaf in outputs
+    ]
+    return unflatten(outputs, spec), seen
