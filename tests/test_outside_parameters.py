@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -211,7 +213,11 @@ def _count(kind: str, vocabulary: int, width: int) -> int:
     if kind == "sequential":
         strategy = HybridStrategy(pipeline_parallel_size=4, num_microbatches=4, partition=[3, 2, 2, 3])
     trainer = _trainer(strategy, 4, 1, [], limit_val_batches=0)
+    before = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
     trainer.fit(module, _data(vocabulary))
+    gc.collect()
+    gone = [name for name, parameter in module.named_parameters() if is_placeholder(parameter)]
+    assert not [name for name in gone if before[name]() is not None]
     return sum(parameter.numel() for parameter in module.parameters() if not is_placeholder(parameter))
 
 

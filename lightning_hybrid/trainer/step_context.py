@@ -128,6 +128,7 @@ class StepContext:
             stage_map.stages,
             self.num_ranks,
             self.device,
+            holders=stage_map.outside,
             remembers=remembers,
             around_discovery=self._unrecorded,
             compare=self._compare_calls,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from contextlib import nullcontext
 from itertools import pairwise
@@ -319,3 +320,36 @@ def test_the_text_says_what_to_do(calls: int, words: str) -> None:
     text = body_call_text("net.body", "training_step", calls)
     assert f"`training_step` {words} the body 'net.body'" in text
     assert "`x = self.net.body(x)`" in text
+
+
+class Pair(nn.Module):
+    """A student with a head of its own, and its teacher."""
+
+    def __init__(self, *, frozen: bool = True) -> None:
+        super().__init__()
+        self.student = nn.ModuleDict(
+            {"blocks": nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), "out": nn.Linear(8, 2)}
+        )
+        self.predictor = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.teacher = copy.deepcopy(self.student)
+        self.teacher.requires_grad_(not frozen)
+
+
+def test_a_frozen_copy_stands_beside_its_original() -> None:
+    body = find_body(Pair(), None, 2)
+    pairs = [f"{part}.blocks.{index}" for index in range(3) for part in ("student", "teacher")]
+    assert [name for name in body.names if "blocks" in name] == pairs
+    assert set(body.rows) == {1, 2}
+    assert sum(body.rows) == len(body.names)
+
+
+@pytest.mark.parametrize("frozen", ["student.blocks.0", "student"])
+def test_layers_that_are_frozen_by_themselves_stay_in_order(frozen: str) -> None:
+    """Finetuning freezes a part of a stack; and two stacks that both train are two stacks."""
+    module = Pair(frozen=False)
+    del module.teacher
+    module.get_submodule(frozen).requires_grad_(False)
+    body = find_body(module, None, 2)
+    assert set(body.rows) == {1}
+    assert [name for name in body.names if "blocks" in name] == [f"student.blocks.{index}" for index in range(3)]
+    assert set(find_body(Pair(frozen=False), None, 2).rows) == {1}

@@ -56,6 +56,7 @@ class FrameCut:
         stages: The units of each stage, by position.
         num_ranks: The number of pipeline ranks.
         device: Where this rank computes.
+        holders: The stages of parameters outside of units that not all of them have, by name.
         remembers: Whether plans are remembered; not where shapes depend on values in ways that cannot be seen.
         around_discovery: Around a step that is followed: what it logs does not count.
         compare: Called with the calls of a step that was followed, as text: they must be the same on every rank.
@@ -70,6 +71,7 @@ class FrameCut:
         num_ranks: int,
         device: torch.device,
         *,
+        holders: Mapping[str, Collection[int]],
         remembers: bool,
         around_discovery: Callable[[], AbstractContextManager[object]],
         compare: Callable[[list[str]], None] = lambda calls: None,
@@ -85,7 +87,7 @@ class FrameCut:
         self._device = device
         self._remembers = remembers
         self._plans: dict[Hashable, list[FramePlan]] = {}
-        self._holders: Mapping[str, Collection[int]] = {}
+        self._holders = holders
         self._numbers = count()
         self._mode: Discovery | Running | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -56,12 +56,14 @@ def cut_of(
     num_stages: int,
     units: Sequence[tuple[str, nn.Module]] | None = None,
     around_discovery: Callable[[], AbstractContextManager[object]] = nullcontext,
+    holders: Mapping[str, Collection[int]] | None = None,
 ) -> FrameCut:
     """A cut with all stages on ranks of their own."""
     units = units or find_units(module, num_stages)
     stages = uniform(len(units), num_stages)
     device = torch.device("cpu")
-    return FrameCut(module, units, stages, num_stages, device, remembers=True, around_discovery=around_discovery)
+    others: Any = {"holders": holders or {}, "remembers": True, "around_discovery": around_discovery}
+    return FrameCut(module, units, stages, num_stages, device, **others)
 
 
 def play(

@@ -690,3 +690,97 @@ def test_a_value_that_was_not_used_before_is_not_there() -> None:
     model.late = True
     with pytest.raises(WrongUseError, match="uses a value that is on another stage, and did not use it when"):
         play(cut, model, model, (inputs(),), 3)
+
+
+# -- where parameters are ----------------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_which_stages_use_a_parameter() -> None:
+    model, x = Model(), inputs()
+    with (cut := cut_of(model, 3))():
+        plan = cut.find_plan(0, model, (x,), seed)
+    embed, head = {"embed.weight", "embed.bias"}, {"head.weight", "head.bias"}
+    assert [set(names) for names in plan.parameters] == [embed, set(), head]
+
+
+def test_a_parameter_that_only_one_stage_has_is_used_there() -> None:
+    """The embedding is needed again at the end: its result travels, where the last stage could make it before."""
+
+    def step(x: Tensor) -> Tensor:
+        start = model.embed(x)
+        return (model.head(model.body(start)) + start).pow(2).mean()
+
+    model, x = Model(), inputs()
+    assert check(model, step, (x,), 3).sends == [1, 1]
+    holders = {"embed.weight": {0}, "embed.bias": {0}}
+    assert check(model, step, (x,), 3, cut_of(model, 3, holders=holders)).sends == [2, 2]
+
+
+def test_a_parameter_that_is_needed_where_it_is_not_is_refused() -> None:
+    model, x = Model(), inputs()
+    with (cut := cut_of(model, 2, holders={"head.weight": {0}}))(), pytest.raises(WrongUseError, match=r"head\.weight"):
+        cut.find_plan(0, model, (x,), seed)
+
+
+# -- units that look at numbers ----------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Data choose which expert computes which row; one buffer counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        chosen = self.router(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            if len(rows) and float(x[rows].abs().sum()) >= 0:
+                out.index_add_(0, rows, expert(x[rows]))
+        return x + out
+
+
+def test_a_unit_may_look_at_numbers() -> None:
+    model, x = Model(), inputs()
+    model.blocks = nn.ModuleList(Experts() for _ in range(4))
+    played = check(model, model, (x,), 2)
+    assert played.sends == [1]
+    assert [int(unit.calls) for unit in model.blocks] == [2, 2, 2, 2]  # undivided, and as stages; not when followed
+
+
+def test_an_error_in_a_unit_is_the_users() -> None:
+    class Broken(Block):
+        def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
+            return x @ torch.zeros(3, 3)
+
+    model, x = Model(), inputs()
+    model.blocks[2] = Broken()
+    with (cut := cut_of(model, 2))(), pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
+        cut.find_plan(0, model, (x,), seed)
+    assert "fake" not in str(error.value)
+    assert "meta" not in str(error.value)
+    assert isinstance(model.blocks[2].linear.weight, nn.Parameter)
+    assert model.blocks[2].linear.weight.abs().sum() > 0
+
+
+def test_what_a_unit_writes_and_returns_may_be_a_tensor_of_the_step() -> None:
+    class Adding(Block):
+        def forward(self, x: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            x = super().forward(x)
+            total += x.sum(-1)
+            return x, total
+
+    def step(x: Tensor) -> Tensor:
+        x, total = model.embed(x), torch.zeros(len(x))
+        for layer in model.blocks:
+            x, total = layer(x, total)
+        return (total + x.sum(-1)).pow(2).mean()
+
+    model, x = Model(), inputs()
+    model.blocks = nn.ModuleList(Adding() for _ in range(4))
+    check(model, step, (x,), 3)
