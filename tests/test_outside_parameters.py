@@ -11,10 +11,12 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, WeightAveraging
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridStrategy
+from lightning_hybrid.cli.dry_run import dry_run
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 from tests.pool import Pools
 
@@ -229,3 +231,29 @@ def test_no_rank_holds_more_than_with_a_sequential(ranks: Pools) -> None:
     assert sequential[0] > 10 * sequential[1]
     for one, other in zip(loop, sequential, strict=True):
         assert one == pytest.approx(other, rel=0.02)
+
+
+class Loaded(Language):
+    """With a loader of its own, and nothing that training does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.probe
+
+    def train_dataloader(self) -> DataLoader:
+        return _data()
+
+
+def _held_bytes() -> int:
+    module = Loaded()
+    strategy = HybridStrategy(pipeline_parallel_size=3, num_microbatches=2)
+    _trainer(strategy, 3, 1, [], limit_val_batches=0).fit(module)
+    return sum(parameter.nbytes for parameter in module.parameters() if not is_placeholder(parameter))
+
+
+@pytest.mark.distributed
+def test_the_estimate_of_memory_counts_them_where_they_will_be(ranks: Pools) -> None:
+    strategy = HybridStrategy(pipeline_parallel_size=3, num_microbatches=2)
+    dry = dry_run(lambda: (Loaded(), None), strategy.settings, (1, 1, 3), precision=Precision())
+    held = ranks(3, lightning=True).run(_held_bytes, timeout=90)
+    assert [usage.parameters for usage in dry.memory] == held

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter, peak_
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.pipeline_parallel.body import Body
+from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
+from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
@@ -211,6 +213,9 @@ class _DryRunStrategy(SingleDeviceStrategy):
             number = limit_microbatches(number, find_batch_size(batch), batch_norms(module))
         microbatches, _ = split_into(batch, number, find_hook(module, "split_batch"))
         activations = self._activations(microbatches[0], args)
+        if self._body is not None and self._body.chain is None:
+            with suppress(Exception):  # what cannot be followed without values is counted on every stage
+                self._stage_map = replace(self._stage_map, outside=self._find_outside(microbatches[0], args))
         schedule = layout.find_schedule(config, pipeline, len(microbatches))
         for rank in range(pipeline):
             usage = estimate(
@@ -226,6 +231,24 @@ class _DryRunStrategy(SingleDeviceStrategy):
             )
             self.memory.append(usage)
         raise _StopAfterFirstStepError
+
+    def _find_outside(self, microbatch: Any, args: Sequence[Any]) -> dict[str, frozenset[int]]:
+        """Where parameters outside of the layers will live once the first batch has shown which stages use them."""
+        module, body, stages = self._module, self._body, self._stage_map.stages
+        assert body is not None
+        frame = FrameCut(
+            module,
+            list(zip(body.names, body.layers, strict=True)),
+            stages,
+            self._sizes[2],
+            torch.device("cpu"),
+            holders={},
+            remembers=False,
+            around_discovery=LogRecorder(module),
+        )
+        with frame(), self.precision_plugin.train_step_context():
+            plan = frame.find_plan(0, module.training_step, (microbatch, *args), seed=lambda number: None)
+        return layout.find_outside(module, self._stage_map, stages_by_parameter([plan]))
 
     def _activations(self, microbatch: Any, args: Sequence[Any]) -> dict[int, int] | None:
         """The bytes that autograd saves of a microbatch, by stage."""

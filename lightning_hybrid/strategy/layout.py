@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import accumulate, pairwise
 
 from lightning.pytorch import LightningModule
@@ -29,6 +29,8 @@ from lightning_hybrid.trainer.module_hooks import find_hook
 
 # A larger share of the parameters outside of the body is worth a warning.
 _LARGEST_REST = 0.2
+# Smaller parameters outside of the body, as a share of all, stay on every stage that runs the user's step.
+_LEAST_SHARE = 1e-3
 
 
 def is_cut(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module) -> bool:
@@ -96,6 +98,34 @@ def find_own_layers(module: nn.Module, body: Body | None, stage_map: StageMap, r
         return {0: list(listed_layers(module))}
     own = range(rank, len(stage_map.stages), stage_map.num_ranks)
     return {stage: [body.layers[index] for index in stage_map.stages[stage]] for stage in own}
+
+
+def find_outside(
+    module: nn.Module, stage_map: StageMap, used: Mapping[str, Collection[int]]
+) -> dict[str, frozenset[int]]:
+    """Where large parameters outside of the body are to live: on the stages that use them.
+
+    Small ones stay everywhere, and so do those that no stage uses: who does may still be seen.
+
+    Args:
+        module: The user's module.
+        stage_map: Which stage holds what.
+        used: The stages that use a parameter, by one of its names.
+
+    Returns:
+        The stages by name, of those that are to leave one.
+    """
+    total = sum(parameter.numel() for parameter in module.parameters())
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.numel() >= _LEAST_SHARE * total and stage_map.is_outside(name):
+            names.setdefault(id(parameter), []).append(name)
+    outside: dict[str, frozenset[int]] = {}
+    for tied in names.values():
+        stages = {stage for name in tied for stage in used.get(name, ())}
+        if stages and stages != stage_map.stages_of(tied[0]):
+            outside |= dict.fromkeys(tied, frozenset(stages))
+    return outside
 
 
 def find_recomputed(

@@ -38,7 +38,6 @@ from lightning_hybrid.tensor_parallel.plan import Plan
 
 _PLAN = "_tensor_parallel_plan"  # where a module remembers how its layers were divided
 _OUTSIDE = "_parameters_outside_the_body"  # where it remembers (stages, where what is outside of the body went)
-_LEAST_SHARE = 1e-3  # of all parameters: smaller ones stay where they are
 
 
 class ModuleParallelizer:
@@ -249,9 +248,7 @@ class ModuleParallelizer:
             vars(self._module).pop(name, None)
 
     def find_outside(self, used: Mapping[str, Collection[int]]) -> dict[str, frozenset[int]]:
-        """Where large parameters outside of the body are to live: on the stages that use them; on every rank.
-
-        Small ones stay everywhere, and so do those that no stage uses: who does may still be seen.
+        """Where parameters outside of the body are to live, on every rank: see :func:`layout.find_outside`.
 
         Args:
             used: The stages that use a parameter in the steps of this replica, by one of its names.
@@ -261,17 +258,9 @@ class ModuleParallelizer:
         """
         of_replicas: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_replicas, {name: sorted(stages) for name, stages in used.items()})
-        total = sum(parameter.numel() for parameter in self._module.parameters())
-        names: dict[int, list[str]] = {}
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            if parameter.numel() >= _LEAST_SHARE * total and self.stage_map.is_outside(name):
-                names.setdefault(id(parameter), []).append(name)
-        outside: dict[str, frozenset[int]] = {}
-        for tied in names.values():
-            stages = {stage for found in of_replicas for name in tied for stage in found.get(name, ())}
-            if stages and stages != self.stage_map.stages_of(tied[0]):
-                outside |= dict.fromkeys(tied, frozenset(stages))
-        return outside
+        names = {name for found in of_replicas for name in found}
+        joined = {name: {stage for found in of_replicas for stage in found.get(name, ())} for name in names}
+        return layout.find_outside(self._module, self.stage_map, joined)
 
     def place_outside(self, outside: Mapping[str, frozenset[int]]) -> dict[int, Tensor]:
         """Let parameters outside of the body live where they are used; in copies that callbacks have of the module too.
