@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -68,6 +69,18 @@ class Wide(Language):
         return self.body(tokens).square().mean()
 
 
+class Average(Callback):
+    """As users write it: a list of copies, moved in a hook."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.copies = [copy.deepcopy(pl_module)]
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        with torch.no_grad():
+            for averaged, current in zip(self.copies[0].parameters(), pl_module.parameters(), strict=True):
+                averaged.lerp_(current, 0.5)
+
+
 class Norm(Callback):
     """The norm of the gradient at each step."""
 
@@ -98,9 +111,8 @@ def _trainer(strategy: Any, devices: int, steps: int, callbacks: list[Callback],
         max_steps=steps,
         callbacks=callbacks,
         enable_model_summary=False,
-        num_sanity_val_steps=1,
         **quiet,
-        **others,
+        **{"num_sanity_val_steps": 1, **others},
     )
 
 
@@ -118,7 +130,7 @@ def _fit(layout: dict[str, Any] | None, devices: int, tied: bool, averages: bool
     batch = 8 // (layout or {}).get("data_parallel_size", 1)
     data = _data(batch=batch), _data(batch=batch)
     norm = Norm()
-    callbacks = [norm, *([WeightAveraging()] if averages else [])]
+    callbacks = [norm, Average(), *([WeightAveraging()] if averages else [])]
     trainer = _trainer(strategy, devices, 6, callbacks, val_check_interval=2)
     trainer.fit(module, *data)
     trainer.save_checkpoint(path)
@@ -162,7 +174,8 @@ def test_they_live_where_they_are_used(ranks: Pools, layout: str, tied: bool, tm
         assert each["norms"] == pytest.approx(expected["norms"], rel=1e-10)
         assert each["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-10)
         assert each["probes"] == pytest.approx(expected["probes"], rel=1e-10)
-        assert each["optimized"] == each["states"] + 2 == len(each["held"])  # the probe has no gradient
+        without_gradient = len({"probe.weight", "probe.bias"} & set(each["held"]))
+        assert each["optimized"] == each["states"] + without_gradient == len(each["held"])
     for suffix in ("", "2"):
         one, many = (torch.load(f"{tmp_path}/{name}{suffix}", weights_only=False) for name in ("one", "many"))
         torch.testing.assert_close(many["state_dict"], one["state_dict"], rtol=1e-10, atol=1e-12)
@@ -174,10 +187,11 @@ def test_they_live_where_they_are_used(ranks: Pools, layout: str, tied: bool, tm
     assert ("embed.weight" in first, "embed.weight" in last) == (True, tied)
     assert tied or ("head.weight" in first, "head.weight" in last) == (False, True)
     assert ("positions" in first, "positions" in last) == (True, False)
-    for each in found:  # who may use these is not known, or they are small
-        assert {"probe.weight", "scale"} <= set(each["held"])
+    for each in found:  # small
+        assert "scale" in each["held"]
+    assert ("probe.weight" in first, "probe.weight" in last) == (False, True)  # the sanity check has used it
     for middle in found[replicas:-replicas]:
-        assert not {"embed.weight", "head.weight", "positions"} & set(middle["held"])
+        assert not {"embed.weight", "head.weight", "positions", "probe.weight"} & set(middle["held"])
 
 
 class _Elsewhere(Language):
@@ -190,10 +204,14 @@ class _Elsewhere(Language):
         self.log("other", x.mean())
 
 
-def _fit_elsewhere() -> str:
+def _fit_elsewhere(sanity: int) -> str:
     torch.manual_seed(5)
     strategy = HybridStrategy(pipeline_parallel_size=2, num_microbatches=2)
-    trainer = _trainer(strategy, 2, 4, [], val_check_interval=2)
+    trainer = _trainer(strategy, 2, 4, [], val_check_interval=2, num_sanity_val_steps=sanity)
+    if sanity:
+        module = _Elsewhere().double()
+        trainer.fit(module, _data(), _data())
+        return " ".join(name for name, parameter in module.named_parameters() if not is_placeholder(parameter))
     with pytest.raises(ValueError, match=r"head\.weight") as error:
         trainer.fit(_Elsewhere().double(), _data(), _data())
     return str(error.value)
@@ -201,9 +219,15 @@ def _fit_elsewhere() -> str:
 
 @pytest.mark.distributed
 def test_a_use_elsewhere_is_refused_on_every_rank(ranks: Pools) -> None:
-    texts = ranks(2, lightning=True).run(_fit_elsewhere, timeout=90)
+    texts = ranks(2, lightning=True).run(_fit_elsewhere, 0, timeout=90)
     assert len(set(texts)) == 1
     assert "only stage 1 used it" in texts[0]
+
+
+@pytest.mark.distributed
+def test_a_use_that_the_sanity_check_has_shown_counts(ranks: Pools) -> None:
+    held = ranks(2, lightning=True).run(_fit_elsewhere, 1, timeout=90)
+    assert all("head.weight" in names for names in held)
 
 
 def _count(kind: str, vocabulary: int, width: int) -> int:

@@ -65,7 +65,6 @@ class Checkpointer:
         self._mesh = mesh
         self._settings = settings
         self._training_state = training_state
-        self._stage_map = stage_map
         self.optimizers = OptimizerStates(module)
         self._ownership = Ownership(module, stage_map, mesh)
         self._full = FullCheckpoint(module, self._ownership, self.optimizers, mesh)
@@ -116,7 +115,7 @@ class Checkpointer:
         """
         self.finish()
         sharded = self._settings.save_distributed_checkpoint
-        metadata = make_metadata(self._mesh, self._settings, self._stage_map)
+        metadata = make_metadata(self._mesh, self._settings, self._ownership.stage_map)
         if sharded:
             metadata |= self._sharded.metadata_of(checkpoint["state_dict"])
         checkpoint = {**checkpoint, METADATA: metadata}

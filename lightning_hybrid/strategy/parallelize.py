@@ -21,6 +21,7 @@ from lightning_hybrid.data_parallel.zero.shard_module import shard_module, unsha
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.mesh import AXES, Mesh
+from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.estimate import estimate
@@ -274,7 +275,8 @@ class ModuleParallelizer:
         self.stage_map = replace(self.stage_map, outside={**self.stage_map.outside, **outside})
         vars(self._module)[_OUTSIDE] = self.stage_map.stages, self.stage_map.outside
         callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        modules = [value for each in callbacks for value in vars(each).values() if isinstance(value, nn.Module)]
+        values = [leaf for each in callbacks for leaf in flatten(dict(vars(each)))[0]]
+        modules = [value for value in values if isinstance(value, nn.Module)]
         for part in {part for module in modules for part in module.modules() if type(part) is type(self._module)}:
             if part is not self._module:
                 replace_with_placeholders(part, self.stage_map, self._mesh.pipeline_rank)

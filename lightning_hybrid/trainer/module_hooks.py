@@ -36,6 +36,7 @@ class ModuleHooks(Protocol):
             What the microbatch counts in the loss of the batch: at least 0, as a number or a tensor with one element.
             Weights are summed over the replicas too, and over the batches of ``accumulate_grad_batches``, so that the
             gradients are those of one process on the joined batch. Means that `training_step` logs count likewise.
+            Where it is 0, the loss has to be a number all the same: divide by at least 1.
         """
 
     def split_batch(self, batch: Any, num_microbatches: int) -> Sequence[Any]:

@@ -142,6 +142,7 @@ class TrainingStep:
             if reduce:
                 with context.range("reduce"):
                     grad_sync.finish(scale=self._window.close(accumulated) if windowed else None)
+                self._window = AccumulationWindow(context.device)
         return context.share(
             lambda: (_merge(outputs, counts, shares), merge_logs(records, counts, self._num_microbatches, weights))
         )
@@ -192,7 +193,7 @@ class TrainingStep:
         return compute
 
     def _place(self, find_plans: Callable[[], list[FramePlan]], num_microbatches: int, *, backward: bool) -> None:
-        """Before the first batch: parameters outside of the layers stay where it uses them."""
+        """Before the first batch: parameters outside of the layers stay where it or an evaluation uses them."""
         self._is_placed = True
         with (
             self._context.step(num_microbatches=num_microbatches),
@@ -200,7 +201,9 @@ class TrainingStep:
             self._grad_sync.step(),
         ):
             plans = find_plans()
-        self._place_parameters(stages_by_parameter(plans))
+        frame = self._context.frame
+        assert frame is not None
+        self._place_parameters(stages_by_parameter([*plans, *frame.plans]))  # evaluation may have come before
 
     def _frame_plans(
         self,

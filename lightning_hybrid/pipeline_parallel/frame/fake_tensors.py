@@ -8,14 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
 
 FakeMode: Any
 FakeTensor: Any
 try:
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.fake_tensor import FakeTensorMode as FakeMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    class FakeMode(FakeTensorMode):  # type: ignore[no-redef, no-untyped-call]
+        """Tensors without values, with which nothing can be computed any more once the step has been followed.
+
+        Attributes:
+            is_over: Whether it has.
+        """
+
+        is_over = False
+
+        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            """An operator of tensors of which one has no values."""
+            if self.is_over:
+                raise WrongUseError(
+                    "The step uses a value that is on another stage, and did not use it when the step was first seen"
+                    " with a batch of these shapes, or got it inside of an object. Hand it over as a tensor, or use"
+                    " HybridStrategy(dynamic_shapes=True), which follows every step anew."
+                )
+            return super().dispatch(func, types, args, kwargs)
+
 except ImportError:  # then nothing but a plain chain can be divided
     FakeMode, FakeTensor = None, None
 

@@ -136,6 +136,11 @@ class FrameCut:
         self._holders = holders
         self._plans.clear()
 
+    @property
+    def plans(self) -> list[FramePlan]:
+        """The plans that are remembered, of training and of evaluation."""
+        return [plan for known in self._plans.values() for plan in known]
+
     def find_plan(
         self,
         key: Hashable,
@@ -210,6 +215,7 @@ class FrameCut:
                 return graph, finish()
         finally:
             self._mode = None
+            discovery.fakes.is_over = True
 
     def _make_plan(self, graph: Graph) -> FramePlan:
         calls = Counter(call.unit for call in graph.calls if call.unit is not None)

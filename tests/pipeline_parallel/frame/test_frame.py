@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hybrid.distributed.failure import WrongUseError
 from tests.frame_modules import Block, Coupling, Decoder
 from tests.modules import VOCABULARY, WIDTH
-from tests.pipeline_parallel.frame.stages import check, cut_of, play, seed
+from tests.pipeline_parallel.frame.stages import check, cut_of, drawing, play, seed
 
 STAGES = [2, 3, 4]
 
@@ -784,3 +784,30 @@ def test_what_a_unit_writes_and_returns_may_be_a_tensor_of_the_step() -> None:
     model, x = Model(), inputs()
     model.blocks = nn.ModuleList(Adding() for _ in range(4))
     check(model, step, (x,), 3)
+
+
+@pytest.mark.parametrize("where", ["operand", "in place", "logged"])
+def test_what_was_not_used_before_cannot_be_used_after_the_last_layer(where: str) -> None:
+    """The step is not followed there any more; a tensor without values refuses by itself."""
+    buffer = torch.zeros(WIDTH)
+    late = False
+
+    def step(x: Tensor) -> Tensor:
+        start = model.embed(x)
+        out = model.head(model.body(start))
+        if late and where == "operand":
+            out = out + start
+        if late and where == "in place":
+            buffer.add_(start.detach().mean(0))
+        if late and where == "logged":
+            float(start.sum())
+        return out.pow(2).mean()
+
+    model, x = Model(), inputs()
+    with (cut := cut_of(model, 2))():
+        plan = cut.find_plan(0, step, (x,), seed)
+        sent = cut.run(plan, 0, step, (x,), None, seed=seed, random=drawing)
+        late = True
+        with pytest.raises(WrongUseError, match="a value that is on another stage"):
+            cut.run(plan, 1, step, (x,), sent, seed=seed, random=drawing)
+    assert buffer.abs().sum() == 0
