@@ -260,6 +260,19 @@ HF_SUBJECTS: dict[str, Subject] = _named(
     for name, module in hf_zoo.MODULES.items()
 )
 
+#: Models of transformers, and blocks of other libraries, whose layers are found; all in float64.
+FOUND_SUBJECTS: dict[str, Subject] = _named(
+    [
+        *(
+            Subject(f"found_{name}", hf_zoo.in_float64(hf_zoo.MODULES[name]))
+            for name in ("llama", "mistral", "qwen2", "qwen3", "phi3", "bert", "vit", "t5", "bart", "opt", "gpt2")
+        ),
+        *(Subject(f"found_{name}", hf_zoo.MODULES[name]) for name in ("distilbert", "roberta", "whisper", "deit")),
+        Subject("found_timm", tensor_zoo.TimmViT),
+        Subject("found_nano", tensor_zoo.NanoGPT),
+    ]
+)
+
 FRAME_LAYOUTS: dict[str, Layout] = _named(
     [
         Layout("frame_pp2", pipeline=2, microbatches=4),
@@ -293,7 +306,7 @@ ZERO_LAYOUTS: dict[str, Layout] = _named(
 
 def subject_of(name: str) -> Subject:
     """The subject of this name."""
-    return (SUBJECTS | TENSOR_SUBJECTS | FRAME_SUBJECTS | DRAWING_SUBJECTS | HF_SUBJECTS)[name]
+    return (SUBJECTS | TENSOR_SUBJECTS | FRAME_SUBJECTS | DRAWING_SUBJECTS | HF_SUBJECTS | FOUND_SUBJECTS)[name]
 
 
 def layout_of(name: str) -> Layout:
