@@ -283,6 +283,11 @@ _MODELS: dict[str, tuple[Any, ...]] = {
     "vit": (Images, "ViTForImageClassification", _IMAGES),
     "deit": (Images, "DeiTForImageClassification", _IMAGES),
     "beit": (Images, "BeitForImageClassification", _IMAGES | {"drop_path_rate": 0.0}),
+    "beit_relative": (
+        Images,
+        "BeitForImageClassification",
+        _IMAGES | {"drop_path_rate": 0.0, "use_relative_position_bias": True},
+    ),
     "swin": (
         Images,
         "SwinForImageClassification",

@@ -267,7 +267,10 @@ FOUND_SUBJECTS: dict[str, Subject] = _named(
             Subject(f"found_{name}", hf_zoo.in_float64(hf_zoo.MODULES[name]))
             for name in ("llama", "mistral", "qwen2", "qwen3", "phi3", "bert", "vit", "t5", "bart", "opt", "gpt2")
         ),
-        *(Subject(f"found_{name}", hf_zoo.MODULES[name]) for name in ("distilbert", "roberta", "whisper", "deit")),
+        *(
+            Subject(f"found_{name}", hf_zoo.MODULES[name])
+            for name in ("distilbert", "roberta", "whisper", "deit", "beit_relative")
+        ),
         Subject("found_timm", tensor_zoo.TimmViT),
         Subject("found_nano", tensor_zoo.NanoGPT),
     ]

@@ -186,7 +186,11 @@ PROJECTIONS = {"0.q": "colwise", "0.k": "colwise", "0.v": "colwise", "0.proj": "
 def test_an_attention_of_the_users_own() -> None:
     """Its heads are counted, masks of each head are divided, and its norm sees this rank's heads."""
     plan, reasons = auto(nn.ModuleList([zoo.Attention()]))
-    assert plan == {**PROJECTIONS, "0.norm": "on_shards", "0": "divide:num_heads + mask_per_head:4"}
+    assert plan == {
+        **PROJECTIONS,
+        "0.norm": "on_shards",
+        "0": "divide:num_heads + mask_per_head:4 + shared_input:q,k,v",
+    }
     assert reasons == {}
 
 
