@@ -281,9 +281,12 @@ class SharedInput(ParallelLayer):
                 inputs[id(x)] = x, layer.gather_input(x)
             return inputs[id(x)][1], *others
 
-        with ExitStack() as hooks:
-            for path in self.columns:
-                hooks.callback(block.get_submodule(path).register_forward_pre_hook(share).remove)
+        with ExitStack() as undo:
+            for column in map(block.get_submodule, self.columns):
+                if not column.input_is_gathered:  # where other code calls the layer, it gathers its input itself
+                    undo.callback(setattr, column, "input_is_gathered", False)
+                    column.input_is_gathered = True
+                    undo.callback(column.register_forward_pre_hook(share).remove)
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 

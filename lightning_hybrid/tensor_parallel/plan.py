@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -127,8 +127,7 @@ def make_plan(module: nn.Module, requested: UserPlan | str | None, size: int, *,
     torch_styles = {name: style for name, style in styles.items() if isinstance(style, ParallelStyle)}
     named = [(name, style) for name, style in styles.items() if name not in torch_styles]
     _check_combinations(named)
-    rows = _with_shared_inputs(list(_rows(module, named, size)))
-    rows = assign_sequence_dims(rows, module, sequence_parallel=sequence_parallel)
+    rows = assign_sequence_dims(list(_rows(module, named, size)), module, sequence_parallel=sequence_parallel)
     _check_ties(module, rows)
     sharded = {name for row in rows for name in row.parameters()}
     shapes = {name: module.get_parameter(name).shape for name in sharded}
@@ -202,18 +201,6 @@ def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int) -> It
         if reason is not None:
             raise ValueError(f"tensor_parallel_plan gives {name!r} the style {style!r}, but it {reason}.")
         yield PlanRow(name, style, tuple(found.param_splits(layer)), options=_options(style))
-
-
-def _with_shared_inputs(rows: list[PlanRow]) -> list[PlanRow]:
-    """Column-wise layers whose input the block around them prepares do not prepare it again."""
-    sharing = [row for row in rows if row.kind == "shared_input"]
-    columns = {join_names(row.name, path) for row in sharing for path in row.options["columns"]}
-    return [
-        replace(row, options={**row.options, "input_is_gathered": True})
-        if row.name in columns and row.param_splits
-        else row
-        for row in rows
-    ]
 
 
 def _options(style: str) -> dict[str, Any]:

@@ -90,6 +90,8 @@ class Style:
         base = next((base for base in self.classes if isinstance(layer, base)), None)
         if base is None:
             return f"is a {type(layer).__name__}, and not one of {', '.join(base.__name__ for base in self.classes)}"
+        if self.mixin is not None and "forward" in vars(layer):
+            return "has a `forward` that was put in the place of its class's"
         if base is not nn.Module and type(layer).forward is not base.forward:
             return f"is a {type(layer).__name__} with a `forward` of its own"
         if self.classes == (nn.Embedding,):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -145,6 +147,13 @@ def indivisible() -> nn.Module:
     return attention
 
 
+def replaced() -> nn.Module:
+    """As tools do it that wrap a layer's `forward`."""
+    module = MLP()
+    module.fc1.forward = module.fc1.forward
+    return module
+
+
 SAME = "does not give the same when it is tried in shards"
 OWN = "has parameters of its own between"
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -160,6 +169,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "wants more": (Picky, "wants 'context'"),
     "counts features": (Shaped, SAME),
     "a norm of all heads": (NormOfAll, SAME),
+    "a forward of one layer alone": (replaced, "has a 'fc1' that has a `forward` that was put"),
     "talking heads": (TalkingHeads, SAME),
     "no number of heads": (Uncounted, "no attribute that says how many heads"),
     "one head": (indivisible, "has 1 heads (num_heads), which cannot be divided over 2 ranks"),
@@ -215,8 +225,11 @@ def test_a_trial_leaves_no_trace() -> None:
     module[1].register_forward_hook(lambda *args: calls.append(args))
     parameters = dict(module.named_parameters())
     before, state = {name: value.clone() for name, value in parameters.items()}, torch.get_rng_state()
+    numpy, python = np.random.get_state()[1].copy(), random.getstate()
     auto(module)
     assert torch.equal(torch.get_rng_state(), state)
+    assert (np.random.get_state()[1] == numpy).all()
+    assert random.getstate() == python
     assert not calls
     assert all(layer.training for layer in module.modules())
     for name, parameter in module.named_parameters():
@@ -232,6 +245,17 @@ def test_parameters_without_values_have_the_same_plan() -> None:
     with torch.device("meta"), torch.no_grad():
         without = make()
     assert auto(without) == auto(make())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_precision_of_a_run_does_not_matter(dtype: torch.dtype) -> None:
+    expected = auto(nn.ModuleList([zoo.FusedBlock()]))
+    torch.set_default_dtype(dtype)
+    try:
+        assert auto(nn.ModuleList([zoo.FusedBlock()])) == expected
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # -- plans of Hugging Face ---------------------------------------------------------------------------------------------

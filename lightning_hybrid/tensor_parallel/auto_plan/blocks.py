@@ -176,13 +176,12 @@ def _tried(host: nn.Module, candidates: list[Block], size: int, tried: dict[Any,
 
 def _signature(host: nn.Module) -> Iterator[Any]:
     """What a block's code depends on: classes, shapes, and plain attributes but for the number of the layer."""
+    of_torch = vars(nn.Module()).keys()
     for name, module in host.named_modules():
         yield name, type(module), module.extra_repr()
         for key, value in vars(module).items():
-            if isinstance(value, (int, float, str, bool)) and not key.endswith(("idx", "id", "index")):
-                yield key, value
-            elif callable(value):
-                yield key, getattr(value, "__qualname__", type(value))
+            if key not in of_torch and not key.endswith(("idx", "id", "index")):
+                yield key, value if isinstance(value, (int, float, str, bool)) else id(value)
         for key, parameter in module._parameters.items():
             yield key, None if parameter is None else parameter.shape
 

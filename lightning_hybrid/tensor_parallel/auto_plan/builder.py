@@ -78,11 +78,13 @@ class PlanBuilder:
         return None
 
     def _layer_reason(self, name: str, style: str) -> str | None:
-        if style.startswith(DIVIDE) or style.partition(":")[0] in WRAPPERS:
+        if style.startswith(DIVIDE):
             return None
+        layer = self.layers[name]
+        if style.partition(":")[0] in WRAPPERS:
+            return find_style(style, layer).unsupported_reason(layer, self.size)
         if name in self.plan:
             return "is divided in another way"
-        layer = self.layers[name]
         parameters = [parameter for parameter in layer._parameters.values() if parameter is not None]
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             return "is divided already"

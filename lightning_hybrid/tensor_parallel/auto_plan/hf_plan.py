@@ -98,7 +98,7 @@ class HuggingFacePlans:
     def _around(self, name: str, styles: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """Columns of one block share their input; dropout between its layers draws numbers of each rank's own."""
         block = self._layers.get(name)
-        if block is None:
+        if block is None or isinstance(block, (nn.ModuleList, nn.ModuleDict)):
             return []
         columns = [
             layer.removeprefix(f"{name}.") for layer, style in styles if style in ("colwise", "packed_colwise_2")

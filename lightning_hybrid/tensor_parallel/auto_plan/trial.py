@@ -13,7 +13,7 @@ import copy
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.distributed.random import generator_states, seed_generators, set_generator_states
 from lightning_hybrid.tensor_parallel.layers import NarrowInput, parallelize_layer, restore_layer
 from lightning_hybrid.tensor_parallel.shard import shards_of
 from lightning_hybrid.tensor_parallel.styles import find_style, is_conv1d
@@ -94,8 +95,7 @@ def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int) -> Findi
         candidates: The ways, with the same columns and the same row.
         size: The number of ranks.
     """
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
-        torch.manual_seed(0)
+    with _isolated(), torch.enable_grad(), torch.device("cpu"):
         try:
             trial = _Trial(host, candidates[0])
             whole = trial.run()
@@ -107,14 +107,24 @@ def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int) -> Findi
         if any(not path or any(True for _ in trial.host.get_submodule(path).children()) for path in owners):
             return Finding(reason="has parameters of its own between the layers that would be divided")
         for block in candidates:
-            try:
-                is_right = trial.is_right(block, size, whole)
-            except Exception:  # such as a shape that does not fit
-                continue
-            if is_right:
-                kept = tuple(path for path in owners if path not in block.embeddings)
-                return Finding(block, on_shards=kept, draws=trial.draws())
+            kept = tuple(path for path in owners if path not in block.embeddings)
+            with suppress(Exception):  # such as a shape that does not fit
+                if trial.is_right(block, size, whole):
+                    return Finding(block, on_shards=kept, draws=trial.draws())
     return Finding(reason="does not give the same when it is tried in shards")
+
+
+@contextmanager
+def _isolated() -> Iterator[None]:
+    """Inside, random numbers are always the same, and numbers are float32; outside, nothing is noticed."""
+    states, dtype = generator_states(torch.device("cpu")), torch.get_default_dtype()
+    seed_generators(0)
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        set_generator_states(states, torch.device("cpu"))
 
 
 class _Trial:
