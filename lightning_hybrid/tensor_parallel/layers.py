@@ -261,35 +261,6 @@ class NarrowInput(ParallelLayer):
             return super().forward(narrow, *args, **kwargs)  # type: ignore[misc]
 
 
-class SharedInput(ParallelLayer):
-    """A block with column-wise layers of one input, such as `q`, `k` and `v`: its gradient is summed over ranks once.
-
-    Attributes:
-        columns: The paths of these layers.
-    """
-
-    columns: tuple[str, ...]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block does."""
-        block: Any = self
-        inputs: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: what a layer is given, and what it takes
-
-        def share(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x, *others = args
-            if id(x) not in inputs:
-                inputs[id(x)] = x, layer.gather_input(x)
-            return inputs[id(x)][1], *others
-
-        with ExitStack() as undo:
-            for column in map(block.get_submodule, self.columns):
-                if not column.input_is_gathered:  # where other code calls the layer, it gathers its input itself
-                    undo.callback(setattr, column, "input_is_gathered", False)
-                    column.input_is_gathered = True
-                    undo.callback(column.register_forward_pre_hook(share).remove)
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-
 class MaskPerHead(ParallelLayer):
     """An attention that computes this rank's heads, and is given masks or biases of all heads.
 

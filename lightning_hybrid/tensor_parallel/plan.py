@@ -211,8 +211,6 @@ def _options(style: str) -> dict[str, Any]:
         return {"first": first.strip(), "last": last.strip()}
     if kind == "narrow_input":
         return {"takers": tuple(path.strip() for path in suffix.split(","))}
-    if kind == "shared_input":
-        return {"columns": tuple(path.strip() for path in suffix.split(","))}
     if kind == "mask_per_head":
         return {"total_heads": int(suffix)}
     return {"memory_is_replicated": True} if style == "attention:memory" else {}

@@ -168,7 +168,6 @@ STYLES: dict[str, Style] = {
     "local_rng": Style((nn.Module,), layers.LocalRandomNumbers),
     "narrow_input": Style((nn.Module,), layers.NarrowInput),
     "mask_per_head": Style((nn.Module,), layers.MaskPerHead),
-    "shared_input": Style((nn.Module,), layers.SharedInput),
     "on_shards": Style((nn.Module,), layers.OnShards, partial_grads=True),
     "sequence_parallel": Style((nn.Module,), layers.OnShards, partial_grads=True, for_sequences=True),
     "sequence_gathered": Style((nn.Module,), layers.SequenceGathered, for_sequences=True),
@@ -177,7 +176,7 @@ STYLES: dict[str, Style] = {
 
 
 #: What is said more of after a colon, and may stand beside another style.
-WRAPPERS = {"local_rng", "narrow_input", "mask_per_head", "shared_input"}
+WRAPPERS = {"local_rng", "narrow_input", "mask_per_head"}
 #: "divide:num_heads" divides integers that a module of the user's own computes with.
 DIVIDE = "divide:"
 

@@ -199,7 +199,7 @@ def test_an_attention_of_the_users_own() -> None:
     assert plan == {
         **PROJECTIONS,
         "0.norm": "on_shards",
-        "0": "divide:num_heads + mask_per_head:4 + shared_input:q,k,v",
+        "0": "divide:num_heads + mask_per_head:4",
     }
     assert reasons == {}
 

@@ -216,11 +216,9 @@ def _add(builder: PlanBuilder, name: str, finding: Finding) -> None:
         around.append((block.core, f"divide:{','.join(block.attributes)}"))
     if block.heads:
         around.append((block.core, f"mask_per_head:{block.heads}"))
-    columns = ",".join(path.removeprefix(f"{block.core}.") for path in block.columns)
-    if len(block.columns) > 1:
-        around.append((block.core, f"shared_input:{columns}"))
     if block.is_narrow:
-        around.append((block.core, f"narrow_input:{columns}"))
+        takers = (path.removeprefix(f"{block.core}.") for path in block.columns)
+        around.append((block.core, f"narrow_input:{','.join(takers)}"))
     if finding.draws:
         around.append(("", f"local_rng:{block.columns[-1]},{block.row}"))
     builder.add_block(name, [(join_names(name, path) if path else name, style) for path, style in (*styles, *around)])

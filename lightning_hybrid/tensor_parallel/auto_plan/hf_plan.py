@@ -62,7 +62,7 @@ class HuggingFacePlans:
                 self._builder.reasons[name] = reason
                 continue
             ours = [(layer, _STYLES[style]) for layer, style in styles.items()]
-            self._builder.add_block(name, [*ours, *self._around(name, ours)])
+            self._builder.add_block(name, [*ours, *self._random_numbers(name, ours)])
 
     def end_names(self) -> set[str]:
         """The layers that stand alone."""
@@ -95,8 +95,8 @@ class HuggingFacePlans:
                 return f"has heads of {length} in {features} features, which cannot be divided over {size} ranks"
         return None
 
-    def _around(self, name: str, styles: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Columns of one block share their input; dropout between its layers draws numbers of each rank's own."""
+    def _random_numbers(self, name: str, styles: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Dropout between the layers of a block draws numbers of each rank's own."""
         block = self._layers.get(name)
         if block is None or isinstance(block, (nn.ModuleList, nn.ModuleDict)):
             return []
@@ -104,12 +104,11 @@ class HuggingFacePlans:
             layer.removeprefix(f"{name}.") for layer, style in styles if style in ("colwise", "packed_colwise_2")
         ]
         rows = [layer.removeprefix(f"{name}.") for layer, style in styles if style == "rowwise"]
-        around = [(name, f"shared_input:{','.join(columns)}")] if len(columns) > 1 else []
         rates = [value for key, value in vars(block).items() if "dropout" in key]
         rates += [each.p for each in block.modules() if isinstance(each, nn.Dropout)]
-        if columns and len(rows) == 1 and any(isinstance(rate, float) and rate > 0 for rate in rates):
-            around.append((name, f"local_rng:{columns[-1]},{rows[0]}"))
-        return around
+        if not columns or len(rows) != 1 or not any(isinstance(rate, float) and rate > 0 for rate in rates):
+            return []
+        return [(name, f"local_rng:{columns[-1]},{rows[0]}")]
 
 
 def _named_styles(module: nn.Module) -> dict[str, str]:
