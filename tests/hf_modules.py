@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from tests.modules import Example
@@ -162,6 +163,33 @@ class Pairs(HuggingFace):
         return self.model(**batch, return_loss=True).loss
 
 
+def in_float64(module: type[HuggingFace]) -> type[HuggingFace]:
+    """The same module where transformers' own float32 is avoided: norms are torch's, the loss is made of the logits."""
+
+    class Exact(module):  # type: ignore[valid-type, misc]
+        def build(self) -> None:
+            super().build()
+            norms = [name for name, layer in self.model.named_modules() if type(layer).__name__ in _NORMS]
+            for name in norms:
+                old = self.model.get_submodule(name)
+                new = nn.RMSNorm(len(old.weight), old.variance_epsilon)
+                new.weight = old.weight
+                self.model.set_submodule(name, new)
+
+        def loss(self, batch: Any) -> Tensor:
+            if module.__mro__[1] is not Text:
+                return super().loss(batch)
+            labels = batch.pop("labels")
+            logits = self.model(**batch).logits
+            return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:])
+
+    Exact.__name__ = Exact.__qualname__ = module.__name__
+    return Exact
+
+
+_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "T5LayerNorm"}
+
+
 def _module(
     base: type[HuggingFace], name: str, model: str, config: dict[str, Any], prefix: str = ""
 ) -> type[HuggingFace]:
@@ -255,6 +283,11 @@ _MODELS: dict[str, tuple[Any, ...]] = {
     "vit": (Images, "ViTForImageClassification", _IMAGES),
     "deit": (Images, "DeiTForImageClassification", _IMAGES),
     "beit": (Images, "BeitForImageClassification", _IMAGES | {"drop_path_rate": 0.0}),
+    "beit_relative": (
+        Images,
+        "BeitForImageClassification",
+        _IMAGES | {"drop_path_rate": 0.0, "use_relative_position_bias": True},
+    ),
     "swin": (
         Images,
         "SwinForImageClassification",

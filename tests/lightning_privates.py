@@ -17,6 +17,7 @@ TORCH = {
     "_backward_hooks": "whether a tensor has hooks that a new one would need",
     "_buffers": "buffers of one layer under all their names; `named_buffers` leaves shared ones out",
     "_cdata": "what tells storages apart",
+    "_custom_op_handlers": "where a `DTensor` may answer an operation in another way; nothing public does",
     "_device": "the type of device of a `GradScaler`",
     "_engine_run_backward": "what `torch.autograd.backward` calls after its checks, if it can be called",
     "_flat_weights": "by which recurrent layers are known, which have a list of their parameters",
@@ -32,6 +33,7 @@ TORCH = {
     "_make_wrapper_subclass": "the documented way to make a tensor that has no storage",
     "_metadata": "versions of layers, an attribute of state dicts",
     "_modules": "children of one layer under all their names; `named_children` leaves shared ones out",
+    "_op_dispatcher": "of the class `DTensor`: holds the former",
     "_parameters": "parameters of one layer under all their names; `named_parameters` leaves shared ones out",
     "_profiler_enabled": "whether names of ranges would be seen, where torch tells",
     "_scale": "whether a `GradScaler` has been initialized",
@@ -48,6 +50,7 @@ OTHERS = {
     "_copied_to_tp": "a mark of this package on tensors",
     "_fields": "the public name of the fields of named tuples",
     "_gathered_from_sp": "a mark of this package on tensors",
+    "_tp_plan": "the plan that a model of transformers has of itself; its public name may be another thing elsewhere",
 }
 _BY_STRING = {"getattr", "setattr", "hasattr", "delattr"}
 _OF_DICTS = {"get", "pop", "setdefault"}

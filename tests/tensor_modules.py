@@ -271,6 +271,97 @@ class ViT(Images):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class FusedAttention(nn.Module):
+    """An attention as timm writes it: one projection to queries, keys and values, and the width read from the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, DIM // HEADS
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.q_norm, self.k_norm = nn.LayerNorm(self.head_dim), nn.LayerNorm(self.head_dim)
+        self.proj, self.proj_drop = nn.Linear(DIM, DIM), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, C = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        return self.proj_drop(self.proj(x.transpose(1, 2).reshape(B, N, C)))
+
+
+class MLP(nn.Module):
+    """The two layers of timm's blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act, self.drop1 = nn.Linear(DIM, 32), nn.GELU(), nn.Dropout(0.0)
+        self.norm, self.fc2, self.drop2 = nn.Identity(), nn.Linear(32, DIM), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop2(self.fc2(self.norm(self.drop1(self.act(self.fc1(x))))))
+
+
+class FusedBlock(nn.Module):
+    """A block of timm's vision transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.attn, self.mlp = FusedAttention(), MLP()
+        self.gamma = nn.Parameter(torch.full((DIM,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.gamma * self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class TimmViT(ViT):
+    """The same, of blocks as timm has them."""
+
+    def build(self) -> None:
+        super().build()
+        self.body = nn.Sequential(*(FusedBlock() for _ in range(self.layers)))
+
+
+class NanoAttention(nn.Module):
+    """An attention as nanoGPT has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+        self.n_head, self.n_embd = HEADS, DIM
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        q, k, v = (each.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for each in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+
+
+class NanoBlock(nn.Module):
+    """A block of nanoGPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2, self.attn = nn.LayerNorm(DIM), nn.LayerNorm(DIM), NanoAttention()
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(DIM, 32), "gelu": nn.GELU(), "c_proj": nn.Linear(32, DIM)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp["c_proj"](self.mlp["gelu"](self.mlp["c_fc"](self.ln_2(x))))
+
+
+class NanoGPT(GPT):
+    """The same, of blocks as nanoGPT has them; head and embedding share their weight."""
+
+    def build(self) -> None:
+        super().build()
+        self.body = nn.Sequential(*(NanoBlock() for _ in range(self.layers)))
+        self.head = nn.Linear(DIM, TOKENS, bias=False)
+        self.head.weight = self.embed.weight
+
+
 class Residual(nn.Module):
     """A convolution around which a shortcut leads."""
 

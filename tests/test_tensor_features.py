@@ -308,10 +308,30 @@ class WeightUsedDirectly(zoo.Words):
         return F.linear(self.body(self.embed(tokens)), self.embed.weight)
 
 
+class StatesLikeAParameter(zoo.Words):
+    """A recurrent state, and masks, made in the likeness of parameters that are divided, as torch's examples do it."""
+
+    def build(self) -> None:
+        super().build()
+        self.rnn = nn.LSTM(zoo.DIM, zoo.DIM, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = next(self.parameters())
+        assert not isinstance(weight, DTensor) or weight.shape == (zoo.TOKENS, zoo.DIM)
+        made = [weight.new_zeros(1, len(tokens), zoo.DIM), weight.new_ones(1, len(tokens), zoo.DIM)]
+        made += [torch.zeros_like(weight), torch.ones_like(weight), torch.full_like(weight, 2.0)]
+        made += [torch.empty_like(weight), weight.new_full((2,), 1.0), weight.new_tensor([1.0])]
+        assert all(type(each) is Tensor for each in made)
+        assert made[2].shape == (zoo.TOKENS, zoo.DIM)
+        h, _ = self.rnn(self.body(self.embed(tokens)), (made[0], made[1]))
+        return self.head(h) + made[4].sum()
+
+
 FOREIGN: dict[str, type[zoo.Example]] = {
     "self-parallel": SelfParallel,
     "torch styles": TorchStyles,
     "weight used directly": WeightUsedDirectly,
+    "states like a parameter": StatesLikeAParameter,
 }
 
 

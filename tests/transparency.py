@@ -275,6 +275,22 @@ HF_SUBJECTS: dict[str, Subject] = _named(
     for name, module in hf_zoo.MODULES.items()
 )
 
+#: Models of transformers, and blocks of other libraries, whose layers are found; all in float64.
+FOUND_SUBJECTS: dict[str, Subject] = _named(
+    [
+        *(
+            Subject(f"found_{name}", hf_zoo.in_float64(hf_zoo.MODULES[name]))
+            for name in ("llama", "mistral", "qwen2", "qwen3", "phi3", "bert", "vit", "t5", "bart", "opt", "gpt2")
+        ),
+        *(
+            Subject(f"found_{name}", hf_zoo.MODULES[name])
+            for name in ("distilbert", "roberta", "whisper", "deit", "beit_relative")
+        ),
+        Subject("found_timm", tensor_zoo.TimmViT),
+        Subject("found_nano", tensor_zoo.NanoGPT),
+    ]
+)
+
 FRAME_LAYOUTS: dict[str, Layout] = _named(
     [
         Layout("frame_pp2", pipeline=2, microbatches=4),
@@ -377,7 +393,8 @@ ZERO_LAYOUTS: dict[str, Layout] = _named(
 
 def subject_of(name: str) -> Subject:
     """The subject of this name."""
-    return (SUBJECTS | TENSOR_SUBJECTS | FRAME_SUBJECTS | DRAWING_SUBJECTS | HF_SUBJECTS | ZOO_SUBJECTS)[name]
+    subjects = SUBJECTS | TENSOR_SUBJECTS | FRAME_SUBJECTS | DRAWING_SUBJECTS | HF_SUBJECTS | ZOO_SUBJECTS
+    return (subjects | FOUND_SUBJECTS)[name]
 
 
 def layout_of(name: str) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
@@ -12,6 +13,8 @@ from lightning_hybrid.distributed.module_names import fold_numbered
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.schedules import Schedule
 from lightning_hybrid.tensor_parallel.plan import Plan
+
+_MOST = 5  # kinds of blocks that a line lists
 
 
 @dataclass(frozen=True)
@@ -171,9 +174,7 @@ def divided_share(plan: Plan, module: nn.Module) -> float:
         module: The module.
     """
     parameters = {id(parameter): parameter.numel() for parameter in module.parameters()}
-    divided = {id(module.get_parameter(name)) for row in plan.rows for name in row.parameters()}
-    divided |= {id(each) for name in plan.torch_styles for each in module.get_submodule(name).parameters()}
-    return sum(parameters[each] for each in divided) / max(1, sum(parameters.values()))
+    return sum(parameters[each] for each in _divided(plan, module)) / max(1, sum(parameters.values()))
 
 
 def plan_table(plan: Plan, module: nn.Module) -> str:
@@ -191,7 +192,38 @@ def plan_table(plan: Plan, module: nn.Module) -> str:
     rows = fold_numbered(rows) + [(name, type(style).__name__, "", "") for name, style in plan.torch_styles.items()]
     table = text_table([("module", "style", "full", "local"), *rows])
     share = f"divided: {100 * divided_share(plan, module):.1f} % of the parameters"
-    return "\n".join([table, share, *(f"{name} stays whole: it {reason}" for name, reason in plan.reasons.items())])
+    return "\n".join([table, share, *_whole(plan, module)])
+
+
+def _whole(plan: Plan, module: nn.Module) -> list[str]:
+    """What stays whole, with its share of the parameters: what has a reason, then weights in no known block."""
+    sizes = {id(parameter): parameter.numel() for parameter in module.parameters()}
+    total = max(1, sum(sizes.values()))
+    for divided in _divided(plan, module):
+        sizes.pop(divided)
+    counts: dict[tuple[str, str], int] = {}
+    for name, reason in plan.reasons.items():
+        own = sum(sizes.pop(id(parameter), 0) for parameter in module.get_submodule(name).parameters())
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        alike = sum(other == reason for other in plan.reasons.values()) > 1
+        key = pattern if alike else name, reason
+        counts[key] = counts.get(key, 0) + own
+    lines = [f"{name} stays whole: it {reason} ({100 * n / total:.1f} %)" for (name, reason), n in counts.items()]
+    unknown: Counter[str] = Counter()
+    for name, parameter in module.named_parameters():
+        if parameter.ndim > 1 and id(parameter) in sizes:
+            block = module.get_submodule(".".join(name.split(".")[:-2]))
+            unknown[type(block).__name__] += sizes.pop(id(parameter))
+    if unknown:
+        listed = ", ".join(f"{kind} ({100 * count / total:.1f} %)" for kind, count in unknown.most_common(_MOST))
+        lines.append(f"whole, because no known block is there: weights in {listed}")
+    return lines
+
+
+def _divided(plan: Plan, module: nn.Module) -> set[int]:
+    """The parameters that are divided, by their identities."""
+    divided = {id(module.get_parameter(name)) for row in plan.rows for name in row.parameters()}
+    return divided | {id(each) for name in plan.torch_styles for each in module.get_submodule(name).parameters()}
 
 
 def _shape(shape: Iterable[int]) -> str:

@@ -6,7 +6,9 @@ A layer of the user's becomes one of these in place: its class changes, and noth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -107,18 +109,21 @@ class ColumnParallelLinear(ParallelLayer):
     Attributes:
         gather_output: Whether the output is gathered.
         input_is_gathered: Whether a module around the layer has prepared the input already.
+        is_transposed: Whether the weight is ``[in_features, out_features]``, as GPT-2's `Conv1D` has it.
     """
 
     weight: Tensor
     bias: Tensor | None
     gather_output: bool
     input_is_gathered: bool
+    is_transposed: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features)`` to ``(..., out_features / T)``."""
         if not self.input_is_gathered:
             x = self.gather_input(x)
-        y = F.linear(x, shard_of(self.weight), shard_of(self.bias))
+        weight = shard_of(self.weight)
+        y = F.linear(x, weight.t() if self.is_transposed else weight, shard_of(self.bias))
         return mappings.gather_from_tp(y, -1, self.tensor_group) if self.gather_output else y
 
 
@@ -127,17 +132,20 @@ class RowParallelLinear(ParallelLayer):
 
     Attributes:
         scatter_input: Whether the input is replicated, and is scattered here.
+        is_transposed: Whether the weight is ``[in_features, out_features]``.
     """
 
     weight: Tensor
     bias: Tensor | None
     scatter_input: bool
+    is_transposed: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features / T)`` to ``(..., out_features)``."""
         if self.scatter_input:
             x = mappings.scatter_to_tp(x, -1, self.tensor_group)
-        y = self.reduce_output(F.linear(x, shard_of(self.weight)))
+        weight = shard_of(self.weight)
+        y = self.reduce_output(F.linear(x, weight.t() if self.is_transposed else weight))
         return y if self.bias is None else y + self.bias
 
 
@@ -163,6 +171,17 @@ class VocabParallelEmbedding(ParallelLayer):
         return mappings.reduce_from_tp(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tensor_group)
 
 
+class ColumnParallelEmbedding(ParallelLayer):
+    """An embedding that makes this rank's shard of the features, such as a bias for each head."""
+
+    weight: Tensor
+    padding_idx: int | None
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """Indices of any shape to ``(..., embedding_dim / T)``."""
+        return F.embedding(indices, shard_of(self.weight), self.padding_idx)
+
+
 class VocabParallelHead(ParallelLayer):
     """A linear layer to the vocabulary: its output is gathered only where somebody needs all classes."""
 
@@ -185,6 +204,81 @@ class OnShards(ParallelLayer):
             return forward(*args, **kwargs)
         with own_numbers(self.tensor_group.rank, _device_of(args)):
             return forward(*args, **kwargs)
+
+
+class LocalRandomNumbers(ParallelLayer):
+    """A block in which random numbers are this rank's own between two of its layers, as dropout of shards needs them.
+
+    Before and after, where activations are whole, they are the same on all ranks.
+
+    Attributes:
+        first: The path of the column-wise layer after which they are.
+        last: The path of the row-wise layer before which they no longer are.
+    """
+
+    first: str
+    last: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block does."""
+        block: Any = self
+        forward: Callable[..., Any] = super().forward  # type: ignore[misc]
+        if not block.training:
+            return forward(*args, **kwargs)
+        with ExitStack() as hooks, ExitStack() as inside:
+
+            def begin(layer: nn.Module, args: Any, output: Tensor) -> None:
+                inside.enter_context(own_numbers(self.tensor_group.rank, output.device))
+
+            def end(layer: nn.Module, args: Any) -> None:
+                inside.close()
+
+            hooks.callback(block.get_submodule(self.first).register_forward_hook(begin).remove)
+            hooks.callback(block.get_submodule(self.last).register_forward_pre_hook(end).remove)
+            return forward(*args, **kwargs)
+
+
+class NarrowInput(ParallelLayer):
+    """A block that reads from its input how wide its shards are, as by ``B, N, C = x.shape``.
+
+    Its code sees an input that is as wide as a shard, without values (they are NaN: nothing else can be done with it);
+    the layers that take the input get the true one.
+
+    Attributes:
+        takers: The paths of these layers.
+    """
+
+    takers: tuple[str, ...]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the block does."""
+        block: Any = self
+        narrow = x.new_full((), math.nan).expand(*x.shape[:-1], x.shape[-1] // self.tensor_group.size)
+        with ExitStack() as hooks:
+            for path in self.takers:
+                taker: nn.Module = block.get_submodule(path)
+                hooks.callback(taker.register_forward_pre_hook(lambda layer, args: (x, *args[1:])).remove)
+            return super().forward(narrow, *args, **kwargs)  # type: ignore[misc]
+
+
+class MaskPerHead(ParallelLayer):
+    """An attention that computes this rank's heads, and is given masks or biases of all heads.
+
+    Attributes:
+        total_heads: The number of all heads; an argument ``(batch, total_heads, L, S)`` is one of each head.
+    """
+
+    total_heads: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the attention does, with those of this rank's heads."""
+        args = tuple(map(self._local, args))
+        return super().forward(*args, **{key: self._local(value) for key, value in kwargs.items()})  # type: ignore[misc]
+
+    def _local(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim == 4 and value.shape[1] == self.total_heads:
+            return mappings.scatter_to_tp(value, 1, self.tensor_group)
+        return value
 
 
 class SequenceRegion(ParallelLayer):

@@ -15,15 +15,14 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_hybrid.config import UserPlan
 from lightning_hybrid.distributed.module_names import join_names, name_matches
-from lightning_hybrid.tensor_parallel.auto_plan import auto_plan
+from lightning_hybrid.tensor_parallel.auto_plan.auto_plan import auto_plan
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer, disable_fastpath, restore_fastpath, restore_layer
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.sequence_parallel import assign_sequence_dims
 from lightning_hybrid.tensor_parallel.shard import Sharder
-from lightning_hybrid.tensor_parallel.styles import STYLES, ParamSplit, PlanRow, find_style
+from lightning_hybrid.tensor_parallel.styles import DIVIDE, STYLES, WRAPPERS, ParamSplit, PlanRow, find_style
 
 _WITH_SUFFIX = ("sequence_region:0", "sequence_region:1", "attention:memory")
-_ATTRIBUTES = "divide:"  # "divide:num_heads" divides integers that a module of the user's own computes with
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def _expand(module: nn.Module, requested: UserPlan) -> dict[str, Any]:
         if not isinstance(style, ParallelStyle) and not _is_known(style):
             raise ValueError(
                 f"tensor_parallel_plan names the style {style!r} for {pattern!r}; there are {', '.join(STYLES)}, and"
-                f" '{_ATTRIBUTES}ATTRIBUTE' for an integer that a module computes with."
+                f" '{DIVIDE}ATTRIBUTE' for an integer that a module computes with."
             )
         matching = [name for name in names if name_matches(name, pattern)]
         if not matching:
@@ -165,22 +164,27 @@ def _parts(style: str) -> list[str]:
 
 def _is_known(style: object) -> bool:
     return isinstance(style, str) and all(
-        part.startswith(_ATTRIBUTES) or part in STYLES or part in _WITH_SUFFIX for part in _parts(style)
+        part.startswith(DIVIDE)
+        or part in (STYLES.keys() - WRAPPERS)
+        or part in _WITH_SUFFIX
+        or (part.partition(":")[0] in WRAPPERS and part.partition(":")[2])
+        for part in _parts(style)
     )
 
 
 def _check_combinations(styles: Iterable[tuple[str, str]]) -> None:
+    beside = [STYLES[kind] for kind in WRAPPERS]
     for name, style in styles:
-        kinds = [STYLES[part.partition(":")[0]] for part in _parts(style) if not part.startswith(_ATTRIBUTES)]
-        if sum(kind.mixin is not None for kind in kinds) > 1:
+        kinds = [STYLES[part.partition(":")[0]] for part in _parts(style) if not part.startswith(DIVIDE)]
+        if sum(kind.mixin is not None and kind not in beside for kind in kinds) > 1:
             raise ValueError(f"tensor_parallel_plan gives {name!r} two styles that exclude each other: {style!r}.")
 
 
 def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int) -> Iterator[PlanRow]:
     for name, style in ((name, part) for name, joined in styles for part in _parts(joined) if part != "replicate"):
         layer = module.get_submodule(name)
-        if style.startswith(_ATTRIBUTES):
-            attributes = tuple(attribute.strip() for attribute in style.removeprefix(_ATTRIBUTES).split(","))
+        if style.startswith(DIVIDE):
+            attributes = tuple(attribute.strip() for attribute in style.removeprefix(DIVIDE).split(","))
             for attribute in attributes:
                 number = getattr(layer, attribute, None)
                 if not isinstance(number, int) or number % size:
@@ -196,8 +200,20 @@ def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int) -> It
         reason = found.unsupported_reason(layer, size)
         if reason is not None:
             raise ValueError(f"tensor_parallel_plan gives {name!r} the style {style!r}, but it {reason}.")
-        options = {"memory_is_replicated": True} if style == "attention:memory" else {}
-        yield PlanRow(name, style, tuple(found.param_splits(layer)), options=options)
+        yield PlanRow(name, style, tuple(found.param_splits(layer)), options=_options(style))
+
+
+def _options(style: str) -> dict[str, Any]:
+    """What a style says after a colon, as attributes of the parallel layer."""
+    kind, _, suffix = style.partition(":")
+    if kind == "local_rng":
+        first, _, last = suffix.partition(",")
+        return {"first": first.strip(), "last": last.strip()}
+    if kind == "narrow_input":
+        return {"takers": tuple(path.strip() for path in suffix.split(","))}
+    if kind == "mask_per_head":
+        return {"total_heads": int(suffix)}
+    return {"memory_is_replicated": True} if style == "attention:memory" else {}
 
 
 def _check_ties(module: nn.Module, rows: Iterable[PlanRow]) -> None:

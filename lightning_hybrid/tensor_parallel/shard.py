@@ -88,3 +88,17 @@ def unshard(shards: Sequence[Tensor], dim: int, *, blocks: int = 1) -> Tensor:
     shape = shards[0].shape
     stacked = [shard.view(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :]) for shard in shards]
     return torch.cat(stacked, dim + 1).flatten(dim, dim + 1)
+
+
+def shards_of(tensor: Tensor, dim: int, size: int, *, blocks: int = 1) -> list[Tensor]:
+    """What each rank has of a full tensor; the reverse of :func:`unshard`.
+
+    Args:
+        tensor: The full tensor.
+        dim: The dimension that is divided.
+        size: The number of ranks.
+        blocks: Into how many equal blocks it falls.
+    """
+    shape = tensor.shape
+    stacked = tensor.view(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
+    return [shard.flatten(dim, dim + 1) for shard in stacked.chunk(size, dim + 1)]

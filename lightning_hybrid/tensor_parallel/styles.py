@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -90,12 +90,14 @@ class Style:
         base = next((base for base in self.classes if isinstance(layer, base)), None)
         if base is None:
             return f"is a {type(layer).__name__}, and not one of {', '.join(base.__name__ for base in self.classes)}"
+        if self.mixin is not None and "forward" in vars(layer):
+            return "has a `forward` that was put in the place of its class's"
         if base is not nn.Module and type(layer).forward is not base.forward:
             return f"is a {type(layer).__name__} with a `forward` of its own"
-        if self.mixin is layers.VocabParallelEmbedding:
+        if self.classes == (nn.Embedding,):
             assert isinstance(layer, nn.Embedding)
             if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
-                return "uses max_norm, scale_grad_by_freq or sparse, which need all rows"
+                return "uses max_norm, scale_grad_by_freq or sparse, which need the whole of it"
         if self.mixin is ParallelAttention:
             assert isinstance(layer, nn.MultiheadAttention)
             if layer.num_heads % size:
@@ -140,13 +142,14 @@ def _attention(layer: nn.Module) -> list[ParamSplit]:
 
 
 def _column(blocks: int = 1, *, gather_output: bool = False) -> Style:
-    attributes = {"gather_output": gather_output, "input_is_gathered": False}
+    attributes = {"gather_output": gather_output, "input_is_gathered": False, "is_transposed": False}
     return Style((nn.Linear,), layers.ColumnParallelLinear, _weight_and_bias(0, blocks), attributes)
 
 
 def _row(*, scatter_input: bool = False) -> Style:
     splits = _weight_and_bias(1, bias=False)
-    return Style((nn.Linear,), layers.RowParallelLinear, splits, {"scatter_input": scatter_input})
+    attributes = {"scatter_input": scatter_input, "is_transposed": False}
+    return Style((nn.Linear,), layers.RowParallelLinear, splits, attributes)
 
 
 #: The styles by name. Names that other libraries use for the same thing are spelled as there.
@@ -161,6 +164,10 @@ STYLES: dict[str, Style] = {
     "attention": Style((nn.MultiheadAttention,), ParallelAttention, _attention),
     "vocab": Style((nn.Embedding,), layers.VocabParallelEmbedding, _weight_and_bias(0)),
     "vocab_head": Style((nn.Linear,), layers.VocabParallelHead, _weight_and_bias(0)),
+    "colwise_embedding": Style((nn.Embedding,), layers.ColumnParallelEmbedding, _weight_and_bias(1)),
+    "local_rng": Style((nn.Module,), layers.LocalRandomNumbers),
+    "narrow_input": Style((nn.Module,), layers.NarrowInput),
+    "mask_per_head": Style((nn.Module,), layers.MaskPerHead),
     "on_shards": Style((nn.Module,), layers.OnShards, partial_grads=True),
     "sequence_parallel": Style((nn.Module,), layers.OnShards, partial_grads=True, for_sequences=True),
     "sequence_gathered": Style((nn.Module,), layers.SequenceGathered, for_sequences=True),
@@ -168,7 +175,33 @@ STYLES: dict[str, Style] = {
 }
 
 
+#: What is said more of after a colon, and may stand beside another style.
+WRAPPERS = {"local_rng", "narrow_input", "mask_per_head"}
+#: "divide:num_heads" divides integers that a module of the user's own computes with.
+DIVIDE = "divide:"
+
+
 def find_style(name: str, layer: nn.Module) -> Style:
-    """The style of this name; ``"vocab"`` is one thing for an embedding and another for a head."""
+    """The style of this name; some are one thing for a linear layer and another for an embedding."""
     kind = name.partition(":")[0]
-    return STYLES["vocab_head" if kind == "vocab" and isinstance(layer, nn.Linear) else kind]
+    if kind == "vocab" and isinstance(layer, nn.Linear):
+        kind = "vocab_head"
+    elif kind == "colwise" and isinstance(layer, nn.Embedding):
+        kind = "colwise_embedding"
+    style = STYLES[kind]
+    return _transposed(style) if is_conv1d(layer) and style.classes == (nn.Linear,) else style
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Whether this is the linear layer of GPT-2, which transformers calls `Conv1D`: its weight is transposed."""
+    kind = type(layer)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def _transposed(style: Style) -> Style:
+    def param_splits(layer: nn.Module) -> list[ParamSplit]:
+        splits = style.param_splits(layer)
+        return [replace(each, dim=1 - each.dim) if each.path == "weight" else each for each in splits]
+
+    attributes = {**style.attributes, "is_transposed": True}
+    return replace(style, classes=(nn.Module,), param_splits=param_splits, attributes=attributes)

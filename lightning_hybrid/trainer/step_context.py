@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import nn
 
+from lightning_hybrid.distributed.dtensor import plain_factories
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
@@ -205,6 +206,7 @@ class StepContext:
             self.streams.isolated(),
             self._around_forwards(),
             local,
+            plain_factories() if self.to_plain is not None else nullcontext(),
             cut(),
             self._logger_proxy(),
             self._recorder() as records,

@@ -1,4 +1,4 @@
-"""The plan for layers that torch brings: what can be parallelized without knowing the user's code."""
+"""The plan for layers that torch brings, and, after them, for what a model says of itself and for known blocks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_hybrid.distributed.module_names import join_names
-from lightning_hybrid.tensor_parallel.sequence_parallel import count_uses
-from lightning_hybrid.tensor_parallel.styles import find_style
+from lightning_hybrid.tensor_parallel.auto_plan.blocks import add_blocks
+from lightning_hybrid.tensor_parallel.auto_plan.builder import PlanBuilder
+from lightning_hybrid.tensor_parallel.auto_plan.hf_plan import HuggingFacePlans
 
 # Activations that act on each feature alone, so that a shard of the features is enough.
 _ELEMENTWISE = (
@@ -23,11 +24,14 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def auto_plan(module: nn.Module, size: int, *, sequence_parallel: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """Styles for the layers of which torch's code is known.
+    """Styles for the layers of which it is known how they can be divided.
 
     - `nn.TransformerEncoderLayer`, `nn.TransformerDecoderLayer`: attention by heads, the two linear layers by features;
     - `nn.MultiheadAttention` anywhere;
     - in an `nn.Sequential`, two `nn.Linear` with nothing but elementwise activations and dropout between them;
+    - the layers that the plan of a Hugging Face model names (`hf_plan`);
+    - multilayer perceptrons and attentions that have the usual names, and that give the same when they are tried in
+      shards (`blocks`);
     - `nn.Embedding` by rows, and the `nn.Linear` that leads back to them (tied, or the last one, of equal size).
 
     Args:
@@ -38,7 +42,7 @@ def auto_plan(module: nn.Module, size: int, *, sequence_parallel: bool) -> tuple
     Returns:
         The styles by module name; and, for layers of these kinds that are not parallelized, the reason.
     """
-    builder = _PlanBuilder(module, size)
+    builder = PlanBuilder(module, size)
     for name, layer in module.named_modules():
         if isinstance(layer, _LAYERS):
             _transformer_layer(builder, name, layer, sequence_parallel=sequence_parallel)
@@ -46,39 +50,15 @@ def auto_plan(module: nn.Module, size: int, *, sequence_parallel: bool) -> tuple
             builder.add((name, "attention"))
         elif isinstance(layer, nn.Sequential):
             _sequential(builder, name, layer)
+    own = HuggingFacePlans(builder)
+    own.add_blocks()
+    add_blocks(builder, own.end_names())
     _vocabulary(builder)
+    own.add_ends()
     return builder.plan, builder.reasons
 
 
-class _PlanBuilder:
-    """The plan so far, and why other layers are not in it."""
-
-    def __init__(self, module: nn.Module, size: int) -> None:
-        self.module, self.size = module, size
-        self.plan: dict[str, str] = {}
-        self.reasons: dict[str, str] = {}
-        self._uses = count_uses(module)
-
-    def add(self, *styles: tuple[str, str]) -> bool:
-        """Plan for all of these names and styles, or, if one is not possible, for none."""
-        if any(name in self.plan or name in self.reasons for name, _ in styles):
-            return False
-        layers = {name: self.module.get_submodule(name) for name, _ in styles}
-        first, style = styles[0]
-        # Elsewhere, a layer between the two of a pair may get an input that is not sharded.
-        if len(styles) > 1 and style == "colwise" and any(self._uses[id(layer)] > 1 for layer in layers.values()):
-            self.reasons[first] = "or what follows it stands at several places"
-            return False
-        for name, style in styles:
-            reason = find_style(style, layers[name]).unsupported_reason(layers[name], self.size)
-            if reason is not None:
-                self.reasons[name] = reason
-                return False
-        self.plan.update(styles)
-        return True
-
-
-def _transformer_layer(builder: _PlanBuilder, name: str, layer: nn.Module, *, sequence_parallel: bool) -> None:
+def _transformer_layer(builder: PlanBuilder, name: str, layer: nn.Module, *, sequence_parallel: bool) -> None:
     linear1, dropout, linear2 = (join_names(name, child) for child in ("linear1", "dropout", "linear2"))
     attentions = (("self_attn", "attention"), ("multihead_attn", "attention:memory"))
     is_parallel = [
@@ -111,7 +91,7 @@ def _is_batch_first(layer: nn.Module) -> bool:
     return bool(layer.self_attn.batch_first)
 
 
-def _sequential(builder: _PlanBuilder, name: str, body: nn.Sequential) -> None:
+def _sequential(builder: PlanBuilder, name: str, body: nn.Sequential) -> None:
     """Pairs of linear layers: the first makes a shard of the features, the second takes it."""
     if type(body).forward is not nn.Sequential.forward:
         return
@@ -129,7 +109,7 @@ def _sequential(builder: _PlanBuilder, name: str, body: nn.Sequential) -> None:
             first, dropouts = None, []
 
 
-def _vocabulary(builder: _PlanBuilder) -> None:
+def _vocabulary(builder: PlanBuilder) -> None:
     """Embeddings, and the layers that lead back to their rows: those that share the weight, else the last linear.
 
     Small ones beside a vocabulary (types of tokens) stay whole: a classifier of as many classes is not theirs.

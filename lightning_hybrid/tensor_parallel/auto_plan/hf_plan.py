@@ -1,0 +1,144 @@
+"""The plans that models of Hugging Face have of themselves: `_tp_plan`, and their configuration's `base_model_tp_plan`.
+
+Read from attributes: transformers itself is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_hybrid.distributed.module_names import join_names, name_matches
+from lightning_hybrid.tensor_parallel.auto_plan.builder import PlanBuilder
+
+#: Their styles of which we have the same, by their names of today and of earlier releases.
+_STYLES = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "colwise_gather_output": "colwise_gather_output",
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_split_input": "rowwise_split_input",
+    "rowwise_rep": "rowwise_split_input",
+    "packed_colwise": "packed_colwise_2",
+    "embedding_rowwise": "vocab",
+    "replicated_with_grad_allreduce": "on_shards",
+}
+#: What takes and gives whole activations; no other layer depends on it.
+_ALONE = {"colwise_gather_output", "rowwise_split_input", "vocab"}
+_WHOLE = {"replicate", "replicated"}
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+class HuggingFacePlans:
+    """What the models in a module say of themselves, block by block.
+
+    Args:
+        builder: The plan that it goes into.
+    """
+
+    def __init__(self, builder: PlanBuilder) -> None:
+        self._builder = builder
+        self._ends: list[tuple[str, str]] = []
+        self._blocks: dict[str, dict[str, str]] = {}
+        for name, style in _named_styles(builder.module).items():
+            if style in _WHOLE:
+                continue
+            if _STYLES.get(style) in _ALONE:
+                self._ends.append((name, _STYLES[style]))
+            else:
+                self._blocks.setdefault(name.rpartition(".")[0], {})[name] = style
+        _join_halves(self._blocks)
+
+    def add_blocks(self) -> None:
+        """Plan for layers that hand shards to each other: all of a block, or none."""
+        for name, styles in self._blocks.items():
+            unknown = next((style for style in styles.values() if style not in _STYLES), None)
+            reason = None if unknown is None else f"has a plan of its own with the style {unknown!r}, which is unknown"
+            reason = reason or next((f"has no module {each!r}" for each in styles if each not in self._layers), None)
+            reason = reason or self._heads_reason(name, styles)
+            if reason is not None:
+                self._builder.reasons[name] = reason
+                continue
+            ours = [(layer, _STYLES[style]) for layer, style in styles.items()]
+            self._builder.add_block(name, [*ours, *self._random_numbers(name, ours)])
+
+    def end_names(self) -> set[str]:
+        """The layers that stand alone."""
+        return {name for name, _ in self._ends}
+
+    def add_ends(self) -> None:
+        """Plan for the layers that stand alone, such as embeddings and heads, where nothing better was found."""
+        for name, style in self._ends:
+            if name in self._layers and name not in self._builder.plan and name not in self._builder.reasons:
+                self._builder.add_block(name, [(name, style)])
+
+    @property
+    def _layers(self) -> Mapping[str, nn.Module]:
+        return self._builder.layers
+
+    def _heads_reason(self, name: str, styles: Mapping[str, str]) -> str | None:
+        """A head is on one rank."""
+        block: Any = self._layers.get(name)
+        length = getattr(block, "head_dim", None) or getattr(block, "head_size", None)
+        if not isinstance(length, int):
+            return None
+        size = self._builder.size
+        for attribute in _HEADS:
+            number = getattr(getattr(block, "config", None), attribute, None)
+            if isinstance(number, int) and number % size:
+                return f"has {number} heads ({attribute}), which cannot be divided over {size} ranks"
+        for layer, style in styles.items():
+            features = getattr(self._layers[layer], "out_features", 0)
+            if style == "colwise" and features % (length * size):
+                return f"has heads of {length} in {features} features, which cannot be divided over {size} ranks"
+        return None
+
+    def _random_numbers(self, name: str, styles: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Dropout between the layers of a block draws numbers of each rank's own."""
+        block = self._layers.get(name)
+        if block is None or isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+            return []
+        columns = [
+            layer.removeprefix(f"{name}.") for layer, style in styles if style in ("colwise", "packed_colwise_2")
+        ]
+        rows = [layer.removeprefix(f"{name}.") for layer, style in styles if style == "rowwise"]
+        rates = [value for key, value in vars(block).items() if "dropout" in key]
+        rates += [each.p for each in block.modules() if isinstance(each, nn.Dropout)]
+        if not columns or len(rows) != 1 or not any(isinstance(rate, float) and rate > 0 for rate in rates):
+            return []
+        return [(name, f"local_rng:{columns[-1]},{rows[0]}")]
+
+
+def _named_styles(module: nn.Module) -> dict[str, str]:
+    """The styles of all models in a module, by the names that their patterns match; those of outer models count."""
+    names = [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
+    found: dict[str, str] = {}
+    for prefix, model in module.named_modules():
+        plans = [getattr(model, "_tp_plan", None), getattr(getattr(model, "config", None), "base_model_tp_plan", None)]
+        if getattr(model, "base_model", model) is not model:
+            plans.pop()  # the configuration's is that of the model inside
+        if plans[0] is None:
+            continue
+        for plan in plans:
+            for pattern, style in plan.items() if isinstance(plan, Mapping) else ():
+                for name in names:
+                    if name_matches(name, join_names(prefix, pattern)):
+                        found.setdefault(name, style)
+    return found
+
+
+def _join_halves(blocks: dict[str, dict[str, str]]) -> None:
+    """Where a block has the columns and another one the rows, they are parts of the next larger one."""
+    while True:
+        half = next((name for name in blocks if name and _is_half(blocks[name])), None)
+        if half is None:
+            return
+        styles = blocks.pop(half)
+        blocks.setdefault(half.rpartition(".")[0], {}).update(styles)
+
+
+def _is_half(styles: Mapping[str, str]) -> bool:
+    kinds = {_STYLES.get(style) for style in styles.values()}
+    return ("rowwise" in kinds) != bool(kinds & {"colwise", "packed_colwise_2"})

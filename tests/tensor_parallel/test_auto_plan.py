@@ -1,0 +1,326 @@
+"""The automatic plan, without any process: blocks that are found, and those that only look like one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_hybrid.tensor_parallel.plan import make_plan
+from tests import tensor_modules as zoo
+
+
+def auto(module: nn.Module, size: int = 2) -> tuple[dict[str, str], dict[str, str]]:
+    plan = make_plan(module, "auto", size, sequence_parallel=False)
+    styles: dict[str, str] = {}
+    for row in plan.rows:
+        styles[row.name] = f"{styles[row.name]} + {row.style}" if row.name in styles else row.style
+    return styles, dict(plan.reasons)
+
+
+class MLP(nn.Module):
+    """Two layers, and what a subclass does between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.gate = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 1)
+        self.norm, self.scale = nn.LayerNorm(16), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.between(self.fc1(x), x))
+
+    def between(self, h: Tensor, x: Tensor) -> Tensor:
+        return F.gelu(h)
+
+
+class Mixing(MLP):
+    def between(self, h: Tensor, x: Tensor) -> Tensor:
+        return h.softmax(-1)
+
+
+class Reversing(MLP):
+    def between(self, h: Tensor, x: Tensor) -> Tensor:
+        return h.flip(-1)
+
+
+class Normalizing(MLP):
+    def between(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.norm(h)
+
+
+class Centering(MLP):
+    """Its first layer does nothing to the loss of the sum, but to its shards."""
+
+    def between(self, h: Tensor, x: Tensor) -> Tensor:
+        return h - h.mean(-1, keepdim=True)
+
+
+class MixingNothing(Mixing):
+    """Begins with zeros, as many residual branches do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.fc2.weight)
+
+
+class Gated(MLP):
+    def between(self, h: Tensor, x: Tensor) -> Tensor:
+        return h * self.gate(x).sigmoid()
+
+
+class Scaled(MLP):
+    def between(self, h: Tensor, x: Tensor) -> Tensor:
+        return h.relu() * self.scale
+
+
+class Leaking(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(x)
+        return self.fc2(h) + h.mean(-1, keepdim=True)
+
+
+class Twice(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(self.fc2(self.fc1(x))))
+
+
+class Picky(MLP):
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:  # type: ignore[override]
+        return self.fc2(self.fc1(x) + context)
+
+
+class Shaped(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(x).view(-1, 16))
+
+
+class NormOfAll(zoo.Attention):
+    """A norm over the features of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(zoo.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.norm(self.q(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.k, self.v))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class TalkingHeads(nn.Module):
+    """Heads are mixed by a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.qkv, self.proj, self.talk = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        scores = self.talk((q @ k.mT).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Uncounted(zoo.Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.width = self.num_heads, self.head_dim
+        del self.num_heads, self.head_dim
+
+
+def tied() -> nn.Module:
+    module = nn.ModuleList([MLP(), nn.Linear(8, 16)])
+    module[1].weight = module[0].fc1.weight
+    return module
+
+
+def indivisible() -> nn.Module:
+    attention = zoo.Attention()
+    attention.num_heads, attention.head_dim = 1, zoo.DIM
+    return attention
+
+
+def replaced() -> nn.Module:
+    """As tools do it that wrap a layer's `forward`."""
+    module = MLP()
+    module.fc1.forward = module.fc1.forward
+    return module
+
+
+SAME = "does not give the same when it is tried in shards"
+OWN = "has parameters of its own between"
+LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "mixes": (Mixing, SAME),
+    "reverses": (Reversing, SAME),
+    "normalizes": (Normalizing, SAME),
+    "centers": (Centering, SAME),
+    "mixes, but is zero": (MixingNothing, SAME),
+    "uses its input": (Gated, "uses its input between"),
+    "scales": (Scaled, OWN),
+    "uses the first layer elsewhere": (Leaking, SAME),
+    "calls twice": (Twice, "not called once"),
+    "wants more": (Picky, "wants 'context'"),
+    "counts features": (Shaped, SAME),
+    "a norm of all heads": (NormOfAll, SAME),
+    "a forward of one layer alone": (replaced, "has a 'fc1' that has a `forward` that was put"),
+    "talking heads": (TalkingHeads, SAME),
+    "no number of heads": (Uncounted, "no attribute that says how many heads"),
+    "one head": (indivisible, "has 1 heads (num_heads), which cannot be divided over 2 ranks"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_only_looks_like_a_block_stays_whole(name: str) -> None:
+    make, words = LEFT[name]
+    plan, reasons = auto(nn.ModuleList([make()]))
+    assert plan == {}
+    assert words in reasons["0"]
+
+
+def test_a_tied_layer_keeps_its_block_whole() -> None:
+    plan, reasons = auto(tied())
+    assert plan == {}
+    assert reasons == {"0": "has a 'fc1' that shares its weight or bias with another layer"}
+
+
+PROJECTIONS = {"0.q": "colwise", "0.k": "colwise", "0.v": "colwise", "0.proj": "rowwise"}
+
+
+def test_an_attention_of_the_users_own() -> None:
+    """Its heads are counted, masks of each head are divided, and its norm sees this rank's heads."""
+    plan, reasons = auto(nn.ModuleList([zoo.Attention()]))
+    assert plan == {
+        **PROJECTIONS,
+        "0.norm": "on_shards",
+        "0": "divide:num_heads + mask_per_head:4",
+    }
+    assert reasons == {}
+
+
+def test_containers_belong_to_what_calls_their_layers() -> None:
+    plan, _ = auto(nn.ModuleList([zoo.NanoBlock()]))
+    assert (plan["0.mlp.c_fc"], plan["0.mlp.c_proj"]) == ("colwise", "rowwise")
+    assert plan["0.attn.c_attn"] == "packed_colwise_3"
+    assert plan["0.attn"] == "divide:n_head,n_embd + mask_per_head:4 + narrow_input:c_attn"
+
+
+def test_dropout_between_layers_of_a_block_draws_own_numbers() -> None:
+    block = zoo.MLP()
+    block.drop1.p = block.drop2.p = 0.1
+    assert auto(nn.ModuleList([block]))[0]["0"] == "local_rng:fc1,fc2"
+    block.drop1.p = 0.0
+    assert "0" not in auto(nn.ModuleList([block]))[0]
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    calls: list[Any] = []
+    module = nn.ModuleList([zoo.FusedBlock(), MLP(), TalkingHeads()])
+    module[1].register_forward_hook(lambda *args: calls.append(args))
+    parameters = dict(module.named_parameters())
+    before, state = {name: value.clone() for name, value in parameters.items()}, torch.get_rng_state()
+    numpy, python = np.random.get_state()[1].copy(), random.getstate()
+    auto(module)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (np.random.get_state()[1] == numpy).all()
+    assert random.getstate() == python
+    assert not calls
+    assert all(layer.training for layer in module.modules())
+    for name, parameter in module.named_parameters():
+        assert parameter is parameters[name]
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None
+
+
+def test_parameters_without_values_have_the_same_plan() -> None:
+    def make() -> nn.Module:
+        return nn.ModuleList([zoo.FusedBlock(), zoo.OwnBlock(), zoo.NanoBlock(), Mixing()])
+
+    with torch.device("meta"), torch.no_grad():
+        without = make()
+    assert auto(without) == auto(make())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_precision_of_a_run_does_not_matter(dtype: torch.dtype) -> None:
+    expected = auto(nn.ModuleList([zoo.FusedBlock()]))
+    torch.set_default_dtype(dtype)
+    try:
+        assert auto(nn.ModuleList([zoo.FusedBlock()])) == expected
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# -- plans of Hugging Face ---------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """What a model of transformers looks like from outside."""
+
+    def __init__(self, plan: dict[str, str], **config: Any) -> None:
+        super().__init__()
+        self._tp_plan, self.config = plan, SimpleNamespace(**config)
+        self.layers = nn.ModuleList([self.layer(), self.layer()])
+        self.head = nn.Linear(8, 12)
+
+    def layer(self) -> nn.Module:
+        layer = nn.Module()
+        layer.attn, layer.head_dim = nn.Module(), 4
+        layer.attn.config, layer.attn.head_dim, layer.attn.attention_dropout = self.config, 4, 0.0
+        layer.attn.a, layer.attn.b, layer.attn.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(4)
+        layer.up, layer.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        return layer
+
+
+ATTENTION = {"layers.*.attn.a": "colwise", "layers.*.attn.b": "rowwise"}
+
+
+def test_a_models_own_plan_is_taken_in_both_spellings() -> None:
+    plan = {**ATTENTION, "layers.*.attn.norm": "replicated_with_grad_allreduce", "head": "colwise_rep"}
+    plan |= {"layers.*.up": "colwise_rep", "layers.*.down": "rowwise_rep"}
+    styles, reasons = auto(nn.ModuleDict({"model": Model(plan)}))
+    assert reasons == {}
+    for layer in ("model.layers.0", "model.layers.1"):
+        assert [styles[f"{layer}.attn.{each}"] for each in ("a", "b", "norm")] == ["colwise", "rowwise", "on_shards"]
+        assert [styles[f"{layer}.{each}"] for each in ("up", "down")] == [
+            "colwise_gather_output",
+            "rowwise_split_input",
+        ]
+    assert styles["model.head"] == "colwise_gather_output"
+
+
+def test_a_style_that_is_unknown_leaves_its_block_whole() -> None:
+    plan = {**ATTENTION, "layers.*.up": "colwise", "layers.*.down": "rowwise", "layers.1.attn.norm": "mla_kv_a_proj"}
+    styles, reasons = auto(Model(plan))
+    assert {"layers.0.attn.a", "layers.0.up", "layers.1.up"} <= styles.keys()
+    assert not any(name.startswith("layers.1.attn") for name in styles)
+    reason = "has a plan of its own with the style 'mla_kv_a_proj', which is unknown"
+    assert reasons == {"layers.1.attn": reason}
+
+
+def test_half_of_a_block_is_joined_with_the_other_half() -> None:
+    styles, reasons = auto(Model({"layers.*.attn.a": "colwise", "layers.*.down": "rowwise"}))
+    assert reasons == {}
+    assert styles.keys() == {"layers.0.attn.a", "layers.0.down", "layers.1.attn.a", "layers.1.down"}
+
+
+@pytest.mark.parametrize("heads", [{"num_attention_heads": 4, "num_key_value_heads": 1}, {"num_attention_heads": 3}])
+def test_a_head_is_on_one_rank(heads: dict[str, int]) -> None:
+    styles, reasons = auto(Model(ATTENTION, **heads))
+    assert styles == {}
+    assert "heads" in reasons["layers.0.attn"]
+    assert "cannot be divided over 2 ranks" in reasons["layers.0.attn"]
+
+
+def test_dropout_of_a_models_own_attention() -> None:
+    model = Model(ATTENTION)
+    for layer in model.layers:
+        layer.attn.attention_dropout = 0.1
+    assert auto(model)[0]["layers.0.attn"] == "local_rng:a,b"
