@@ -40,6 +40,7 @@ from lightning_hybrid.pipeline_parallel.partition import partition
 from tests import frame_modules as frame_zoo
 from tests import hf_modules as hf_zoo
 from tests import modules as zoo
+from tests import tensor_frame_modules as tensor_frame_zoo
 from tests import tensor_modules as tensor_zoo
 
 SEED = 7
@@ -274,6 +275,36 @@ FRAME_LAYOUTS: dict[str, Layout] = _named(
 )
 
 
+#: Layers that are shared by several ranks, in models that are no chain.
+TENSOR_FRAME_SUBJECTS: dict[str, Subject] = _named(
+    [
+        Subject("listed_encoders", tensor_frame_zoo.ListedEncoders),
+        Subject("listed_own", tensor_frame_zoo.ListedOwn),
+        Subject("listed_words", tensor_frame_zoo.ListedWords, trainer={"gradient_clip_val": 0.1}),
+        Subject("listed_tied", tensor_frame_zoo.ListedTied, trainer={"accumulate_grad_batches": 2}),
+        Subject("weight_used", tensor_frame_zoo.WeightUsed),
+        Subject("translation", tensor_frame_zoo.Translation),
+        Subject("exits", tensor_frame_zoo.Exits),
+        Subject("shared_around", tensor_frame_zoo.SharedAround),
+        Subject("shared_units", tensor_frame_zoo.SharedUnits),
+        Subject("shared_units_recomputed", tensor_frame_zoo.SharedUnits, strategy={"recompute": True}),
+        Subject("two_views", tensor_frame_zoo.TwoViews),
+        Subject("words_recomputed", tensor_frame_zoo.ListedTied, strategy={"recompute": True}),
+    ]
+)
+
+TENSOR_FRAME_LAYOUTS: dict[str, Layout] = _named(
+    [
+        Layout("frame_tp2_pp2", tensor=2, pipeline=2, microbatches=4),
+        Layout("frame_tp2_pp2_chunks2", tensor=2, pipeline=2, chunks=2, microbatches=4, rank_order="dp-pp-tp"),
+        Layout("frame_tp2_pp2_sequence", tensor=2, pipeline=2, microbatches=3, sequence_parallel=True),
+        Layout("frame_tp2_pp2_dp2", tensor=2, pipeline=2, data=2, microbatches=4, rank_order="tp-dp-pp"),
+        Layout("frame_tp2_pp2_zero1", tensor=2, pipeline=2, data=2, microbatches=4, zero=1),
+        Layout("frame_tp2_pp2_zero3", tensor=2, pipeline=2, data=2, microbatches=4, zero=3),
+    ]
+)
+
+
 #: What replicas divide, under every kind of layout that has some.
 ZERO_LAYOUTS: dict[str, Layout] = _named(
     replace(layout, name=f"{layout.name}_zero{stage}{'_early' * (frees == 'microbatch')}", zero=stage, frees=frees)
@@ -293,12 +324,13 @@ ZERO_LAYOUTS: dict[str, Layout] = _named(
 
 def subject_of(name: str) -> Subject:
     """The subject of this name."""
-    return (SUBJECTS | TENSOR_SUBJECTS | FRAME_SUBJECTS | DRAWING_SUBJECTS | HF_SUBJECTS)[name]
+    shared = TENSOR_SUBJECTS | TENSOR_FRAME_SUBJECTS
+    return (SUBJECTS | shared | FRAME_SUBJECTS | DRAWING_SUBJECTS | HF_SUBJECTS)[name]
 
 
 def layout_of(name: str) -> Layout:
     """The layout of this name."""
-    return (LAYOUTS | TENSOR_LAYOUTS | ZERO_LAYOUTS | FRAME_LAYOUTS)[name]
+    return (LAYOUTS | TENSOR_LAYOUTS | ZERO_LAYOUTS | FRAME_LAYOUTS | TENSOR_FRAME_LAYOUTS)[name]
 
 
 def allowed(subject: str, layout: str, schedule: str) -> bool:

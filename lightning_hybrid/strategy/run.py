@@ -283,6 +283,7 @@ class Run:
             self._attached.parallelizer.body,
             self._attached.parallelizer.stage_map,
             world.mesh,
+            plan=self._attached.parallelizer.plan,
             streams=world.streams,
             failures=world.failures,
             abandon=world.abandon,

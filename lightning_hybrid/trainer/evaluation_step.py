@@ -128,7 +128,7 @@ class EvaluationStep:
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             context.enter_user_code(*coordinates, keep=stage == context.num_stages - 1)
-            return context.run_frame(frame, plan, stage, user_step, arguments, inputs, *coordinates)
+            return context.plain(context.run_frame(frame, plan, stage, user_step, arguments, inputs, *coordinates))
 
         keys = context.keys(version, [(plan.number, signature(arguments[0]))])
         schedule = build_forward(context.num_ranks, 1, context.num_chunks)
