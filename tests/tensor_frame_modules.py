@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.frame_modules import FrameDrops
 from tests.tensor_modules import DIM, HEADS, LENGTH, TOKENS, CausalBlock, OwnAttention, OwnBlock, Sequences, Words
 
 
@@ -146,6 +147,16 @@ class Exits(ListedWords):
         return mean / len(logits)
 
 
+class Clamped(ListedWords):
+    """The step writes the weights of a head and of an embedding in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.embed.weight.clamp_(-1.5, 1.5)
+            self.head.weight.clamp_(-0.15, 0.15)
+        return super().training_step(batch, batch_idx)
+
+
 class SharedAround(Sequences):
     """What is around the layers is divided too: an MLP before them, attention and a Sequential between them."""
 
@@ -213,3 +224,23 @@ class TwoViews(Sequences):
             f"{layer}.linear2": "rowwise",
             "projection": "colwise_gather_output",
         }
+
+
+class GatheredDrops(FrameDrops):
+    """Dropout, LayerDrop and stochastic depth, with layers that gather what they make."""
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        names = ("embed", "blocks.*.0.0", "head")
+        return dict.fromkeys(names, "colwise_gather_output")
+
+
+class SharedDrops(SharedAround):
+    """Dropout in attention and on shards, in the layers and around them."""
+
+    def build(self) -> None:
+        super().build()
+        for layer in (*self.early, *self.late):
+            layer.dropout.p = layer.dropout1.p = layer.self_attn.dropout = 0.2
+        self.attention.dropout = 0.2
+        self.before.insert(2, nn.Dropout(0.2))
+        self.between.insert(2, nn.Dropout(0.2))

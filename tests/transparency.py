@@ -247,7 +247,14 @@ FRAME_SUBJECTS: dict[str, Subject] = _named(
 )
 
 #: Draws random numbers around and in its layers: the same under every layout.
-DRAWING_SUBJECTS: dict[str, Subject] = _named([Subject("frame_drops", frame_zoo.FrameDrops, {"num_microbatches": 4})])
+DRAWING_SUBJECTS: dict[str, Subject] = _named(
+    Subject(name, module, {"num_microbatches": 4})
+    for name, module in (
+        ("frame_drops", frame_zoo.FrameDrops),
+        ("gathered_drops", tensor_frame_zoo.GatheredDrops),
+        ("shared_drops", tensor_frame_zoo.SharedDrops),
+    )
+)
 
 #: Models of transformers. Where the loss is one of all samples together, the batch is one microbatch.
 HF_SUBJECTS: dict[str, Subject] = _named(
@@ -289,6 +296,7 @@ TENSOR_FRAME_SUBJECTS: dict[str, Subject] = _named(
         Subject("shared_units", tensor_frame_zoo.SharedUnits),
         Subject("shared_units_recomputed", tensor_frame_zoo.SharedUnits, strategy={"recompute": True}),
         Subject("two_views", tensor_frame_zoo.TwoViews),
+        Subject("clamped", tensor_frame_zoo.Clamped),
         Subject("words_recomputed", tensor_frame_zoo.ListedTied, strategy={"recompute": True}),
     ]
 )

@@ -56,12 +56,22 @@ def cut_of(
     num_stages: int,
     units: Sequence[tuple[str, nn.Module]] | None = None,
     around_discovery: Callable[[], AbstractContextManager[object]] = nullcontext,
+    leaf_modules: Sequence[tuple[str, nn.Module]] = (),
 ) -> FrameCut:
     """A cut with all stages on ranks of their own."""
     units = units or find_units(module, num_stages)
     stages = uniform(len(units), num_stages)
     device = torch.device("cpu")
-    return FrameCut(module, units, stages, num_stages, device, remembers=True, around_discovery=around_discovery)
+    return FrameCut(
+        module,
+        units,
+        stages,
+        num_stages,
+        device,
+        remembers=True,
+        around_discovery=around_discovery,
+        leaf_modules=leaf_modules,
+    )
 
 
 def play(
