@@ -148,12 +148,11 @@ class Exits(ListedWords):
 
 
 class Clamped(ListedWords):
-    """The step writes the weights of a head and of an embedding in place."""
+    """The step writes the weight of an embedding in place."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
             self.embed.weight.clamp_(-1.5, 1.5)
-            self.head.weight.clamp_(-0.15, 0.15)
         return super().training_step(batch, batch_idx)
 
 

@@ -15,6 +15,7 @@ from tests.transparency import (
     TENSOR_FRAME_SUBJECTS,
     Case,
     Record,
+    allowed,
     compare,
     cover,
     layout_of,
@@ -24,7 +25,13 @@ from tests.transparency import (
 #: The first test of a batch waits for all of it.
 pytestmark = pytest.mark.timeout(900)
 
-CASES = [Case(*triple) for triple in cover(TENSOR_FRAME_SUBJECTS, TENSOR_FRAME_LAYOUTS, SCHEDULES)]
+
+def _possible(subject: str, layout: str, schedule: str) -> bool:
+    """What a step writes into parameters is lost where replicas shard them."""
+    return allowed(subject, layout, schedule) and (subject, layout) != ("clamped", "frame_tp2_pp2_zero3")
+
+
+CASES = [Case(*triple) for triple in cover(TENSOR_FRAME_SUBJECTS, TENSOR_FRAME_LAYOUTS, SCHEDULES, _possible)]
 CASES.sort(key=lambda case: case.size)
 
 

@@ -217,7 +217,14 @@ TENSOR_LAYOUTS: dict[str, Layout] = _named(
         Layout("tp2_dp2", tensor=2, data=2, rank_order="tp-dp-pp"),
         Layout("tp2_sequence", tensor=2, sequence_parallel=True),
         Layout("tp4_sequence", tensor=4, sequence_parallel=True, microbatches=2),
-        Layout("tp2_pp2_sequence", tensor=2, pipeline=2, microbatches=4, sequence_parallel=True),
+        Layout(
+            "tp2_pp2_sequence",
+            tensor=2,
+            pipeline=2,
+            microbatches=4,
+            sequence_parallel=True,
+            rank_order="tp-dp-pp",
+        ),
         Layout("tp2_pp2_chunks2_sequence", tensor=2, pipeline=2, chunks=2, microbatches=4, sequence_parallel=True),
         Layout("tp2_pp2_dp2", tensor=2, pipeline=2, data=2, microbatches=4),
         Layout("tp2_pp2_dp2_sequence", tensor=2, pipeline=2, data=2, microbatches=4, sequence_parallel=True),
@@ -268,6 +275,27 @@ HF_SUBJECTS: dict[str, Subject] = _named(
     for name, module in hf_zoo.MODULES.items()
 )
 
+#: One of them whose blocks are divided too, by names of styles.
+HF_SHARED: dict[str, Subject] = _named(
+    [
+        replace(
+            HF_SUBJECTS["hf_llama"],
+            name="hf_llama_shared",
+            strategy={
+                "tensor_parallel_plan": {
+                    "model.model.embed_tokens": "vocab",
+                    "model.model.layers.*.self_attn.[qkv]_proj": "colwise",
+                    "model.model.layers.*.self_attn.o_proj": "rowwise",
+                    "model.model.layers.*.mlp.gate_proj": "colwise",
+                    "model.model.layers.*.mlp.up_proj": "colwise",
+                    "model.model.layers.*.mlp.down_proj": "rowwise",
+                    "model.lm_head": "vocab",
+                }
+            },
+        )
+    ]
+)
+
 FRAME_LAYOUTS: dict[str, Layout] = _named(
     [
         Layout("frame_pp2", pipeline=2, microbatches=4),
@@ -297,7 +325,7 @@ TENSOR_FRAME_SUBJECTS: dict[str, Subject] = _named(
         Subject("shared_units_recomputed", tensor_frame_zoo.SharedUnits, strategy={"recompute": True}),
         Subject("two_views", tensor_frame_zoo.TwoViews),
         Subject("clamped", tensor_frame_zoo.Clamped),
-        Subject("words_recomputed", tensor_frame_zoo.ListedTied, strategy={"recompute": True}),
+        Subject("words_recomputed", tensor_frame_zoo.ListedTied, strategy={"recompute": ["blocks.*", "head"]}),
     ]
 )
 
@@ -306,9 +334,9 @@ TENSOR_FRAME_LAYOUTS: dict[str, Layout] = _named(
         Layout("frame_tp2_pp2", tensor=2, pipeline=2, microbatches=4),
         Layout("frame_tp2_pp2_chunks2", tensor=2, pipeline=2, chunks=2, microbatches=4, rank_order="dp-pp-tp"),
         Layout("frame_tp2_pp2_sequence", tensor=2, pipeline=2, microbatches=3, sequence_parallel=True),
-        Layout("frame_tp2_pp2_dp2", tensor=2, pipeline=2, data=2, microbatches=4, rank_order="tp-dp-pp"),
-        Layout("frame_tp2_pp2_zero1", tensor=2, pipeline=2, data=2, microbatches=4, zero=1),
-        Layout("frame_tp2_pp2_zero3", tensor=2, pipeline=2, data=2, microbatches=4, zero=3),
+        Layout("frame_tp2_pp2_dp2", tensor=2, pipeline=2, data=2, microbatches=2, rank_order="tp-dp-pp"),
+        Layout("frame_tp2_pp2_zero1", tensor=2, pipeline=2, data=2, microbatches=2, zero=1),
+        Layout("frame_tp2_pp2_zero3", tensor=2, pipeline=2, data=2, microbatches=2, zero=3),
     ]
 )
 
@@ -333,7 +361,7 @@ ZERO_LAYOUTS: dict[str, Layout] = _named(
 def subject_of(name: str) -> Subject:
     """The subject of this name."""
     shared = TENSOR_SUBJECTS | TENSOR_FRAME_SUBJECTS
-    return (SUBJECTS | shared | FRAME_SUBJECTS | DRAWING_SUBJECTS | HF_SUBJECTS)[name]
+    return (SUBJECTS | shared | FRAME_SUBJECTS | DRAWING_SUBJECTS | HF_SUBJECTS | HF_SHARED)[name]
 
 
 def layout_of(name: str) -> Layout:

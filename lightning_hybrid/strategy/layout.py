@@ -139,6 +139,11 @@ def _check_plan(plan: Plan, module: LightningModule, body: Body) -> None:
             " `tensor_parallel_plan`, or put the layers into one `nn.Sequential`."
         )
     for row in plan.rows:
+        if not row.divided_attributes and any(unit.startswith(f"{row.name}.") for unit in body.names):
+            raise ValueError(
+                f"{text}{row.name!r}, which has the style {row.style!r} in `tensor_parallel_plan`, has such layers"
+                " inside of it. Give the style to these."
+            )
         passes_on = not (row.options.get("scatter_input", True) and row.options.get("gather_output", True))
         if row.kind == "sequence_region" and passes_on and not any(row.name.startswith(f"{n}.") for n in body.names):
             raise ValueError(

@@ -103,7 +103,7 @@ class StepContext:
         self.in_step = False
         self._failures, self._abandon = failures, abandon
         self._around_forwards = around_forwards
-        source = (self.num_ranks - 1) * mesh.tensor_parallel_size
+        source = mesh.model_group_rank(self.num_ranks - 1, 0)
         self._results = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
         self._recorder = LogRecorder(module)
         self._logger_proxy = LoggerProxy(

@@ -320,6 +320,7 @@ def test_modules_that_cannot_be_cut_are_refused_on_every_rank(
             {"tensor_parallel_plan": {"body.*": "sequence_region"}, "sequence_parallel": True, "body": ["body"]},
             ["Regression", "'body.0'", "shards of sequences", "nn.ModuleList"],
         ),
+        (Listed, {"tensor_parallel_plan": {"body": "on_shards"}}, ["Listed", "'on_shards'", "inside", "to these"]),
     ],
 )
 def test_shared_layers_that_cannot_be_followed_are_refused_on_every_rank(
