@@ -114,7 +114,8 @@ OF_SHARED_LAYERS = "frame_tp2_pp2", "frame_pp3", "frame_tp2_pp2_chunks2", "tp2"
     ("name", "layouts"),
     [
         *((name, OF_LAYERS) for name in ("encoder_decoder", "keyed", "hf_bert", "hf_t5", "hf_vit")),
-        *((name, OF_SHARED_LAYERS) for name in ("listed_tied", "shared_around", "hf_t5")),
+        ("listed_tied", OF_SHARED_LAYERS),
+        *(pytest.param(name, OF_SHARED_LAYERS, marks=pytest.mark.thorough) for name in ("shared_around", "hf_t5")),
     ],
 )
 def test_checkpoints_go_on_under_any_layout(ranks: Pools, name: str, layouts: tuple[str, ...], tmp_path: Path) -> None:
