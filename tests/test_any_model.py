@@ -82,6 +82,7 @@ def _train_on(name: str, path: str, layout: str | None, steps: int, resume: str 
         strategy = HybridStrategy(
             pipeline_parallel_size=sizes.pipeline,
             data_parallel_size=sizes.data,
+            tensor_parallel_size=sizes.tensor,
             num_chunks=sizes.chunks,
             num_microbatches=2,
             schedule="gpipe",
@@ -104,19 +105,26 @@ def _train_on(name: str, path: str, layout: str | None, steps: int, resume: str 
     return {} if path.endswith("directory") else torch.load(path, weights_only=False)["state_dict"]
 
 
+OF_LAYERS = "frame_pp2", "frame_pp3", "frame_zero3", "frame_pp2_chunks2"
+OF_SHARED_LAYERS = "frame_tp2_pp2", "frame_pp3", "frame_tp2_pp2_chunks2", "tp2"
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["encoder_decoder", "keyed", "hf_bert", "hf_t5", "hf_vit"])
-def test_checkpoints_go_on_under_any_layout(ranks: Pools, name: str, tmp_path: Path) -> None:
-    """Stages, directories, replicas that shard, chunks: as if never stopped; and plain Lightning opens the last."""
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        *((name, OF_LAYERS) for name in ("encoder_decoder", "keyed", "hf_bert", "hf_t5", "hf_vit")),
+        ("listed_tied", OF_SHARED_LAYERS),
+        *(pytest.param(name, OF_SHARED_LAYERS, marks=pytest.mark.thorough) for name in ("shared_around", "hf_t5")),
+    ],
+)
+def test_checkpoints_go_on_under_any_layout(ranks: Pools, name: str, layouts: tuple[str, ...], tmp_path: Path) -> None:
+    """Stages, directories, replicas or ranks that shard, chunks: as if never stopped; and plain Lightning opens it."""
     if name.startswith("hf_"):
         pytest.importorskip("transformers")
     before = None
-    for layout, steps, file in (
-        ("frame_pp2", 2, "one"),
-        ("frame_pp3", 4, "directory"),
-        ("frame_zero3", 6, "another directory"),
-        ("frame_pp2_chunks2", 8, "two"),
-    ):
+    files = "one", "directory", "another directory", "two"
+    for layout, steps, file in zip(layouts, (2, 4, 6, 8), files, strict=True):
         path = f"{tmp_path}/{file}"
         ranks(layout_of(layout).size, lightning=True).run(_train_on, name, path, layout, steps, before, timeout=90)
         before = path

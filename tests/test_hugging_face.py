@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.results import Results, listed
-from tests.transparency import FRAME_LAYOUTS, HF_SUBJECTS, SCHEDULES, Case, compare, cover
+from tests.transparency import FRAME_LAYOUTS, HF_SHARED, HF_SUBJECTS, SCHEDULES, Case, compare, cover
 
 pytest.importorskip("transformers")
 
@@ -15,13 +15,14 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(900)
 
 CASES = [Case(*triple) for triple in cover(HF_SUBJECTS, FRAME_LAYOUTS, SCHEDULES)]
+CASES += [Case(subject, "frame_tp2_pp2", "1f1b") for subject in (*HF_SUBJECTS, *HF_SHARED)]
 CASES.sort(key=lambda case: case.size)
 DAILY = {"hf_llama": "frame_pp2", "hf_gpt2": "frame_pp2_dp2", "hf_bert": "frame_pp2_chunks2", "hf_t5": "frame_pp3"}
 DAILY |= {"hf_deberta2": "frame_pp2", "hf_vit_mae": "frame_pp2_chunks2", "hf_clip": "frame_pp2", "hf_swin": "frame_pp2"}
 
 
 def _marked(case: Case) -> Any:
-    is_daily = DAILY.get(case.subject) == case.layout
+    is_daily = DAILY.get(case.subject) == case.layout or str(case) == "hf_llama_shared-frame_tp2_pp2-1f1b"
     return pytest.param(case, id=str(case), marks=() if is_daily else pytest.mark.thorough)
 
 

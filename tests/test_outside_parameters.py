@@ -152,11 +152,13 @@ def _fit(layout: dict[str, Any] | None, devices: int, tied: bool, averages: bool
     }
 
 
+SHARED = {"embed": "vocab", "head": "vocab", "probe": "vocab"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_parallel_size": 2},
     "pp3": {"pipeline_parallel_size": 3},
     "dp2_pp2_zero3": {"pipeline_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 3},
     "pp2_chunks2": {"pipeline_parallel_size": 2, "num_chunks": 2, "schedule": "interleaved_1f1b"},
+    "tp2_pp2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": SHARED},
 }
 
 
@@ -166,7 +168,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_they_live_where_they_are_used(ranks: Pools, layout: str, tied: bool, tmp_path: Any) -> None:
     """Optimizers, gradient norms, averages, checkpoints and a second Trainer follow."""
     sizes = LAYOUTS[layout]
-    world = sizes["pipeline_parallel_size"] * sizes.get("data_parallel_size", 1)
+    per_stage = sizes.get("data_parallel_size", 1) * sizes.get("tensor_parallel_size", 1)
+    world = sizes["pipeline_parallel_size"] * per_stage
     averages = "zero_stage" not in sizes
     expected = _fit(None, 1, tied, averages, f"{tmp_path}/one")
     found = ranks(world, lightning=True).run(_fit, sizes, world, tied, averages, f"{tmp_path}/many", timeout=120)
@@ -182,7 +185,6 @@ def test_they_live_where_they_are_used(ranks: Pools, layout: str, tied: bool, tm
         if suffix == "" and averages:
             averaged = [each["averaging_state"] for each in (many, one)]
             assert averaged[0] == averaged[1]
-    replicas = sizes.get("data_parallel_size", 1)
     first, last = found[0]["held"], found[-1]["held"]
     assert ("embed.weight" in first, "embed.weight" in last) == (True, tied)
     assert tied or ("head.weight" in first, "head.weight" in last) == (False, True)
@@ -190,7 +192,7 @@ def test_they_live_where_they_are_used(ranks: Pools, layout: str, tied: bool, tm
     for each in found:  # small
         assert "scale" in each["held"]
     assert ("probe.weight" in first, "probe.weight" in last) == (False, True)  # the sanity check has used it
-    for middle in found[replicas:-replicas]:
+    for middle in found[per_stage:-per_stage]:
         assert not {"embed.weight", "head.weight", "positions", "probe.weight"} & set(middle["held"])
 
 

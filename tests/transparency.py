@@ -43,6 +43,7 @@ from lightning_hybrid.pipeline_parallel.partition import partition
 from tests import frame_modules as frame_zoo
 from tests import hf_modules as hf_zoo
 from tests import modules as zoo
+from tests import tensor_frame_modules as tensor_frame_zoo
 from tests import tensor_modules as tensor_zoo
 from tests import zoo_modules as public_zoo
 
@@ -231,7 +232,14 @@ TENSOR_LAYOUTS: dict[str, Layout] = _named(
         Layout("tp2_dp2", tensor=2, data=2, rank_order="tp-dp-pp"),
         Layout("tp2_sequence", tensor=2, sequence_parallel=True),
         Layout("tp4_sequence", tensor=4, sequence_parallel=True, microbatches=2),
-        Layout("tp2_pp2_sequence", tensor=2, pipeline=2, microbatches=4, sequence_parallel=True),
+        Layout(
+            "tp2_pp2_sequence",
+            tensor=2,
+            pipeline=2,
+            microbatches=4,
+            sequence_parallel=True,
+            rank_order="tp-dp-pp",
+        ),
         Layout("tp2_pp2_chunks2_sequence", tensor=2, pipeline=2, chunks=2, microbatches=4, sequence_parallel=True),
         Layout("tp2_pp2_dp2", tensor=2, pipeline=2, data=2, microbatches=4),
         Layout("tp2_pp2_dp2_sequence", tensor=2, pipeline=2, data=2, microbatches=4, sequence_parallel=True),
@@ -261,7 +269,14 @@ FRAME_SUBJECTS: dict[str, Subject] = _named(
 )
 
 #: Draws random numbers around and in its layers: the same under every layout.
-DRAWING_SUBJECTS: dict[str, Subject] = _named([Subject("frame_drops", frame_zoo.FrameDrops, {"num_microbatches": 4})])
+DRAWING_SUBJECTS: dict[str, Subject] = _named(
+    Subject(name, module, {"num_microbatches": 4})
+    for name, module in (
+        ("frame_drops", frame_zoo.FrameDrops),
+        ("gathered_drops", tensor_frame_zoo.GatheredDrops),
+        ("shared_drops", tensor_frame_zoo.SharedDrops),
+    )
+)
 
 #: Models of transformers. Where the loss is one of all samples together, the batch is one microbatch.
 HF_SUBJECTS: dict[str, Subject] = _named(
@@ -288,6 +303,27 @@ FOUND_SUBJECTS: dict[str, Subject] = _named(
         ),
         Subject("found_timm", tensor_zoo.TimmViT),
         Subject("found_nano", tensor_zoo.NanoGPT),
+    ]
+)
+
+#: One of them whose blocks are divided too, by names of styles.
+HF_SHARED: dict[str, Subject] = _named(
+    [
+        replace(
+            HF_SUBJECTS["hf_llama"],
+            name="hf_llama_shared",
+            strategy={
+                "tensor_parallel_plan": {
+                    "model.model.embed_tokens": "vocab",
+                    "model.model.layers.*.self_attn.[qkv]_proj": "colwise",
+                    "model.model.layers.*.self_attn.o_proj": "rowwise",
+                    "model.model.layers.*.mlp.gate_proj": "colwise",
+                    "model.model.layers.*.mlp.up_proj": "colwise",
+                    "model.model.layers.*.mlp.down_proj": "rowwise",
+                    "model.lm_head": "vocab",
+                }
+            },
+        )
     ]
 )
 
@@ -373,6 +409,36 @@ ZOO_LAYOUTS: dict[str, Layout] = _named(
     ]
 )
 
+#: Layers that are shared by several ranks, in models that are no chain.
+TENSOR_FRAME_SUBJECTS: dict[str, Subject] = _named(
+    [
+        Subject("listed_encoders", tensor_frame_zoo.ListedEncoders),
+        Subject("listed_own", tensor_frame_zoo.ListedOwn),
+        Subject("listed_words", tensor_frame_zoo.ListedWords, trainer={"gradient_clip_val": 0.1}),
+        Subject("listed_tied", tensor_frame_zoo.ListedTied, trainer={"accumulate_grad_batches": 2}),
+        Subject("weight_used", tensor_frame_zoo.WeightUsed),
+        Subject("translation", tensor_frame_zoo.Translation),
+        Subject("exits", tensor_frame_zoo.Exits),
+        Subject("shared_around", tensor_frame_zoo.SharedAround),
+        Subject("shared_units", tensor_frame_zoo.SharedUnits),
+        Subject("shared_units_recomputed", tensor_frame_zoo.SharedUnits, strategy={"recompute": True}),
+        Subject("two_views", tensor_frame_zoo.TwoViews),
+        Subject("clamped", tensor_frame_zoo.Clamped),
+        Subject("words_recomputed", tensor_frame_zoo.ListedTied, strategy={"recompute": ["blocks.*", "head"]}),
+    ]
+)
+
+TENSOR_FRAME_LAYOUTS: dict[str, Layout] = _named(
+    [
+        Layout("frame_tp2_pp2", tensor=2, pipeline=2, microbatches=4),
+        Layout("frame_tp2_pp2_chunks2", tensor=2, pipeline=2, chunks=2, microbatches=4, rank_order="dp-pp-tp"),
+        Layout("frame_tp2_pp2_sequence", tensor=2, pipeline=2, microbatches=3, sequence_parallel=True),
+        Layout("frame_tp2_pp2_dp2", tensor=2, pipeline=2, data=2, microbatches=2, rank_order="tp-dp-pp"),
+        Layout("frame_tp2_pp2_zero1", tensor=2, pipeline=2, data=2, microbatches=2, zero=1),
+        Layout("frame_tp2_pp2_zero3", tensor=2, pipeline=2, data=2, microbatches=2, zero=3),
+    ]
+)
+
 
 #: What replicas divide, under every kind of layout that has some.
 ZERO_LAYOUTS: dict[str, Layout] = _named(
@@ -393,13 +459,13 @@ ZERO_LAYOUTS: dict[str, Layout] = _named(
 
 def subject_of(name: str) -> Subject:
     """The subject of this name."""
-    subjects = SUBJECTS | TENSOR_SUBJECTS | FRAME_SUBJECTS | DRAWING_SUBJECTS | HF_SUBJECTS | ZOO_SUBJECTS
-    return (subjects | FOUND_SUBJECTS)[name]
+    shared = TENSOR_SUBJECTS | TENSOR_FRAME_SUBJECTS | FOUND_SUBJECTS | HF_SHARED
+    return (SUBJECTS | shared | FRAME_SUBJECTS | DRAWING_SUBJECTS | HF_SUBJECTS | ZOO_SUBJECTS)[name]
 
 
 def layout_of(name: str) -> Layout:
     """The layout of this name."""
-    return (LAYOUTS | TENSOR_LAYOUTS | ZERO_LAYOUTS | FRAME_LAYOUTS | ZOO_LAYOUTS)[name]
+    return (LAYOUTS | TENSOR_LAYOUTS | ZERO_LAYOUTS | FRAME_LAYOUTS | TENSOR_FRAME_LAYOUTS | ZOO_LAYOUTS)[name]
 
 
 def allowed(subject: str, layout: str, schedule: str) -> bool:

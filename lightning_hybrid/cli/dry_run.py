@@ -191,7 +191,8 @@ class _DryRunStrategy(SingleDeviceStrategy):
             if self._sizes[1] > 1:
                 mesh, device = self._mesh[AXES["tp"]], torch.device("cpu")
                 group = TensorGroup(mesh.get_group())
-                layout.find_plan(module, self._config, self._sizes[1]).apply(module, mesh, group, device)
+                plan = layout.find_plan(module, self._config, self._sizes[1], self._body)
+                plan.apply(module, mesh, group, device)
             super().setup(trainer)
 
     def _without_memory(self) -> AbstractContextManager[Any]:

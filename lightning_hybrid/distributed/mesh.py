@@ -210,6 +210,11 @@ class Mesh:
         """The global ranks of one replica, by pipeline rank, then tensor rank."""
         return [int(rank) for rank in self._ranks[:, data_rank, :].flatten()]
 
+    def model_group_rank(self, pipeline_rank: int, tensor_rank: int) -> int:
+        """The rank inside of the model group, and of the control group, at these coordinates: torch sorts the ranks."""
+        rank = self.rank(pipeline_rank, self.data_rank, tensor_rank)
+        return sorted(self.model_ranks(self.data_rank)).index(rank)
+
     def shared_parameter_group(
         self, pipeline_ranks: Iterable[int], *, of_replica: bool = False
     ) -> dist.ProcessGroup | None:

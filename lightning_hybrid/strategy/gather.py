@@ -116,12 +116,12 @@ def gather_module(module: LightningModule, stage_map: StageMap, plan: Plan | Non
 
 def _full_value(tensor: Tensor, division: ParamSplit | None, stage: int, mesh: Mesh) -> Tensor:
     """All of a tensor, on the host, from the pipeline rank whose value counts."""
-    first = stage * mesh.tensor_parallel_size
+    sources = [mesh.model_group_rank(stage, rank) for rank in range(mesh.tensor_parallel_size)]
     if division is None:
-        return _received(tensor, list(tensor.shape), first, mesh)
+        return _received(tensor, list(tensor.shape), sources[0], mesh)
     shape = list(tensor.shape)
     shape[division.dim] //= mesh.tensor_parallel_size
-    shards = [_received(tensor, shape, first + rank, mesh) for rank in range(mesh.tensor_parallel_size)]
+    shards = [_received(tensor, shape, source, mesh) for source in sources]
     return unshard(shards, division.dim, blocks=division.blocks)
 
 
@@ -144,6 +144,6 @@ def _share_extra_states(module: nn.Module, stage_map: StageMap, mesh: Mesh) -> N
             continue
         ranks = stage_map.ranks_of(name)
         state = layer.get_extra_state() if mesh.pipeline_rank in ranks else None
-        state = broadcast_object(state, max(ranks) * mesh.tensor_parallel_size, mesh.control_group)
+        state = broadcast_object(state, mesh.model_group_rank(max(ranks), 0), mesh.control_group)
         if mesh.pipeline_rank not in ranks:
             layer.set_extra_state(state)

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.zero.shard_module import listed_layers
+from lightning_hybrid.distributed.dtensor import is_tensor_parallel
 from lightning_hybrid.memory.activation_checkpoint.policy import chosen_layers, is_by_name
 from lightning_hybrid.pipeline_parallel.body import Body, find_body
 from lightning_hybrid.pipeline_parallel.partition import partition
@@ -62,7 +63,7 @@ def describe(module: LightningModule, settings: HybridConfig, sizes: tuple[int, 
     if pipeline > 1:
         body, stage_map = find_stages(module, settings, pipeline)
     text = stages_text(module, settings, dict(zip(("dp", "tp", "pp"), sizes, strict=True)), body, stage_map)
-    return text if tensor == 1 else f"{text}\n{plan_table(find_plan(module, settings, tensor), module)}"
+    return text if tensor == 1 else f"{text}\n{plan_table(find_plan(module, settings, tensor, body), module)}"
 
 
 def find_stages(module: LightningModule, settings: HybridConfig, num_ranks: int) -> tuple[Body, StageMap]:
@@ -145,17 +146,45 @@ def find_recomputed(
     return chosen_layers(settings.recompute, module, body, stages)
 
 
-def find_plan(module: LightningModule, settings: HybridConfig, size: int) -> Plan:
+def find_plan(module: LightningModule, settings: HybridConfig, size: int, body: Body | None) -> Plan:
     """How layers are shared by `size` ranks.
 
     Raises:
-        ValueError: If layers cannot be shared as the user says.
+        ValueError: If layers cannot be shared as the user says, or not together with this body.
     """
     requested = settings.tensor_parallel_plan
     hook = find_hook(module, "tensor_parallel_plan")
     if requested == "auto" and hook is not None:
         requested = hook() if callable(hook) else hook
-    return make_plan(module, requested, size, sequence_parallel=settings.sequence_parallel)
+    plan = make_plan(module, requested, size, sequence_parallel=settings.sequence_parallel)
+    if body is not None and body.chain is None:
+        _check_plan(plan, module, body)
+    return plan
+
+
+def _check_plan(plan: Plan, module: LightningModule, body: Body) -> None:
+    """Steps are followed without values, where layers compute alone: they must give there what they give in a step."""
+    text = f"tensor_parallel_size={plan.size} does not go with a pipeline through {type(module).__name__}, whose layers"
+    text += f" in {body.name!r} are called by code of their own: "
+    divided = [name for name, parameter in module.named_parameters() if is_tensor_parallel(parameter)]
+    if plan.torch_styles or divided:
+        raise ValueError(
+            f"{text}{[*plan.torch_styles, *divided][0]!r} is divided by torch. Divide it by a name of a style in"
+            " `tensor_parallel_plan`, or put the layers into one `nn.Sequential`."
+        )
+    for row in plan.rows:
+        if not row.divided_attributes and any(unit.startswith(f"{row.name}.") for unit in body.names):
+            raise ValueError(
+                f"{text}{row.name!r}, which has the style {row.style!r} in `tensor_parallel_plan`, has such layers"
+                " inside of it. Give the style to these."
+            )
+        passes_on = not (row.options.get("scatter_input", True) and row.options.get("gather_output", True))
+        if row.kind == "sequence_region" and passes_on and not any(row.name.startswith(f"{n}.") for n in body.names):
+            raise ValueError(
+                f"{text}{row.name!r} and its neighbour in an `nn.Sequential` pass shards of sequences to each other"
+                " (sequence_parallel). Put the layers into an `nn.ModuleList`, or call the `nn.Sequential` as a whole"
+                " and name it alone as the body."
+            )
 
 
 def find_schedule(settings: HybridConfig, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -217,8 +217,9 @@ class ModuleParallelizer:
                 f" sequence_parallel) = {before} before, and now for {requested}. After the earlier run, call"
                 " `trainer.strategy.gather_module()`, which makes it whole."
             )
-        self.plan = agree(lambda: layout.find_plan(self._module, self._settings, size)) if known is None else known
+        self.plan = known
         if known is None:
+            self.plan = agree(lambda: layout.find_plan(self._module, self._settings, size, self.body))
             vars(self._module)[_PLAN] = requested, self.plan
             table = plan_table(self.plan, self._module)
             if not divided_share(self.plan, self._module):
@@ -335,16 +336,10 @@ class ModuleParallelizer:
 
     def _check_units(self, body: Body) -> None:
         """What does not go together with layers that any code may call."""
-        size = self._mesh.tensor_parallel_size
         if FakeMode is None:
             raise ValueError(
                 f"torch {torch.__version__} has no fake tensors, with which a step is followed whose layers"
                 f" ({body.name!r}) are called by code of their own. Put them into one `nn.Sequential`."
-            )
-        if size > 1:
-            raise ValueError(
-                f"tensor_parallel_size={size} does not go with a pipeline through {type(self._module).__name__}: the"
-                f" layers in {body.name!r} are called by code of their own, not as one `nn.Sequential`."
             )
 
     def text(self) -> str:

@@ -283,6 +283,7 @@ class Run:
             self._attached.parallelizer.body,
             self._attached.parallelizer.stage_map,
             world.mesh,
+            plan=self._attached.parallelizer.plan,
             streams=world.streams,
             failures=world.failures,
             abandon=world.abandon,
@@ -354,7 +355,7 @@ class Run:
         undo.callback(patches.remove)
         self._context.metrics.install()
         undo.callback(self._context.metrics.remove)
-        source = (world.mesh.pipeline_parallel_size - 1) * world.mesh.tensor_parallel_size
+        source = world.mesh.model_group_rank(world.mesh.pipeline_parallel_size - 1, 0)
         body = self._attached.parallelizer.body
         epoch_sync = EpochSync(module, world.mesh.control_group, source=source, layers=body.layers if body else ())
         add_callbacks(trainer, epoch_sync)

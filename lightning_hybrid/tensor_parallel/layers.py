@@ -7,8 +7,8 @@ A layer of the user's becomes one of these in place: its class changes, and noth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -62,10 +62,22 @@ def parallelize_layer(layer: nn.Module, mixin: type, **attributes: Any) -> None:
 
 def restore_layer(layer: nn.Module) -> None:
     """Turn a parallel layer into what it was."""
-    while type(layer) in _MIXED.values():
-        layer.__class__ = type(layer).__bases__[1]
+    layer.__class__ = _original(type(layer))
     for attribute in vars(layer).pop(_ADDED, ()):
         vars(layer).pop(attribute, None)
+
+
+@contextmanager
+def original_classes(module: nn.Module) -> Iterator[None]:
+    """Inside, parallel layers are of the classes that they had before, which compute with full weights."""
+    parallel = [(layer, type(layer)) for layer in module.modules() if isinstance(layer, ParallelLayer)]
+    try:
+        for layer, kind in parallel:
+            layer.__class__ = _original(kind)
+        yield
+    finally:
+        for layer, kind in parallel:
+            layer.__class__ = kind
 
 
 _ADDED = "_tensor_parallel_attributes"  # where a layer remembers the attributes that it has got
@@ -77,6 +89,12 @@ def _mixed(mixin: type, base: type) -> type:
         namespace = {"__module__": base.__module__, "__doc__": base.__doc__}
         _MIXED[mixin, base] = type(base.__name__, (mixin, base), namespace)
     return _MIXED[mixin, base]
+
+
+def _original(kind: type) -> type:
+    while kind in _MIXED.values():
+        kind = kind.__bases__[1]
+    return kind
 
 
 def disable_fastpath(module: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,13 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from lightning_hybrid.config import UserPlan
 from lightning_hybrid.distributed.module_names import join_names, name_matches
 from lightning_hybrid.tensor_parallel.auto_plan.auto_plan import auto_plan
-from lightning_hybrid.tensor_parallel.layers import ParallelLayer, disable_fastpath, restore_fastpath, restore_layer
+from lightning_hybrid.tensor_parallel.layers import (
+    ParallelLayer,
+    disable_fastpath,
+    original_classes,
+    restore_fastpath,
+    restore_layer,
+)
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.sequence_parallel import assign_sequence_dims
 from lightning_hybrid.tensor_parallel.shard import Sharder
@@ -94,6 +101,24 @@ class Plan:
                 setattr(layer, attribute, getattr(layer, attribute) * self.size)
             restore_layer(layer)
         restore_fastpath(module)
+
+    @contextmanager
+    def undivided(self, module: nn.Module) -> Iterator[None]:
+        """Inside, layers compute as before they were divided, alone and with full parameters, which they must be given.
+
+        Args:
+            module: The module, divided.
+        """
+        divided = [(module.get_submodule(row.name), name) for row in self.rows for name in row.divided_attributes]
+        before = [(layer, name, getattr(layer, name)) for layer, name in divided]
+        try:
+            for layer, name, number in before:
+                setattr(layer, name, number * self.size)
+            with original_classes(module):
+                yield
+        finally:
+            for layer, name, number in before:
+                setattr(layer, name, number)
 
     def param_splits(self) -> dict[str, ParamSplit]:
         """How parameters are sharded, by the names that the plan has for them."""

@@ -128,7 +128,7 @@ class EvaluationStep:
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             context.enter_user_code(*coordinates, keep=stage == context.num_stages - 1)
-            return context.run_frame(frame, plan, stage, user_step, arguments, inputs, *coordinates)
+            return context.plain(context.run_frame(frame, plan, stage, user_step, arguments, inputs, *coordinates))
 
         keys = context.keys(version, [(plan.number, signature(arguments[0]))])
         schedule = build_forward(context.num_ranks, 1, context.num_chunks)
@@ -140,12 +140,13 @@ class EvaluationStep:
         known = self._counts.get(key)
         if known is not None:
             return self._run(key, x, known, coordinates)
-        control = self._context.mesh.control_group
+        mesh = self._context.mesh
+        control, last = mesh.control_group, mesh.model_group_rank(mesh.pipeline_parallel_size - 1, 0)
         counts = broadcast_object(self._divide(x, total)[1] if self._context.is_first else None, 0, control)
         y, joined = None, False
         with suppress(JoinError):
             y, joined = self._run(key, x, counts, coordinates, strict=True), True
-        if not broadcast_object(joined, control.size() - 1, control):
+        if not broadcast_object(joined, last, control):
             counts = (total or 1,)
             y = self._run(key, x, counts, coordinates)
         if self._remembers:

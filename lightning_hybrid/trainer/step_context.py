@@ -26,6 +26,8 @@ from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+from lightning_hybrid.tensor_parallel.layers import ParallelLayer
+from lightning_hybrid.tensor_parallel.plan import Plan
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.results.logger_proxy import LoggerProxy, make_calls, pack_calls
 from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
@@ -51,6 +53,7 @@ class StepContext:
         failures: Where failures are written.
         abandon: Lets go of everything that is under way.
         device: Where this rank computes.
+        plan: How layers are shared by the tensor-parallel ranks; ``None`` if they are not.
         engine: Runs the schedules; outlives this object.
         around_forwards: Around forwards: what layers keep for backward, and where.
         remembers: Whether what is found out about a step holds for later ones with equal shapes.
@@ -74,6 +77,7 @@ class StepContext:
         stage_map: StageMap,
         mesh: Mesh,
         *,
+        plan: Plan | None,
         streams: RandomStreams,
         failures: FailureStore,
         abandon: Callable[[], None],
@@ -84,7 +88,7 @@ class StepContext:
         frees_early: bool = False,
     ) -> None:
         self.module, self.mesh, self.device = module, mesh, device
-        self.streams, self.engine = streams, engine
+        self.streams, self.engine, self._plan = streams, engine, plan
         self.num_ranks = mesh.pipeline_parallel_size
         self.num_stages = len(stage_map.stages)
         self.num_chunks = self.num_stages // self.num_ranks
@@ -100,7 +104,7 @@ class StepContext:
         self.in_step = False
         self._failures, self._abandon = failures, abandon
         self._around_forwards = around_forwards
-        source = (self.num_ranks - 1) * mesh.tensor_parallel_size
+        source = mesh.model_group_rank(self.num_ranks - 1, 0)
         self._results = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
         self._recorder = LogRecorder(module)
         self._logger_proxy = LoggerProxy(
@@ -123,6 +127,8 @@ class StepContext:
         }
 
     def _make_frame(self, body: Body, stage_map: StageMap, *, remembers: bool, frees_early: bool) -> FrameCut:
+        of_units = {part for unit in body.layers for part in unit.modules()}
+        around = [(name, part) for name, part in self.module.named_modules() if part not in of_units]
         return FrameCut(
             self.module,
             list(zip(body.names, body.layers, strict=True)),
@@ -131,7 +137,8 @@ class StepContext:
             self.device,
             holders=stage_map.outside,
             remembers=remembers,
-            around_discovery=self._unrecorded,
+            around_discovery=self._around_discovery,
+            leaf_modules=[each for each in around if isinstance(each[1], ParallelLayer)],
             compare=self._compare_calls,
             once=_CALLED_ONCE if frees_early else None,
         )
@@ -242,9 +249,10 @@ class StepContext:
         return nullcontext() if self.frame is None else self.frame.unfollowed()
 
     @contextmanager
-    def _unrecorded(self) -> Iterator[None]:
-        """Around a step that does not count: what it logs is seen, and comes nowhere."""
-        with self._recorder.only_seen(), self._logger_proxy.only_seen(), self.metrics.only_seen():
+    def _around_discovery(self) -> Iterator[None]:
+        """Around a step that is followed: what it logs is seen, and comes nowhere; layers have full parameters."""
+        undivided = nullcontext() if self._plan is None else self._plan.undivided(self.module)
+        with undivided, self._recorder.only_seen(), self._logger_proxy.only_seen(), self.metrics.only_seen():
             yield
 
     def _compare_calls(self, calls: list[str]) -> None:
@@ -262,7 +270,8 @@ class StepContext:
         dist.all_gather_object(found, calls, group=group)
         rows = list(zip_longest(*found, fillvalue="its end"))
         number = next(number for number, row in enumerate(rows) if len(set(row)) > 1)
-        names = ", ".join(f"{name} on pipeline rank {rank}" for rank, name in enumerate(rows[number]))
+        ranks = dist.get_process_group_ranks(group)
+        names = ", ".join(f"{name} on rank {rank}" for rank, name in zip(ranks, rows[number], strict=True))
         raise WrongUseError(
             f"The step of {type(self.module).__name__} is not the same on every rank: call {number} is {names}. Every"
             " stage runs this code; it must not depend on the rank."

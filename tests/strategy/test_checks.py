@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lightning_hybrid import HybridStrategy
 from tests.pool import Pools
@@ -310,10 +311,24 @@ def test_modules_that_cannot_be_cut_are_refused_on_every_rank(
         assert word in text
 
 
-def test_shared_layers_that_any_code_calls_are_refused_on_every_rank(ranks: Pools) -> None:
-    name, text = check_refused(ranks, Listed, size=4, layout={**PP2, "tensor_parallel_size": 2})
+@pytest.mark.parametrize(
+    ("make", "layout", "words"),
+    [
+        (Listed, {"tensor_parallel_plan": {"embed": ColwiseParallel()}}, ["Listed", "'embed'", "by torch", "a style"]),
+        (
+            Regression,
+            {"tensor_parallel_plan": {"body.*": "sequence_region"}, "sequence_parallel": True, "body": ["body"]},
+            ["Regression", "'body.0'", "shards of sequences", "nn.ModuleList"],
+        ),
+        (Listed, {"tensor_parallel_plan": {"body": "on_shards"}}, ["Listed", "'on_shards'", "inside", "to these"]),
+    ],
+)
+def test_shared_layers_that_cannot_be_followed_are_refused_on_every_rank(
+    ranks: Pools, make: Any, layout: dict[str, Any], words: list[str]
+) -> None:
+    name, text = check_refused(ranks, make, size=4, layout={**PP2, "tensor_parallel_size": 2, **layout})
     assert name == "ValueError"
-    for word in ("tensor_parallel_size=2", "Listed", "'body'", "called by code of their own"):
+    for word in ("tensor_parallel_size=2", "'body'", "called by code of their own", *words):
         assert word in text
 
 

@@ -30,6 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_parallel_size": 2}),
     "dp2": (2, {}),
     "tp2 pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "tp2 pp2 units": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "body": ["body"]}),
     "dp2 pp2 chunks 2": (4, {"pipeline_parallel_size": 2, "num_chunks": 2, "schedule": "interleaved_1f1b"}),
 }
 

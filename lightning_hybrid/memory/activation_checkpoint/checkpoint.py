@@ -45,7 +45,7 @@ class ActivationCheckpointing:
             for layer in self._layers:
                 attributes = vars(layer.module)
                 replaced.append((attributes, attributes.get("forward")))
-                attributes["forward"] = layer.checkpointed(layer.module.forward)
+                attributes["forward"] = layer.checkpointed(attributes.get("forward") or layer.forward)
             yield
         finally:
             for attributes, forward in replaced:
@@ -76,6 +76,10 @@ class _Layer:
         self.selective = selective
         self._submodules = list(module.modules())
         self._side_effects: dict[tuple[bool, ...], _SideEffects] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer's class does: the one that it has now, as a layer may be of another for a while."""
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def checkpointed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What takes the place of the layer's `forward`."""

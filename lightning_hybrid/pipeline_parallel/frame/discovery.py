@@ -185,8 +185,29 @@ class Discovery(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in METADATA:
             return func(*args, **kwargs)
+        return self._call(Call(func, None, f"`{function_name(func)}`", _users_line()), func, args, kwargs)
+
+    def call_module(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Follow a call of a module of the frame that is one call: that of a function of its parameters too.
+
+        Args:
+            name: Its dotted name.
+            module: The module.
+            forward: Its `forward`.
+            args: Arguments of the call.
+            kwargs: Likewise.
+        """
+        call = Call(module, None, repr(name), _users_line())
+        with self.paused():
+            return self._call(call, forward, args, kwargs, list(module.parameters()))
+
+    def _call(
+        self, call: Call, func: Callable[..., Any], args: Any, kwargs: Any, parameters: Sequence[Tensor] = ()
+    ) -> Any:
+        """Follow a call of a function that uses these parameters beside its arguments; nothing is followed in here."""
         leaves, spec = flatten((args, kwargs))
-        call = Call(func, None, f"`{function_name(func)}`", _users_line())
+        count = len(leaves)
+        leaves += parameters
         number = len(self.graph.calls)
         self.graph.calls.append(call)
         call.states = tuple(id(self._originals[id(leaf)][1]) for leaf in leaves if id(leaf) in self._originals)
@@ -196,7 +217,7 @@ class Discovery(TorchFunctionMode):
                     f"{call} differentiates in the step, through layers that live on"
                     " several stages: no rank has the whole graph."
                 )
-            return self._absent(number, call, leaves, lambda fakes: apply(func, *unflatten(fakes, spec)))
+            return self._absent(number, call, leaves, lambda fakes: apply(func, *unflatten(fakes[:count], spec)))
         self._seed(number)
         with self._operators.watch() as seen:
             result = func(*args, **kwargs)

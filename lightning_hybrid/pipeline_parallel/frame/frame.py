@@ -58,7 +58,9 @@ class FrameCut:
         device: Where this rank computes.
         holders: The stages of parameters outside of units that not all of them have, by name.
         remembers: Whether plans are remembered; not where shapes depend on values in ways that cannot be seen.
-        around_discovery: Around a step that is followed: what it logs does not count.
+        around_discovery: Around a step that is followed: what it logs does not count, and its layers are whole.
+        leaf_modules: Modules outside of units, with their names, whose calls are not looked into, because ranks that
+            share their parameters meet there: a call is made as a whole, or not at all.
         compare: Called with the calls of a step that was followed, as text: they must be the same on every rank.
         once: Why no unit may be called twice in a step, with what to do; ``None`` if it may.
     """
@@ -74,6 +76,7 @@ class FrameCut:
         holders: Mapping[str, Collection[int]],
         remembers: bool,
         around_discovery: Callable[[], AbstractContextManager[object]],
+        leaf_modules: Sequence[tuple[str, nn.Module]] = (),
         compare: Callable[[list[str]], None] = lambda calls: None,
         once: str | None = None,
     ) -> None:
@@ -81,7 +84,7 @@ class FrameCut:
         self._once = once
         self._around_discovery = around_discovery
         self._module = module
-        self._units = list(units)
+        self._units, self._leaf_modules = list(units), list(leaf_modules)
         self._stage_of = {unit: stage for stage, positions in enumerate(stages) for unit in positions}
         self._num_stages, self._num_ranks = len(stages), num_ranks
         self._device = device
@@ -93,26 +96,40 @@ class FrameCut:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """While this is entered, calls of units come here."""
-        outside = [vars(unit).get("forward") for _, unit in self._units]
+        """While this is entered, calls of units and of leaf modules come here."""
+        modules = [module for _, module in (*self._units, *self._leaf_modules)]
+        outside = [vars(module).get("forward") for module in modules]
         for index, (_, unit) in enumerate(self._units):
-            vars(unit)["forward"] = self._redirected(index, unit.forward)
+            self._redirect(unit, lambda mode, *call, index=index: mode.call_unit(index, *call))
+        for name, module in self._leaf_modules:
+            self._redirect(module, lambda mode, *call, at=(name, module): mode.call_module(*at, *call))
         try:
             yield
         finally:
-            for (_, unit), before in zip(self._units, outside, strict=True):
-                vars(unit).pop("forward", None)
+            for module, before in zip(modules, outside, strict=True):
+                vars(module).pop("forward", None)
                 if before is not None:
-                    vars(unit)["forward"] = before
+                    vars(module)["forward"] = before
 
-    def _redirected(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _redirect(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        before = vars(module).get("forward")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Of the class that it has now: while a step is followed that is another one.
+            return type(module).forward(module, *args, **kwargs) if before is None else before(*args, **kwargs)
+
         def redirected(*args: Any, **kwargs: Any) -> Any:
-            if self._mode is None:  # again in backward, by what recomputes activations
+            mode = self._mode
+            if mode is None:  # inside of another one, or again in backward, by what recomputes activations
                 return forward(*args, **kwargs)
-            return self._mode.call_unit(index, forward, args, kwargs)
+            self._mode = None
+            try:
+                return call(mode, forward, args, kwargs)
+            finally:
+                self._mode = mode
 
         redirected.is_redirected = True  # type: ignore[attr-defined]
-        return redirected
+        vars(module)["forward"] = redirected
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:

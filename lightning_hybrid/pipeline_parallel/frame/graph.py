@@ -44,12 +44,12 @@ class AbsentTensor:
 
 @dataclass(slots=True)
 class Call:
-    """One call of a torch function, or of a unit.
+    """One call of a torch function, of a leaf module, or of a unit.
 
     Attributes:
-        function: What is called; ``None`` for a unit.
-        unit: The position of the unit; ``None`` for a function.
-        name: For messages: the function's, or the unit's dotted one.
+        function: What is called: a function or a leaf module; ``None`` for a unit.
+        unit: The position of the unit; ``None`` for anything else.
+        name: For messages: the function's, or the module's dotted one.
         where: The line of the user's code, as ``file:line``.
         operands: The absent values that it needs, each once.
         parameters: The names of the parameters outside of units that it needs.

@@ -45,8 +45,8 @@ class Action:
     """What a stage does at one call.
 
     Attributes:
-        function: The torch function that is called; ``None`` for a unit.
-        unit: The position of the unit; ``None`` for a function.
+        function: The torch function or leaf module that is called; ``None`` for a unit.
+        unit: The position of the unit; ``None`` for anything else.
         draws: Whether it draws random numbers.
         counts: Arguments of this rank's own that it writes, and that another stage of this rank writes too.
         answer: What is returned where the call is not made; ``None`` where it is.

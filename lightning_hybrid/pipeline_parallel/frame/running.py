@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
@@ -81,13 +81,25 @@ class Running(TorchFunctionMode):
         """A call of frame code."""
         if func in METADATA:
             return func(*args, **kwargs) if kwargs else func(*args)
+        return self._call(func, func, args, kwargs)
+
+    def _call(self, key: Any, func: Any, args: Any, kwargs: Any, name: str | None = None) -> Any:
+        """Make a call, or answer it; nothing is followed in here.
+
+        Args:
+            key: What was found to be called here: a function, or a module.
+            func: What is called.
+            args: Arguments of the call.
+            kwargs: Likewise.
+            name: For messages; ``None`` for that of the function.
+        """
         number = self.number
         self.number = number + 1
         if number >= self._free_from:
-            return self._run_freely(number, func, args, kwargs)
+            return self._run_freely(number, key, func, args, kwargs)
         action = self._actions[number]
-        if action.function is not func and action.function != func:
-            raise OtherPathError(number, f"`{function_name(func)}`")
+        if action.function is not key and action.function != key:
+            raise OtherPathError(number, name or f"`{function_name(key)}`")
         if action.answer is None:
             if action.draws:
                 self._seed(number)
@@ -101,21 +113,46 @@ class Running(TorchFunctionMode):
             result = action.answer(self._inputs, args, kwargs or {})
         if action.draws:
             self._prepare(number + 1)
-        if action.sent:  # nothing is followed in here: the mode is off while it handles a call
+        if action.sent:
             self._keep(action, result, args, kwargs or {})
         return result
 
-    def _run_freely(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_freely(self, number: int, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """A call after the last unit of the last stage: nothing is absent any more."""
         if not self._is_last:
             self._leave(func)
             return func(*args, **(kwargs or {}))
-        if number < len(self._actions) and self._actions[number].draws and self._actions[number].function == func:
+        if number < len(self._actions) and self._actions[number].draws and self._actions[number].function == key:
             self._seed(number)
         result = func(*args, **(kwargs or {}))
         if type(result) is FakeTensor:
             raise AbsentOperandError(number)
         return result
+
+    def call_module(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of a module of the frame that is one call.
+
+        Args:
+            name: Its dotted name.
+            module: The module.
+            forward: Its `forward`.
+            args: Arguments of the call.
+            kwargs: Likewise.
+        """
+        if self._is_over:
+            return forward(*args, **kwargs)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            # Before the ranks that share it meet: all of them are without this value.
+            if any(type(leaf) is FakeTensor for leaf in flatten((args, kwargs))[0]):
+                raise AbsentOperandError(self.number - 1)
+            return forward(*args, **kwargs)
+
+        self.__exit__(None, None, None)
+        try:
+            return self._call(module, checked, args, kwargs, repr(name))
+        finally:
+            self.__enter__()
 
     def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a unit.

@@ -57,13 +57,23 @@ def cut_of(
     units: Sequence[tuple[str, nn.Module]] | None = None,
     around_discovery: Callable[[], AbstractContextManager[object]] = nullcontext,
     holders: Mapping[str, Collection[int]] | None = None,
+    leaf_modules: Sequence[tuple[str, nn.Module]] = (),
 ) -> FrameCut:
     """A cut with all stages on ranks of their own."""
     units = units or find_units(module, num_stages)
     stages = uniform(len(units), num_stages)
     device = torch.device("cpu")
-    others: Any = {"holders": holders or {}, "remembers": True, "around_discovery": around_discovery}
-    return FrameCut(module, units, stages, num_stages, device, **others)
+    return FrameCut(
+        module,
+        units,
+        stages,
+        num_stages,
+        device,
+        holders=holders or {},
+        remembers=True,
+        around_discovery=around_discovery,
+        leaf_modules=leaf_modules,
+    )
 
 
 def play(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -459,6 +462,70 @@ def test_after_the_last_layer_a_step_may_change() -> None:
     again = play(cut, model, model, (x,), 3)
     assert model.spread > 0
     assert again.plan is first.plan
+
+
+# -- modules that are not looked into ----------------------------------------------------------------------------------
+
+
+class Meeting(nn.Linear):
+    """A linear layer that meets others when it runs, and makes other calls than it did before it was shared."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.meetings: list[torch.Size] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.meetings.append(x.shape)
+        assert not isinstance(x, FakeTensor)
+        return x @ self.weight.T + self.bias
+
+
+class Shared(Model):
+    """Around the layers are two that are shared; the first one is used again behind the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = Meeting(), Meeting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.embed(x)
+        return (self.head(self.body(first) * first.mean()) + self.embed(x[:1])).pow(2).mean()
+
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        self.embed.__class__ = self.head.__class__ = nn.Linear
+        yield
+        self.embed.__class__ = self.head.__class__ = Meeting
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+def test_calls_of_leaf_modules_are_made_as_a_whole_or_not_at_all(num_stages: int) -> None:
+    model, x = Shared(), inputs()
+    leaves = [("embed", model.embed), ("head", model.head)]
+    cut = cut_of(model, num_stages, around_discovery=model.undivided, leaf_modules=leaves)
+    played = check(model, model, (x,), num_stages, cut)
+    calls = [call.name for call in played.plan.graph.calls]
+    assert [name for name in calls if name in ("'embed'", "'head'")] == ["'embed'", "'head'", "'embed'"]
+    assert not any("linear" in name or "matmul" in name for name in calls)
+    assert [set(names) for names in played.plan.parameters] == [
+        {"embed.weight", "embed.bias"},
+        *[set()] * (num_stages - 2),
+        {"embed.weight", "embed.bias", "head.weight", "head.bias"},
+    ]
+    whole = 2  # calls of `embed` in the whole model, which `check` compares with
+    assert model.embed.meetings[whole:].count(x.shape) == 2  # its first value is made again where it is needed
+    assert model.embed.meetings[whole:].count(x[:1].shape) == 1
+    assert len(model.head.meetings) == 2
+
+
+def test_another_leaf_module_than_before_is_refused() -> None:
+    model, x = Shared(), inputs()
+    leaves = [("embed", model.embed), ("head", model.head)]
+    cut = cut_of(model, 2, around_discovery=model.undivided, leaf_modules=leaves)
+    play(cut, model, model, (x,), 2)
+    model.forward = lambda x: model.body(model.head(x)).mean()
+    with pytest.raises(WrongUseError, match=r"call 0 of Shared is 'head', and was 'embed' at test_frame.py"):
+        play(cut, model, model, (x,), 2)
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
