@@ -286,7 +286,8 @@ class Discovery(TorchFunctionMode):
             if not isinstance(fakes[place], FakeTensor):
                 fakes[place] = real[place] = self._stand_in(leaf)
         call.operands = tuple(operands)
-        with torch.no_grad(), self.fakes, self._operators.watch() as seen:
+        # Not inside of the fake mode: what a layer makes without operands (a table in a cache) has to be real.
+        with torch.no_grad(), self._operators.watch() as seen:
             try:
                 result, needs_numbers = run(fakes), False
             except Exception as error:
