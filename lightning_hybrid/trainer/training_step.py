@@ -142,6 +142,7 @@ class TrainingStep:
             if reduce:
                 with context.range("reduce"):
                     grad_sync.finish(scale=self._window.close(accumulated) if windowed else None)
+            if windowed and reduce:
                 self._window = AccumulationWindow(context.device)
         return context.share(
             lambda: (_merge(outputs, counts, shares), merge_logs(records, counts, self._num_microbatches, weights))
