@@ -173,7 +173,9 @@ EQUAL: dict[str, tuple[type[modules.Example], dict[str, Any], dict[str, Any]]] =
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", list(EQUAL))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough if index % 2 else ()) for index, name in enumerate(EQUAL)]
+)
 def test_equal(name: str) -> None:
     module, trainer, layout = EQUAL[name]
     result = check(module, trainer=trainer, **layout)

@@ -116,13 +116,15 @@ def check_windows(
     return results
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize(
+    "accumulate", [pytest.param(1, marks=pytest.mark.thorough), 2, pytest.param(4, marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_window_of_batches_is_one_batch_of_one_process(ranks: Pools, name: str, accumulate: int) -> None:
     check_windows(ranks, name, accumulate)
 
 
-@pytest.mark.parametrize("name", ["m3", "dp2_pp2", "zero3"])
+@pytest.mark.parametrize("name", ["m3", pytest.param("dp2_pp2", marks=pytest.mark.thorough), "zero3"])
 @pytest.mark.parametrize("nothing", [range(8), range(8, 16), range(16)], ids=["first", "second", "all"])
 def test_batches_of_a_window_may_weigh_nothing(ranks: Pools, name: str, nothing: range) -> None:
     check_windows(ranks, name, 2, nothing)
