@@ -29,7 +29,7 @@ from tests.training_jobs import (
     together,
     weights,
 )
-from tests.transparency import SEED, accumulating
+from tests.transparency import SEED, OracleKey, accumulating
 
 Layout = Mapping[str, Any] | None
 BOTH = ["pp2", "pp2 x dp2"]
@@ -424,7 +424,7 @@ class MixUp(LightningModule):
 
 def mixed(layout: Layout, microbatches: int) -> dict[str, Any]:
     seed_everything(SEED, verbose=False)
-    cls = MixUp if layout is not None else accumulating(MixUp, microbatches, None)  # type: ignore[type-var]
+    cls = MixUp if layout is not None else accumulating(MixUp, OracleKey("mix_up", 1, True, microbatches))  # type: ignore[type-var]
     layout = None if layout is None else {**layout, "num_microbatches": microbatches}
     shown, losses = Shown(), Losses()
     module = cls()
