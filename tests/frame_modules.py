@@ -192,6 +192,21 @@ class Siamese(Example):
         return 1 - F.cosine_similarity(self.embed(x), self.embed(x.flip(1) + y)).mean()
 
 
+class TwoViews(Loop):
+    """The layers are one `nn.Sequential`, which is called twice in a step, with parameters around it."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.Sequential(*self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x)))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return 1 - F.cosine_similarity(self(x), self(x.flip(1) + y)).mean()
+
+
 class InPlaceFrame(Loop):
     """The code around the layers writes into tensors, also through views of them."""
 

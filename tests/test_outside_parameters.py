@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
+import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.cli.dry_run import dry_run
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
-from tests.pool import Pools
+from tests.pool import Pools, RankError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -196,40 +199,274 @@ def test_they_live_where_they_are_used(ranks: Pools, layout: str, tied: bool, tm
         assert not {"embed.weight", "head.weight", "positions", "probe.weight"} & set(middle["held"])
 
 
-class _Elsewhere(Language):
-    """Validation puts the training's head before the layers."""
+class Switching(LightningModule):
+    """Batches of tokens of length 6 use a layer at one place, those of length 5 at another, validation at a third."""
+
+    def __init__(self, places: Sequence[str], *, tied: bool = False) -> None:
+        super().__init__()
+        self.places, self.tied = places, tied
+        self.embed = nn.Embedding(50, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.switched = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 50, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.probes: list[float] = []
+
+    def switch(self, x: Tensor) -> Tensor:
+        if not self.tied:
+            return x + torch.tanh(self.switched(x))
+        return x + nn.functional.linear(nn.functional.linear(x, self.embed.weight).softmax(-1), self.embed.weight.T)
+
+    def logits(self, tokens: Tensor, place: str) -> Tensor:
+        x = self.embed(tokens)
+        for position, layer in enumerate(self.blocks):
+            if place == {0: "first", 3: "middle"}.get(position):
+                x = self.switch(x)
+            x = x + torch.tanh(layer(x))
+        return self.head(self.switch(x) if place == "last" else x)
+
+    def training_step(self, tokens: Tensor) -> Tensor:
+        logits = self.logits(tokens, self.places[tokens.shape[1] == 5])
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        self.log("loss", loss, sync_dist=True)
+        return loss
 
     def validation_step(self, tokens: Tensor) -> None:
-        x = self.embed(tokens) @ self.head.weight.T @ self.head.weight
-        for layer in self.blocks:
-            x = layer(x)
-        self.log("other", x.mean())
+        self.log("probe", self.logits(tokens, self.places[2]).square().mean(), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.probes.append(float(self.trainer.callback_metrics["probe"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def _fit_elsewhere(sanity: int) -> str:
+def _switching_data(lengths: str, batch: int) -> DataLoader:
+    """A batch of 8 over all replicas for each length."""
+    tokens = torch.randint(50, (8 * len(lengths), 6), generator=torch.Generator().manual_seed(3))
+    return DataLoader([row[: int(lengths[index // 8])] for index, row in enumerate(tokens)], batch)
+
+
+def _strategy(layout: dict[str, Any] | None) -> tuple[Any, int]:
+    """The strategy, and the number of ranks."""
+    if layout is None:
+        return "auto", 1
+    sizes = [layout.get(f"{axis}_parallel_size", 1) for axis in ("data", "tensor", "pipeline")]
+    return HybridStrategy(num_microbatches=2, **layout), math.prod(sizes)
+
+
+def _travels(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    return [str(warning.message) for warning in caught if "These travel" in str(warning.message)]
+
+
+def _fit_switching(
+    layout: dict[str, Any] | None, arguments: dict[str, Any], accumulate: int, path: str
+) -> dict[str, Any]:
+    """Train, validate on the way, save; then train once more with another Trainer."""
     torch.manual_seed(5)
-    strategy = HybridStrategy(pipeline_parallel_size=2, num_microbatches=2)
-    trainer = _trainer(strategy, 2, 4, [], val_check_interval=2, num_sanity_val_steps=sanity)
-    if sanity:
-        module = _Elsewhere().double()
-        trainer.fit(module, _data(), _data())
-        return " ".join(name for name, parameter in module.named_parameters() if not is_placeholder(parameter))
-    with pytest.raises(ValueError, match=r"head\.weight") as error:
-        trainer.fit(_Elsewhere().double(), _data(), _data())
-    return str(error.value)
+    module, norm = Switching(**arguments).double(), Norm()
+    batch = 8 // (layout or {}).get("data_parallel_size", 1)
+    data = _switching_data("655656", batch), _switching_data("66", batch)
+    others = {"num_sanity_val_steps": 0, "val_check_interval": 2, "accumulate_grad_batches": accumulate}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for suffix, steps in enumerate((6 // accumulate, 12 // accumulate)):  # an epoch each
+            trainer = _trainer(*_strategy(layout), steps, [norm], **others)
+            trainer.fit(module, *data, ckpt_path=f"{path}0" if suffix else None)
+            trainer.save_checkpoint(f"{path}{suffix}")
+    return {"norms": norm.norms, "probes": module.probes, "travels": _travels(caught)}
+
+
+PP2, PP3 = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 3}
+CHUNKS = {**PP2, "num_chunks": 2, "schedule": "interleaved_1f1b"}
+DP2 = {**PP2, "data_parallel_size": 2}
+TP2 = {**PP2, "tensor_parallel_size": 2, "tensor_parallel_plan": {"embed": "vocab", "head": "vocab"}}
+#: The layout; where the two kinds of batches and validation use the layer; which steps let it travel.
+SWITCHES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "unused": (PP3, "- middle last", ""),
+    "unused, first": (PP3, "- first middle", ""),
+    "unused, last": (PP3, "- last first", ""),
+    "next": (PP3, "first middle last", "training validation"),
+    "far": (PP3, "first last middle", "training validation"),
+    "fetched": (PP3, "middle last first", "training validation"),
+    "fetched from the end": (PP3, "last last middle", "validation"),
+    "tied": (PP3, "last middle first tied", "training"),
+    "tied, held": (PP2, "- last middle tied", ""),
+    "chunks": (CHUNKS, "first middle last", "training validation"),
+    "chunks, fetched": (CHUNKS, "middle last first", "training validation"),
+    "dp2": (DP2, "first last middle", "training"),
+    "dp2 chunks": ({**DP2, **CHUNKS}, "first last middle", "training validation"),
+    "zero1": ({**DP2, "zero_stage": 1}, "first last -", "training"),
+    "zero2": ({**DP2, "zero_stage": 2}, "first last -", "training"),
+    "zero3": ({**DP2, "zero_stage": 3}, "first last middle", "training"),
+    "zero3, fetched": ({**DP2, "zero_stage": 3}, "last last first", "validation"),
+    "tp2": (TP2, "first last middle", "training"),
+    "tp2, fetched": (TP2, "last last first", "validation"),
+}
+
+
+#: What is tried every day: each way to travel, each kind of copies.
+DAILY = {("next", 1), ("fetched", 1), ("tied", 2), ("chunks", 2), ("dp2", 2), ("zero3", 1), ("tp2, fetched", 1)}
+
+
+def _switch(case: str, accumulate: int) -> Any:
+    marks = () if (case, accumulate) in DAILY else pytest.mark.thorough
+    return pytest.param(case, accumulate, id=f"{case}, accumulate {accumulate}", marks=marks)
 
 
 @pytest.mark.distributed
-def test_a_use_elsewhere_is_refused_on_every_rank(ranks: Pools) -> None:
-    texts = ranks(2, lightning=True).run(_fit_elsewhere, 0, timeout=90)
+@pytest.mark.parametrize(("case", "accumulate"), [_switch(case, number) for case in SWITCHES for number in (1, 2)])
+def test_a_use_that_appears_later_is_right(ranks: Pools, case: str, accumulate: int, tmp_path: Any) -> None:
+    """In training on later stages, in validation on any; weights, states and a second Trainer are as in one process."""
+    layout, text, travelling = SWITCHES[case]
+    arguments = {"places": text.split()[:3], "tied": "tied" in text}
+    expected = _fit_switching(None, arguments, accumulate, f"{tmp_path}/one")
+    pool = ranks(_strategy(layout)[1], lightning=True)
+    found = pool.run(_fit_switching, layout, arguments, accumulate, f"{tmp_path}/many", timeout=120)
+    for each in found:
+        assert each["norms"] == pytest.approx(expected["norms"], rel=1e-10)
+        assert each["probes"] == pytest.approx(expected["probes"], rel=1e-10)
+    for suffix in range(2):
+        one, many = (torch.load(f"{tmp_path}/{name}{suffix}", weights_only=False) for name in ("one", "many"))
+        torch.testing.assert_close(many["state_dict"], one["state_dict"], rtol=1e-10, atol=1e-12)
+        states = [each["optimizer_states"][0]["state"] for each in (many, one)]
+        torch.testing.assert_close(*states, rtol=1e-10, atol=1e-12)
+    warned = [f"`{step}_step` uses parameters on stages" for step in travelling.split()] * 2  # by each Trainer once
+    assert [text[: len(start)] for text, start in zip(found[0]["travels"], warned, strict=True)] == warned
+    assert not any(each["travels"] for each in found[1:])
+
+
+def _fit_once(layout: dict[str, Any], places: Sequence[str], sanity: int) -> Any:
+    torch.manual_seed(5)
+    module = Switching(places).double()
+    data = _switching_data("65", 8), _switching_data("6", 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            _trainer(*_strategy(layout), 2, [], num_sanity_val_steps=sanity).fit(module, *data)
+        except ValueError as error:
+            return str(error)
+    return [name for name, each in module.named_parameters() if not is_placeholder(each)], _travels(caught)
+
+
+def _fit_replicas(layout: dict[str, Any] | None) -> list[float]:
+    """Even samples of a batch of 8 go to the first replica, odd ones to the second; in one process they come later."""
+    torch.manual_seed(5)
+    module, norm = Switching(["first", "last", "-"]).double(), Norm()
+    tokens = torch.randint(50, (48, 6), generator=torch.Generator().manual_seed(3))
+    lengths = [(6, 6), (6, 5), (5, 6), (5, 5), (6, 5), (6, 6)]
+    samples = [row[: lengths[index // 8][index % 2]] for index, row in enumerate(tokens)]
+    if layout is None:
+        order = [8 * batch + index for batch in range(6) for index in (0, 2, 4, 6, 1, 3, 5, 7)]
+        samples = [samples[index] for index in order]
+    accumulate = 2 if layout is None else 1
+    trainer = _trainer(*_strategy(layout), 6, [norm], limit_val_batches=0, accumulate_grad_batches=accumulate)
+    trainer.fit(module, DataLoader(samples, 4))
+    return norm.norms
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_replicas_need_not_see_the_same_use(ranks: Pools, zero_stage: int) -> None:
+    for norms in ranks(4, lightning=True).run(_fit_replicas, {**DP2, "zero_stage": zero_stage}, timeout=90):
+        assert norms == pytest.approx(_fit_replicas(None), rel=1e-10)
+
+
+class Numbers(Language):
+    """Validation asks for a number."""
+
+    def validation_step(self, tokens: Tensor) -> None:
+        self.log("probe", self.features(tokens).mean().item(), sync_dist=True)
+
+
+class NumbersFirst(Language):
+    """Validation uses a parameter behind a number, and nowhere else."""
+
+    def validation_step(self, tokens: Tensor) -> None:
+        scale = self.blocks[-1](self.blocks[0](self.positions)).mean().item()
+        self.log("probe", self.embed(tokens).mean() * scale, sync_dist=True)
+
+
+class OnItsDevice(Language):
+    """Makes tensors where a parameter is, which some stages do not have."""
+
+    def features(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=self.embed.weight.device)
+        return super().features(tokens * (positions < 4).to(self.head.weight.device))
+
+
+def _fit_again(kind: type[Language]) -> tuple[list[float], list[str]]:
+    """Two Trainers; before the second one trains, validation is tried."""
+    torch.manual_seed(5)
+    module, norm = kind().double(), Norm()
+    for sanity in (0, 1):
+        strategy = HybridStrategy(pipeline_parallel_size=3, num_microbatches=2)
+        trainer = _trainer(strategy, 3, 6, [norm], num_sanity_val_steps=sanity, val_check_interval=3)
+        trainer.fit(module, _data(), _data())
+    return norm.norms, [name for name, each in module.named_parameters() if not is_placeholder(each)]
+
+
+@pytest.mark.distributed
+def test_numbers_in_a_validation_before_a_second_training_bring_nothing_back(ranks: Pools) -> None:
+    """The last stage keeps what it has: what follows a number might use it."""
+    first, *_, last = ranks(3, lightning=True).run(_fit_again, Numbers, timeout=90)
+    assert first[0] == last[0]
+    assert len(first[0]) == 12
+    assert ("embed.weight" in first[1], "embed.weight" in last[1]) == (True, False)
+
+
+@pytest.mark.distributed
+def test_a_parameter_that_is_elsewhere_has_the_device_of_this_rank(ranks: Pools) -> None:
+    norms, _ = ranks(3, lightning=True).run(_fit_again, OnItsDevice, timeout=90)[0]
+    assert len(norms) == 12
+
+
+@pytest.mark.distributed
+def test_a_parameter_that_only_follows_a_number_is_refused(ranks: Pools) -> None:
+    with pytest.raises(RankError, match=r"'embed\.weight' after `item` at .* lives on stage 0"):
+        ranks(3, lightning=True).run(_fit_again, NumbersFirst, timeout=90)
+
+
+@pytest.mark.distributed
+def test_the_user_is_told_what_travels_and_what_to_do(ranks: Pools) -> None:
+    (_, (text,)), *_ = ranks(3, lightning=True).run(_fit_once, PP3, ["first", "last", "-"], 0, timeout=90)
+    # 8 x 8 numbers over 2 boundaries, there and back, in 2 microbatches.
+    assert text == (
+        "`training_step` uses parameters on stages that do not have them: 'switched.bias' of stage 0 on stage 2,"
+        " 'switched.weight' of stage 0 on stage 2. Parameters outside of the layers live where the first batch of"
+        " training used them. These travel: 4,608 bytes a step. Let the first batch of training use the parameter there"
+        " too, such as by adding `0 * parameter.sum()`, or make it a part of a layer."
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("layout", "places", "text"),
+    [
+        (PP2, ["last", "first", "-"], "on stage 0, but it lives on stage 1, where the first batch of training used it"),
+        (
+            {**TP2, "tensor_parallel_plan": {"switched": "colwise_gather_output"}},
+            ["first", "last", "-"],
+            "as the tensor-parallel ranks share 'switched'",
+        ),
+    ],
+    ids=["to an earlier stage", "of a shared layer"],
+)
+def test_what_cannot_travel_is_refused_on_every_rank(
+    ranks: Pools, layout: dict[str, Any], places: list[str], text: str
+) -> None:
+    texts = ranks(_strategy(layout)[1], lightning=True).run(_fit_once, layout, places, 0, timeout=90)
     assert len(set(texts)) == 1
-    assert "only stage 1 used it" in texts[0]
+    assert text in texts[0]
 
 
 @pytest.mark.distributed
 def test_a_use_that_the_sanity_check_has_shown_counts(ranks: Pools) -> None:
-    held = ranks(2, lightning=True).run(_fit_elsewhere, 1, timeout=90)
-    assert all("head.weight" in names for names in held)
+    found = ranks(2, lightning=True).run(_fit_once, PP2, ["last", "last", "first"], 1, timeout=90)
+    for held, travels in found:
+        assert "switched.weight" in held
+        assert not travels
 
 
 def _count(kind: str, vocabulary: int, width: int) -> int:

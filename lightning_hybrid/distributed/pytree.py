@@ -131,6 +131,12 @@ def _mapping(kind: type, items: dict[Any, Any]) -> Any:
         return mapping
 
 
+def is_unchanged(tree: Any, leaves: Sequence[Any], spec: TreeSpec) -> bool:
+    """Whether a tree is still what it was when it was taken apart: the same objects in the same places."""
+    now, now_spec = flatten(tree)
+    return now_spec == spec and all(one is other for one, other in zip(now, leaves, strict=True))
+
+
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same tree with ``function`` applied to each leaf."""
     leaves, spec = flatten(tree)

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -118,18 +118,26 @@ def _set_all_states(states: tuple[Any, Any, Any], device: torch.device) -> None:
         random.setstate(python)
 
 
-def generator_marks(device: torch.device) -> tuple[Any, ...]:
+class GeneratorMarks(NamedTuple):
+    """What differs after something has been drawn.
+
+    Attributes:
+        torch: From torch's generators, of the CPU and of the device.
+        elsewhere: From those of numpy and `random`.
+    """
+
+    torch: tuple[bytes, bytes | None]
+    elsewhere: tuple[Any, Any]
+
+
+def generator_marks(device: torch.device) -> GeneratorMarks:
     """What differs after something has been drawn; a third of the price of the states."""
     numpy = get_bit_generator()
-    return (
-        torch.default_generator.get_state().numpy().tobytes(),
-        _cuda_generator(device).get_state().numpy().tobytes() if device.type == "cuda" else None,
-        # Copying this state through Python costs 40 us.
-        ctypes.string_at(numpy.ctypes.state_address, _MT19937_BYTES)
-        if isinstance(numpy, np.random.MT19937)
-        else repr(numpy.state),
-        random.getstate(),
-    )
+    cuda = _cuda_generator(device).get_state().numpy().tobytes() if device.type == "cuda" else None
+    # Copying this state through Python costs 40 us.
+    is_usual = isinstance(numpy, np.random.MT19937)
+    state = ctypes.string_at(numpy.ctypes.state_address, _MT19937_BYTES) if is_usual else repr(numpy.state)
+    return GeneratorMarks((torch.default_generator.get_state().numpy().tobytes(), cuda), (state, random.getstate()))
 
 
 def _without_arrays(state: Any) -> Any:

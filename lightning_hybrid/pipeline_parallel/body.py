@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torch import nn
 
@@ -52,6 +52,66 @@ class Body:
         lists = dict.fromkeys(name.rpartition(".")[0] or name for name, _ in units)
         names, layers = tuple(name for name, _ in units), tuple(unit for _, unit in units)
         return cls(", ".join(lists), names, layers, None, tuple(map(len, rows)))
+
+
+class BodyWatch:
+    """Whether the layers are still those that were divided, found out at the beginning of each step.
+
+    Other stages have placeholders for them, and other replicas their gradients' places, so a change after that would
+    be one of a module that nobody trains. It costs a comparison of identities for each layer, and for each module that
+    has others, of the layers that this rank runs.
+
+    Args:
+        module: The user's module, divided.
+        body: What was divided.
+        own: The layers that this rank runs.
+    """
+
+    def __init__(self, module: nn.Module, body: Body, own: Iterable[nn.Module]) -> None:
+        self._kind, self._own = type(module).__name__, list(own)
+        paths = {name.rsplit(".", count)[0] for name in body.names for count in range(name.count(".") + 1)}
+        owners = {path: module.get_submodule(path.rpartition(".")[0]) for path in sorted(paths)}
+        self._places = [
+            (path, owner, key, owner._modules[key])
+            for path, owner in owners.items()
+            for key in [path.rpartition(".")[2]]
+        ]
+        lists = {name.rpartition(".")[0]: owners[name] for name in body.names}
+        self._lists = [(name, part, len(part._modules)) for name, part in lists.items() if is_container(part)]
+        self._look()
+
+    def _look(self) -> None:
+        parts = [part for layer in self._own for part in layer.modules()]
+        self._inside = [(part, list(part._modules.values())) for part in parts if part._modules]
+        self._with_parameters = {id(part): part for part in parts if part._parameters}
+
+    def check(self) -> None:
+        """Compare.
+
+        Raises:
+            WrongUseError: If a layer is another one, is gone or is new, or one of this rank has other parameters.
+        """
+        for path, part, count in self._lists:
+            if len(part._modules) != count:
+                self._refuse(f"{path or 'the module'!r} has {len(part._modules)} layers instead of {count}")
+        for path, owner, key, known in self._places:
+            if owner._modules.get(key) is not known:
+                self._refuse(f"{path!r} is {'another module' if key in owner._modules else 'not there any more'}")
+        if any(list(part._modules.values()) != children for part, children in self._inside):
+            before = self._with_parameters
+            self._look()
+            both = before.keys() & self._with_parameters.keys()  # others, such as dropout, may come and go
+            changed = [part for key, part in {**before, **self._with_parameters}.items() if key not in both]
+            if changed:
+                kinds = sorted({type(part).__name__ for part in changed})
+                self._refuse(f"parts of layers with parameters are new, or not there any more ({', '.join(kinds)})")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise WrongUseError(
+            f"The layers of {self._kind} were changed after they had been divided into stages: {what}. Other ranks, and"
+            " the optimizer, know those that there were. Change them in `__init__`, or in `configure_model`: they are"
+            " divided after that. Layers that grow or shrink during training need pipeline_parallel_size=1."
+        )
 
 
 def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages: int) -> Body:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,6 +137,40 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
     ]
     level = _level(spec, len(fields))
     return [unflatten(list(row), level) for row in zip(*columns, strict=True)], counts
+
+
+class LengthWatch:
+    """Notices tensors that are split although they only happen to be as long as there are samples.
+
+    A single batch does not tell class weights of eight classes from eight samples. But they stay as they are when the
+    number of samples changes, or are one tensor in every batch where others are new.
+    """
+
+    def __init__(self) -> None:
+        self._total: int | None = None
+        self._leaves: list[weakref.ref[Tensor]] = []
+        self._lengths: list[int] = []
+
+    def __call__(self, batch: Any) -> list[int]:
+        """Look at the next batch.
+
+        Args:
+            batch: A batch that is split by :func:`split_batch`.
+
+        Returns:
+            The lengths of such tensors.
+        """
+        tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim > 0]
+        total, lengths = find_batch_size(batch), list(map(len, tensors))
+        before = (self._total, self._lengths, self._leaves)
+        self._total, self._lengths, self._leaves = total, lengths, list(map(weakref.ref, tensors))
+        if len(before[1]) != len(lengths):
+            return []
+        if total != before[0]:
+            pairs = zip(lengths, before[1], strict=True)
+            return [new for new, old in pairs if new == old and new in (total, before[0])]
+        is_old = [old() is new for new, old in zip(tensors, before[2], strict=True) if len(new) == total]
+        return [total or 0] * sum(is_old) if not all(is_old) else []
 
 
 def _length(field: Any) -> int:

@@ -13,8 +13,8 @@ def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: i
     Args:
         method: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the lightest possible heaviest
             stage, or the number of layers of each stage.
-        weights: The weight of each layer, for ``"parameters"`` its number of parameters; the other methods only count
-            the layers.
+        weights: The weight of each layer, for ``"parameters"`` the number of parameters that it brings to its stage;
+            the other methods only count the layers.
         num_stages: Number of stages, over all ranks and their chunks. Stage ``s`` lives on rank ``s % num_ranks``.
 
     Returns:

@@ -10,10 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.dtensor import copy_attributes
+from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.module_names import named_tensors
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 _T = TypeVar("_T", bound=Tensor)
+
+_WRITTEN_TEXT = (
+    "A tensor is written with the values of a parameter that lives on other stages, which are not here. An average of"
+    " weights that a hook moves has to live with the weights: let the first batch of training use both on the same side"
+    " of the layers, make both parts of one layer, or use Lightning's `WeightAveraging`."
+)
 
 
 class PlaceholderTensor(Tensor):
@@ -26,11 +33,18 @@ class PlaceholderTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Results of operations are plain meta tensors."""
+        """Results of operations are without values too; tensors with values must not be written with them.
+
+        Raises:
+            WrongUseError: If one is. (Torch leaves it as it is, without a word.)
+        """
         if func is torch.equal:  # by which callbacks look for parameters
             return args[0] is args[1]
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            if _writes_values(func, args, kwargs or {}):
+                raise WrongUseError(_WRITTEN_TEXT)
+            result = func(*args, **(kwargs or {}))
+            return result.as_subclass(PlaceholderBuffer) if type(result) is Tensor and result.is_meta else result
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """Change the dtype, never the device."""
@@ -78,11 +92,29 @@ class PlaceholderParameter(PlaceholderTensor, nn.Parameter):
     """A parameter that lives on another stage."""
 
     def _like(self, tensor: Tensor) -> Tensor:
-        return PlaceholderParameter(tensor.detach(), requires_grad=self.requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = tensor.detach().as_subclass(Tensor)
+        return PlaceholderParameter(plain, requires_grad=self.requires_grad)
 
 
 class PlaceholderBuffer(PlaceholderTensor):
     """A buffer that lives on another stage."""
+
+
+def _writes_values(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function writes a tensor that has values, by its name."""
+    name = getattr(function, "__name__", "")
+    is_in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
+    written = args[0] if args and (is_in_place or name == "__setitem__") else kwargs.get("out")
+    if not isinstance(written, (list, tuple)):
+        return _has_values(written)
+    # Several at once, each with what stands at its place in other lists.
+    others = [each for each in args[1:] if isinstance(each, (list, tuple))]
+    return any(_has_values(row[0]) and any(map(is_placeholder, row[1:])) for row in zip(written, *others, strict=False))
+
+
+def _has_values(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta
 
 
 def is_placeholder(tensor: Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -28,12 +29,14 @@ class Timeline:
     their messages travel by themselves.
 
     Attributes:
-        schedule: What was simulated.
+        schedule: What was simulated, or has run.
         spans: ``spans[rank][position]`` is the span of the action at that position of the rank's list.
+        unit: What times are counted in, for pictures.
     """
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
+    unit: str = ""
 
     @cached_property
     def computing(self) -> tuple[tuple[Span, ...], ...]:
@@ -97,8 +100,21 @@ class Timeline:
         return _draw_text(self, width)
 
     def to_svg(self) -> str:
-        """Draw one row per rank as an SVG document, with a legend and the figures of the schedule."""
-        return _draw_svg(self)
+        """Draw one row per rank as an SVG document, with an axis, a legend and the figures of the schedule."""
+        picture = _Picture(self, self.schedule.name, _scale(self))
+        return _document([picture], _legend(self.schedule, _LEFT, picture.height))
+
+    def to_svg_with(self, other: Timeline, *, title: str, title_of_other: str) -> str:
+        """Draw two timelines of one schedule, one above the other, on the same scale.
+
+        Args:
+            other: The one below.
+            title: Of the one above.
+            title_of_other: Of the one below.
+        """
+        scale = min(_scale(self), _scale(other))
+        pictures = [_Picture(self, title, scale), _Picture(other, title_of_other, scale)]
+        return _document(pictures, _legend(self.schedule, _LEFT, sum(picture.height for picture in pictures)))
 
 
 def simulate(
@@ -154,6 +170,29 @@ def simulate(
     return Timeline(schedule, tuple(map(tuple, spans)))
 
 
+# What is drawn beside the cells, on a light and on a dark page; the colours of cells suit both.
+_LIGHT = {
+    "page": "#ffffff",
+    "ink": "#24292f",
+    "faint": "#57606a",
+    "idle": "#eef1f4",
+    "cell": "#ffffff",
+}
+_DARK = {
+    "page": "#131416",
+    "ink": "#e6e8eb",
+    "faint": "#9aa4af",
+    "idle": "#2a2e33",
+    "cell": "#131416",
+}
+
+
+def _style(colours: Mapping[str, str]) -> str:
+    return " ".join(
+        f".{name} {{ {'stroke' if name == 'cell' else 'fill'}: {colour} }}" for name, colour in colours.items()
+    )
+
+
 def _figures(timeline: Timeline) -> str:
     schedule = timeline.schedule
     chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
@@ -197,43 +236,106 @@ def _mark(schedule: Schedule, action: Action) -> str:
     return letter if is_forward else letter.upper()
 
 
-def _draw_svg(timeline: Timeline) -> str:
-    schedule = timeline.schedule
-    scale = min(26 / _shortest(timeline), 1600 / timeline.makespan)  # pixels per unit of time
-    digits = len(str(schedule.num_microbatches - 1))
-    size = max(7, min(12, 1.5 * scale * _shortest(timeline) / digits))  # of the numbers on the cells
-    left, top, pitch, height = 70, 64, 34, 28
-    chart = timeline.makespan * scale
-    right = left + max(chart, 420)
-    bottom = top + pitch * schedule.num_ranks
+_LEFT, _TOP, _PITCH, _HEIGHT = 70, 64, 34, 28  # pixels: of rows, from one to the next, and of a cell
+
+
+def _scale(timeline: Timeline) -> float:
+    """Pixels per unit of time."""
+    return min(26 / _shortest(timeline), 1600 / timeline.makespan)
+
+
+def _document(pictures: Sequence[_Picture], legend: Sequence[str]) -> str:
+    """Pictures under each other, and one legend."""
+    width = max(picture.width for picture in pictures)
+    height = sum(picture.height for picture in pictures) + 36
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right + 100:.0f} {bottom + 52}" '
-        f'width="{right + 100:.0f}" height="{bottom + 52}" font-family="Helvetica, Arial, sans-serif">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-        _text(left, 26, schedule.name, size=18, weight="bold"),
-        _text(left, 47, _figures(timeline), fill="#57606a"),
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'width="{width:.0f}" height="{height:.0f}" font-family="Helvetica, Arial, sans-serif">',
+        f"<style>{_style(_LIGHT)} @media (prefers-color-scheme: dark) {{ {_style(_DARK)} }}</style>",
+        '<rect class="page" width="100%" height="100%"/>',
     ]
-    for rank, spans in enumerate(timeline.computing):
-        y = top + pitch * rank
-        parts.append(_text(left - 10, y + 19, f"rank {rank}", anchor="end"))
-        parts.append(f'<rect x="{left}" y="{y}" width="{chart:.2f}" height="{height}" fill="#eef1f4"/>')
-        for span in spans:
-            x, cell = left + span.start * scale, (span.end - span.start) * scale
-            chunk = span.action.stage // schedule.num_ranks
-            fill, ink = _colours(span.action.kind, chunk / schedule.num_chunks)
+    y = 0.0
+    for picture in pictures:
+        parts += [f'<g transform="translate(0 {y:.0f})">', *picture.parts(), "</g>"]
+        y += picture.height
+    return "\n".join([*parts, *legend, "</svg>", ""])
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """The rows of one timeline, with its figures above and an axis below.
+
+    Attributes:
+        timeline: What is drawn.
+        title: Its heading.
+        scale: Pixels per unit of time.
+    """
+
+    timeline: Timeline
+    title: str
+    scale: float
+
+    @property
+    def width(self) -> float:
+        """In pixels, with room for a legend."""
+        return _LEFT + max(self.timeline.makespan * self.scale, 420) + 100
+
+    @property
+    def height(self) -> float:
+        """In pixels."""
+        return _TOP + _PITCH * self.timeline.schedule.num_ranks + 32
+
+    def parts(self) -> list[str]:
+        """The elements."""
+        timeline, schedule = self.timeline, self.timeline.schedule
+        chart = timeline.makespan * self.scale
+        parts = [
+            _text(_LEFT, 26, self.title, size=18, weight="bold"),
+            _text(_LEFT, 47, _figures(timeline), fill="faint"),
+        ]
+        for rank in range(schedule.num_ranks):
+            y = _TOP + _PITCH * rank
+            parts.append(_text(_LEFT - 10, y + 19, f"rank {rank}", anchor="end"))
+            parts.append(f'<rect x="{_LEFT}" y="{y}" width="{chart:.2f}" height="{_HEIGHT}" class="idle"/>')
+            parts += self._cells(rank, y)
+            if schedule.has_backward:
+                text = f"{timeline.peak_in_flight[rank]:.3g} in flight"
+                parts.append(_text(_LEFT + chart + 12, y + 19, text, fill="faint"))
+        return parts + self._axis(_TOP + _PITCH * schedule.num_ranks)
+
+    def _cells(self, rank: int, y: float) -> list[str]:
+        """The forwards and backwards of a rank; numbers stand where there is room for them."""
+        schedule, parts = self.timeline.schedule, []
+        digits = len(str(schedule.num_microbatches - 1))
+        size = max(7, min(12, 1.5 * self.scale * _shortest(self.timeline) / digits))
+        for span in self.timeline.computing[rank]:
+            x, cell = _LEFT + span.start * self.scale, (span.end - span.start) * self.scale
+            fill, ink = _colours(span.action.kind, span.action.stage // schedule.num_ranks / schedule.num_chunks)
             number = str(span.action.microbatch)
+            times = f"{span.start:.4g} to {span.end:.4g} {self.timeline.unit}".rstrip()
             parts.append(
-                f'<rect x="{x:.2f}" y="{y}" width="{cell:.2f}" height="{height}" fill="{fill}" stroke="#ffffff">'
-                f"<title>{span.action}: {span.start:g} to {span.end:g}</title></rect>"
+                f'<rect x="{x:.2f}" y="{y}" width="{cell:.2f}" height="{_HEIGHT}" fill="{fill}" class="cell">'
+                f"<title>{span.action}: {times}</title></rect>"
             )
             if 0.6 * size * len(number) < cell:
                 parts.append(_text(x + cell / 2, y + 14 + 0.36 * size, number, size=size, anchor="middle", fill=ink))
-        if schedule.has_backward:
-            parts.append(
-                _text(left + chart + 12, y + 19, f"{timeline.peak_in_flight[rank]:.3g} in flight", fill="#57606a")
-            )
-    parts += _legend(schedule, left, bottom + 16)
-    return "\n".join([*parts, "</svg>", ""])
+        return parts
+
+    def _axis(self, y: float) -> list[str]:
+        """Times below the rows."""
+        parts, tick = [], _tick(90 / self.scale)
+        for number in range(math.floor(self.timeline.makespan / tick + 1e-9) + 1):
+            x = _LEFT + number * tick * self.scale
+            text = f"{number * tick:g}" if number else f"0 {self.timeline.unit}".rstrip()
+            parts.append(f'<rect x="{x:.2f}" y="{y - 4}" width="1" height="5" class="faint"/>')
+            parts.append(_text(x, y + 13, text, size=10, anchor="middle", fill="faint"))
+        return parts
+
+
+def _tick(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, ... that is not less."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * step for step in (1, 2, 5, 10) if power * step >= least * (1 - 1e-9))
 
 
 def _legend(schedule: Schedule, x: float, y: float) -> list[str]:
@@ -247,7 +349,7 @@ def _legend(schedule: Schedule, x: float, y: float) -> list[str]:
         chunks = f" (chunks 0 to {schedule.num_chunks - 1})" if schedule.num_chunks > 1 else ""
         parts.append(_text(x + 4, y + 13, label + chunks))
         x += 90 + 6.5 * len(chunks)
-    parts.append(f'<rect x="{x}" y="{y}" width="16" height="16" fill="#eef1f4"/>')
+    parts.append(f'<rect x="{x}" y="{y}" width="16" height="16" class="idle"/>')
     parts.append(_text(x + 22, y + 13, "idle"))
     return parts
 
@@ -266,10 +368,11 @@ def _text(
     *,
     size: float = 13,
     anchor: str = "start",
-    fill: str = "#24292f",
+    fill: str = "ink",  # a colour, or the name of one that depends on the page
     weight: str = "normal",
 ) -> str:
+    paint = f'fill="{fill}"' if fill.startswith("#") else f'class="{fill}"'
     return (
-        f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:.3g}" text-anchor="{anchor}" fill="{fill}" '
+        f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:.3g}" text-anchor="{anchor}" {paint} '
         f'font-weight="{weight}">{escape(text)}</text>'
     )

@@ -125,10 +125,13 @@ class EvaluationStep:
         version = coordinates[0], context.version(gradients=False)
         key = version, signature(arguments)
         plan = context.frame_plan(frame, user_step, arguments, *coordinates, key=key)
+        fetched = context.fetch_parameters(frame, user_step.__name__, [plan])
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             context.enter_user_code(*coordinates, keep=stage == context.num_stages - 1)
-            return context.plain(context.run_frame(frame, plan, stage, user_step, arguments, inputs, *coordinates))
+            return context.plain(
+                context.run_frame(frame, plan, stage, user_step, arguments, inputs, fetched, *coordinates)
+            )
 
         keys = context.keys(version, [(plan.number, signature(arguments[0]))])
         schedule = build_forward(context.num_ranks, 1, context.num_chunks)

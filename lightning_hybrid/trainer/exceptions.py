@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -18,8 +19,8 @@ class ExceptionCallback(Callback):
     """Goes before the callbacks of the user: they hear of an exception earlier than the strategy does.
 
     Some save a checkpoint then. Every rank has to take part in that, and the others are somewhere else: they would
-    meet in a collective that is not the same, and wait. SIGTERM is broadcast to all ranks, which stop at the same
-    batch; then a checkpoint can be saved.
+    meet in a collective that is not the same, and wait. In `fit` all ranks stop for a SIGTERM before the same batch;
+    then a checkpoint can be saved.
 
     Args:
         failures: Where failures are written.
@@ -43,7 +44,7 @@ class ExceptionCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Keep callbacks from saving, and leave the groups."""
-        if self._is_alone or isinstance(exception, SIGTERMException):
+        if self._is_alone or stops_together(exception, trainer):
             return
         self._exception = type(exception).__name__
         saving = [each for each in trainer.checkpoint_callbacks if _saves_on_exception(each)]
@@ -53,8 +54,7 @@ class ExceptionCallback(Callback):
             rank_zero_warn(
                 f"{', '.join(type(each).__name__ for each in saving)} saves nothing. {_WHY_NOT.format(self._exception)}"
             )
-        if isinstance(exception, Exception):
-            self.leave(exception)
+        self.leave(exception)
 
     def check_saving(self) -> None:
         """Whether all ranks may come to save.
@@ -65,7 +65,7 @@ class ExceptionCallback(Callback):
         if self._exception is not None:
             raise RuntimeError(_WHY_NOT.format(self._exception))
 
-    def leave(self, exception: Exception) -> Exception | None:
+    def leave(self, exception: BaseException) -> Exception | None:
         """Tell the other ranks, and leave every group without a collective; once.
 
         Args:
@@ -79,6 +79,11 @@ class ExceptionCallback(Callback):
             cause = self._failures.leave(exception, f"Rank {self._rank}", self._abandon)
             self._cause = cause if is_transport(exception) else None
         return self._cause
+
+
+def stops_together(exception: BaseException, trainer: Trainer) -> bool:
+    """Whether all ranks get this exception before the same batch, so that they can go on together until the end."""
+    return isinstance(exception, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING
 
 
 def _saves_on_exception(callback: Checkpoint) -> bool:

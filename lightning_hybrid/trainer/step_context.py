@@ -14,20 +14,24 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
-from torch import nn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torchmetrics import Metric
 
+from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
 from lightning_hybrid.distributed.dtensor import plain_factories
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast
-from lightning_hybrid.pipeline_parallel.body import Body, BodyCut
+from lightning_hybrid.pipeline_parallel.body import Body, BodyCut, BodyWatch
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
+from lightning_hybrid.pipeline_parallel.frame.routes import Travel, travel_text
+from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
-from lightning_hybrid.tensor_parallel.layers import ParallelLayer
-from lightning_hybrid.tensor_parallel.plan import Plan
+from lightning_hybrid.tensor_parallel.layers import ParallelLayer, original_classes
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.results.logger_proxy import LoggerProxy, make_calls, pack_calls
 from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
@@ -39,6 +43,30 @@ _torch_profiles: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled
 _CALLED_ONCE = "but zero_stage=3 lets go of its parameters after each call: use HybridStrategy(zero_frees='step')."
 
 _KEYS = count()  # channels outlive a run: what they have learnt for a key of one must not be taken for another's
+
+
+def make_frame(module: nn.Module, body: Body, stage_map: StageMap, device: torch.device, **arguments: Any) -> FrameCut:
+    """The cut of steps at the layers of a body that any code may call.
+
+    Args:
+        module: The user's module.
+        body: What is divided into stages.
+        stage_map: Which stage holds what.
+        device: Where this rank computes.
+        arguments: Others of :class:`FrameCut`.
+    """
+    of_units = {part for unit in body.layers for part in unit.modules()}
+    around = [(name, part) for name, part in module.named_modules() if part not in of_units]
+    return FrameCut(
+        module,
+        list(zip(body.names, body.layers, strict=True)),
+        stage_map.stages,
+        stage_map.num_ranks,
+        device,
+        holders=stage_map.outside,
+        leaf_modules=[each for each in around if isinstance(each[1], ParallelLayer)],
+        **arguments,
+    )
 
 
 class StepContext:
@@ -53,7 +81,6 @@ class StepContext:
         failures: Where failures are written.
         abandon: Lets go of everything that is under way.
         device: Where this rank computes.
-        plan: How layers are shared by the tensor-parallel ranks; ``None`` if they are not.
         engine: Runs the schedules; outlives this object.
         around_forwards: Around forwards: what layers keep for backward, and where.
         remembers: Whether what is found out about a step holds for later ones with equal shapes.
@@ -67,7 +94,9 @@ class StepContext:
         frame: The cut of a body whose layers any code may call; ``None`` if there is none.
         layers: The layers of each stage of this rank.
         to_plain: Makes plain tensors of what shared layers return; ``None`` where layers are not shared.
+        remembers: Whether what is found out about a step holds for later ones with equal shapes.
         in_step: Whether a step runs that is cut, so that the user's code does not run on every rank.
+        recorder: Notes when the actions of a step begin and end; ``None`` where nobody asks.
     """
 
     def __init__(
@@ -77,7 +106,6 @@ class StepContext:
         stage_map: StageMap,
         mesh: Mesh,
         *,
-        plan: Plan | None,
         streams: RandomStreams,
         failures: FailureStore,
         abandon: Callable[[], None],
@@ -88,7 +116,7 @@ class StepContext:
         frees_early: bool = False,
     ) -> None:
         self.module, self.mesh, self.device = module, mesh, device
-        self.streams, self.engine, self._plan = streams, engine, plan
+        self.streams, self.engine = streams, engine
         self.num_ranks = mesh.pipeline_parallel_size
         self.num_stages = len(stage_map.stages)
         self.num_chunks = self.num_stages // self.num_ranks
@@ -101,8 +129,10 @@ class StepContext:
             else self._make_frame(body, stage_map, remembers=remembers, frees_early=frees_early)
         )
         self.to_plain = to_plain_tensors if mesh.tensor_parallel_size > 1 else None
-        self.in_step = False
+        self.remembers, self.in_step = remembers, False
+        self.recorder: Recorder | None = None
         self._failures, self._abandon = failures, abandon
+        self._warned: set[Hashable] = set()
         self._around_forwards = around_forwards
         source = mesh.model_group_rank(self.num_ranks - 1, 0)
         self._results = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
@@ -125,22 +155,21 @@ class StepContext:
         self.layers = {
             stage: [body.layers[index] for index in stage_map.stages[stage]] if body else [] for stage in own
         }
+        own_layers = [layer for layers in self.layers.values() for layer in layers]
+        self._watch = BodyWatch(module, body, own_layers) if body else None
 
     def _make_frame(self, body: Body, stage_map: StageMap, *, remembers: bool, frees_early: bool) -> FrameCut:
-        of_units = {part for unit in body.layers for part in unit.modules()}
-        around = [(name, part) for name, part in self.module.named_modules() if part not in of_units]
-        return FrameCut(
+        return make_frame(
             self.module,
-            list(zip(body.names, body.layers, strict=True)),
-            stage_map.stages,
-            self.num_ranks,
+            body,
+            stage_map,
             self.device,
-            holders=stage_map.outside,
             remembers=remembers,
             around_discovery=self._around_discovery,
-            leaf_modules=[each for each in around if isinstance(each[1], ParallelLayer)],
             compare=self._compare_calls,
             once=_CALLED_ONCE if frees_early else None,
+            agrees=self._agrees,
+            metrics=[part for part in self.module.modules() if isinstance(part, Metric)],
         )
 
     def place_parameters(self, holders: Mapping[str, Collection[int]]) -> None:
@@ -172,13 +201,16 @@ class StepContext:
         return [self._keys[version, part] for part in parts]
 
     def range(self, name: str) -> AbstractContextManager[None]:
-        """A range of the Trainer's profiler."""
+        """A range of what records this step, or else of the Trainer's profiler."""
+        if self.recorder is not None:
+            return self.recorder.range(name)
         return self._profiler.profile(f"[pipeline]{name}")
 
     @property
     def profile(self) -> Callable[[str], AbstractContextManager[None]] | None:
-        """Makes ranges of the Trainer's profiler; ``None`` if there is none that listens."""
-        return None if isinstance(self._profiler, PassThroughProfiler) else self.range
+        """Makes such ranges; ``None`` if nobody listens."""
+        listens = self.recorder is not None or not isinstance(self._profiler, PassThroughProfiler)
+        return self.range if listens else None
 
     @property
     def _profiler(self) -> Profiler:
@@ -218,6 +250,8 @@ class StepContext:
             self._logger_proxy(),
             self._recorder() as records,
         ):
+            if self._watch is not None:
+                self._watch.check()
             self._scalars = scalars(self.module) if self.is_last else {}
             self.in_step = self.cut is not None or self.frame is not None
             try:
@@ -251,8 +285,8 @@ class StepContext:
     @contextmanager
     def _around_discovery(self) -> Iterator[None]:
         """Around a step that is followed: what it logs is seen, and comes nowhere; layers have full parameters."""
-        undivided = nullcontext() if self._plan is None else self._plan.undivided(self.module)
-        with undivided, self._recorder.only_seen(), self._logger_proxy.only_seen(), self.metrics.only_seen():
+        seen = self._recorder.only_seen(), self._logger_proxy.only_seen(), self.metrics.only_seen()
+        with original_classes(self.module), seen[0], seen[1], seen[2]:
             yield
 
     def _compare_calls(self, calls: list[str]) -> None:
@@ -277,6 +311,12 @@ class StepContext:
             " stage runs this code; it must not depend on the rank."
         )
 
+    def _agrees(self, number: int) -> bool:
+        """Whether a number is the same on every rank of the model group."""
+        extremes = torch.tensor([number, -number])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.mesh.control_group)
+        return int(extremes.sum()) == 0
+
     def frame_plan(
         self, frame: FrameCut, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int, key: Hashable
     ) -> FramePlan:
@@ -298,6 +338,40 @@ class StepContext:
             partial(streams.seed_user, *coordinates),
         )
 
+    def fetch_parameters(self, frame: FrameCut, step: str, plans: Sequence[FramePlan]) -> dict[str, Tensor]:
+        """Values of parameters for stages that come before those that have them; only a step without gradients may.
+
+        Of whatever travels, in this way or with what stages send to each other, the user is told once.
+
+        Args:
+            frame: The cut of the step.
+            step: The name of the step.
+            plans: What the stages do, for each microbatch.
+
+        Returns:
+            The values by name, on every rank of the model group.
+        """
+        mesh = self.mesh
+        self._warn_of_travels(frame, step, [travel for plan in plans for travel in plan.travels])
+        fetched: dict[str, Tensor] = {}
+        for name, stage in {name: stage for plan in plans for name, stage in plan.fetched.items()}.items():
+            parameter, source = self.module.get_parameter(name), mesh.model_group_rank(stage % self.num_ranks, 0)
+            is_source = mesh.model_group.rank() == source
+            fetched[name] = parameter.detach() if is_source else torch.empty_like(parameter, device=self.device)
+            broadcast_tensors([fetched[name]], mesh.model_group, source)
+        return fetched
+
+    def _warn_of_travels(self, frame: FrameCut, step: str, travels: Iterable[Travel]) -> None:
+        new = [travel for travel in travels if (step, travel.names, travel.stages) not in self._warned]
+        if not new:
+            return
+        num_bytes = 0
+        for travel in new:
+            trained = any(self.module.get_parameter(name).requires_grad for name in travel.names)
+            num_bytes += travel.num_bytes * (2 if trained and torch.is_grad_enabled() else 1)
+        rank_zero_warn(travel_text(step, new, frame.holders, num_bytes))
+        self._warned |= {(step, travel.names, travel.stages) for travel in new}
+
     def run_frame(
         self,
         frame: FrameCut,
@@ -306,6 +380,7 @@ class StepContext:
         step: Callable[..., Any],
         arguments: Sequence[Any],
         inputs: Any,
+        fetched: Mapping[str, Tensor],
         *coordinates: int,
     ) -> Any:
         """Run a stage's part of a step of the user's.
@@ -317,6 +392,7 @@ class StepContext:
             step: The user's step.
             arguments: Its arguments.
             inputs: What the stage before made.
+            fetched: What :meth:`fetch_parameters` has given.
             coordinates: Of the random numbers that it draws.
         """
         streams = self.streams
@@ -331,6 +407,7 @@ class StepContext:
             inputs,
             seed=streams.of_calls(*coordinates),
             random=lambda number: streams.layers(0, *coordinates, number),  # the same numbers under every layout
+            fetched=fetched,
         )
         vars(self.module).update(before)
         return value

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, stages_by_parameter
-from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, signature, sizes, split_batch
+from lightning_hybrid.pipeline_parallel.microbatch import LengthWatch, find_batch_size, signature, sizes, split_batch
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, build_forward
 from lightning_hybrid.pipeline_parallel.stage import Compute
@@ -73,6 +73,7 @@ class TrainingStep:
             or any(isinstance(layer, nn.SyncBatchNorm) for layer in self._batch_norms)
         )
         self._warns = bool(self._batch_norms)
+        self._lengths: LengthWatch | None = LengthWatch()
 
     def __call__(
         self,
@@ -112,6 +113,8 @@ class TrainingStep:
         def loss_of(microbatch: int, value: Any) -> Tensor:
             outputs.append(value)
             loss, factor = _loss_of(value), factors[microbatch]
+            if backward and not loss.requires_grad:
+                _check_graphs(outputs, len(factors), each=context.num_stages > 1 and context.remembers)
             loss = weighted(loss, factor) if weights is not None else loss if factor == 1.0 else loss * factor
             loss = loss if accumulated == 1 else loss / accumulated
             return loss if scale is None else scale(loss)
@@ -140,13 +143,17 @@ class TrainingStep:
                 profile=context.profile,
             )
             if reduce:
-                with context.range("reduce"):
-                    grad_sync.finish(scale=self._window.close(accumulated) if windowed else None)
-            if windowed and reduce:
-                self._window = AccumulationWindow(context.device)
+                self._reduce(accumulated, windowed=windowed)
         return context.share(
             lambda: (_merge(outputs, counts, shares), merge_logs(records, counts, self._num_microbatches, weights))
         )
+
+    def _reduce(self, accumulated: int, *, windowed: bool) -> None:
+        """Sum and average the gradients; a window of weights ends there."""
+        with self._context.range("reduce"):
+            self._grad_sync.finish(scale=self._window.close(accumulated) if windowed else None)
+        if windowed:
+            self._window = AccumulationWindow(self._context.device)
 
     def _find_schedule(self, num_microbatches: int, *, backward: bool) -> Schedule:
         """What the ranks of the pipeline do in a step."""
@@ -166,6 +173,7 @@ class TrainingStep:
     ) -> Compute:
         """The forward of a stage: the user's step until the body, its layers, or the step around its last layers."""
         context, grad_sync, user_step = self._context, self._grad_sync, self._context.module.training_step
+        fetched = {} if context.frame is None else context.fetch_parameters(context.frame, "training_step", plans)
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             grad_sync.forward_begins(stage)
@@ -179,7 +187,7 @@ class TrainingStep:
                 if context.frame is not None:
                     coordinates = _TRAINING, step, microbatch
                     value = context.run_frame(
-                        context.frame, plans[microbatch], stage, user_step, of_microbatch, inputs, *coordinates
+                        context.frame, plans[microbatch], stage, user_step, of_microbatch, inputs, fetched, *coordinates
                     )
                 elif context.cut is None:
                     value = user_step(*of_microbatch)
@@ -245,6 +253,8 @@ class TrainingStep:
         number = self._num_microbatches
         if self._limits:
             number = limit_microbatches(number, find_batch_size(batch), self._batch_norms)
+        if user_split is None and number > 1 and self._lengths is not None:
+            self._look_at_lengths(batch, self._lengths)
         microbatches, counts = split_into(batch, number, user_split)
         if self._agrees:
             least = context.mesh.data_parallel_min(len(counts))
@@ -256,6 +266,18 @@ class TrainingStep:
             if text is not None:
                 rank_zero_warn(text)
         return microbatches, counts
+
+    def _look_at_lengths(self, batch: Any, lengths: LengthWatch) -> None:
+        """Warn once of a tensor that is split like samples, and is none."""
+        found = lengths(batch)
+        if found:
+            self._lengths = None
+            rank_zero_warn(
+                f"A tensor of length {found[0]} in the batch was split into microbatches because there were as many"
+                " samples, but it does not go by samples: it stays as it is from batch to batch. Keep it in the module,"
+                f" as a buffer, or say how batches are split: `{type(self._context.module).__name__}.split_batch(batch,"
+                " num_microbatches)` returns a list of microbatches."
+            )
 
     def _weights(self, microbatches: Sequence[Any], *, accumulates: bool) -> LossWeights | None:
         """What each microbatch counts, where the module says it.
@@ -381,6 +403,26 @@ def _merge(outputs: Sequence[Any], counts: Sequence[int], shares: Sequence[float
     else:
         loss = torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum(0)
     return loss if isinstance(outputs[0], Tensor) else merge_outputs(outputs, counts, loss)
+
+
+def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) -> None:
+    """The last one of some losses has no graph: one process refuses that, and here too something must be trained.
+
+    Args:
+        outputs: What `training_step` has returned so far.
+        num_microbatches: How many there will be.
+        each: Whether every microbatch needs a graph: where a stage before waits for gradients such as there were.
+
+    Raises:
+        WrongUseError: If none of the microbatches has a graph, or ``each`` should have.
+    """
+    if not each and (len(outputs) < num_microbatches or any(_loss_of(output).requires_grad for output in outputs)):
+        return
+    raise WrongUseError(
+        "The loss of `training_step` has no graph, so nothing would be trained: no parameter that it depends on"
+        " requires a gradient, or it was detached, or made anew. Return the loss that the model computed; where a batch"
+        " has nothing to learn from, return it times 0. Where all is frozen, leave training out."
+    )
 
 
 def _loss_of(output: Any) -> Tensor:

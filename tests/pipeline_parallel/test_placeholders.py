@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.placeholders import (
     PlaceholderBuffer,
     PlaceholderParameter,
@@ -168,7 +169,7 @@ def test_copies_of_modules_have_placeholders_with_the_same_ties() -> None:
     assert all(a is b for a, b in zip(flat, named, strict=True))
 
 
-def test_operations_on_placeholders_give_plain_tensors_without_memory() -> None:
+def test_operations_on_placeholders_give_tensors_without_memory() -> None:
     placeholder = make().body[1][0].weight_ih_l0
     for result in (
         placeholder + 1,
@@ -177,10 +178,43 @@ def test_operations_on_placeholders_give_plain_tensors_without_memory() -> None:
         placeholder.t(),
         torch.stack([placeholder, placeholder]),
     ):
-        assert type(result) is Tensor
+        assert type(result) is PlaceholderBuffer
         assert result.is_meta
     assert placeholder.numel() == 4 * 3 * 3
     assert "size=(12, 3)" in repr(placeholder)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda average, weight: average.data.mul_(0.5).add_(weight.data, alpha=0.5),
+        lambda average, weight: average.data.lerp_(weight.detach(), 0.5),
+        lambda average, weight: average.detach().copy_(weight.detach() * 0.5),
+        lambda average, weight: average.detach().__iadd__(weight.detach().float().mul(0.5)),
+        lambda average, weight: average.detach().__setitem__(0, weight.detach()[0]),
+        lambda average, weight: torch.add(average.detach(), weight.detach(), out=average.data),
+        lambda average, weight: torch._foreach_lerp_([average.detach()], [weight.detach()], 0.5),
+    ],
+)
+def test_tensors_with_values_are_not_written_with_placeholders(move: Any) -> None:
+    """Torch does nothing then, without a word: an average of weights would decay."""
+    module = make()
+    weight = next(each for each in module.parameters() if is_placeholder(each))
+    average = nn.Parameter(torch.ones(weight.shape, dtype=weight.dtype), requires_grad=False)
+    with pytest.raises(WrongUseError, match="lives on other stages"):
+        move(average, weight)
+
+
+def test_lists_of_averages_and_weights_go_together() -> None:
+    module = make()
+    averages = copy.deepcopy(module)
+    before = [each.clone() for each in module.parameters() if not is_placeholder(each)]
+    with torch.no_grad():
+        torch._foreach_mul_([each for each in module.parameters() if not is_placeholder(each)], 3)
+        torch._foreach_lerp_(list(averages.parameters()), list(module.parameters()), 0.5)
+    after = [each for each in averages.parameters() if not is_placeholder(each)]
+    for one, other in zip(after, before, strict=True):
+        torch.testing.assert_close(one, other * 2)
 
 
 def test_requires_grad_can_be_changed() -> None:

@@ -222,5 +222,25 @@ def test_svg_tells_name_figures_and_legend() -> None:
 
 def test_svg_has_a_colour_for_each_chunk_and_direction() -> None:
     svg = simulate(build("interleaved_1f1b", 2, 4, 3)).to_svg()
-    colours = re.findall(r'fill="(#\w+)" stroke', svg)
+    colours = re.findall(r'fill="(#\w+)" class="cell"', svg)
     assert len(set(colours)) == 6
+
+
+def luminance(colour: str) -> float:
+    """The relative luminance of WCAG 2, of which contrast is made."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_svg_can_be_read_on_a_light_and_on_a_dark_page() -> None:
+    svg = simulate(build("1f1b", 2, 4)).to_svg()
+    light, dark = re.findall(r"<style>(.*?)@media \(prefers-color-scheme: dark\)(.*?)</style>", svg, re.DOTALL)[0]
+    themes = [dict(re.findall(r"\.(\w+) \{ \w+: (#\w+)", part)) for part in (light, dark)]
+    assert luminance(themes[0]["page"]) > 0.9
+    assert luminance(themes[1]["page"]) < 0.1
+    for theme in themes:
+        assert set(theme) == set(re.findall(r'class="(\w+)"', svg))
+        for ink in ("ink", "faint"):
+            low, high = sorted([luminance(theme["page"]), luminance(theme[ink])])
+            assert (high + 0.05) / (low + 0.05) > 4.5  # what WCAG asks of text

@@ -54,6 +54,9 @@ class Decisions:
     Args:
         calls: The calls of real tensors, by their numbers, in order.
         outcomes: By the numbers of those that have read something: what they gave.
+
+    Attributes:
+        read_states: Whether tensors are read that are not made of the batch, and may differ from rank to rank.
     """
 
     def __init__(self, calls: Mapping[int, RealCall], outcomes: Mapping[int, list[Any]]) -> None:
@@ -61,6 +64,7 @@ class Decisions:
         self._outcomes = {number: outcome for number, outcome in outcomes.items() if number in varying}
         self._calls = _leading_to(self._outcomes, calls)
         self._writes = any(call.written for call in self._calls.values())
+        self.read_states = any(isinstance(source, Tensor) for call in self._calls.values() for source in call.sources)
 
     def __len__(self) -> int:
         """How many there are."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import sysconfig
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +16,12 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.random import generator_marks
 from lightning_hybrid.pipeline_parallel.frame.decisions import Decisions, Input, Made, RealCall, apply, outcome_of
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode, FakeTensor, run_on_zeros
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
+    FakeMode,
+    FakeTensor,
+    collecting_at_the_end,
+    run_on_zeros,
+)
 from lightning_hybrid.pipeline_parallel.frame.graph import (
     METADATA,
     AbsentTensor,
@@ -26,18 +29,15 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     Call,
     Graph,
     Value,
+    call_unit,
+    check_backward,
     function_name,
     getters,
+    gives_back,
+    users_line,
 )
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
-
-# Code that only passes calls of the user's on.
-_NOT_THE_USERS = (
-    f"{Path(torch.__file__).parent}/",
-    f"{Path(__file__).parent.parent.parent}/",
-    str(Path(sysconfig.get_paths()["stdlib"]) / "contextlib"),
-)
 
 #: Results of these are cut off from the graph, whatever they are made from.
 _DETACHES = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_}) | getters("data")
@@ -75,8 +75,8 @@ class Discovery(TorchFunctionMode):
     Every call is numbered. Absent tensors are told apart as objects, which are known as long as the user's code has
     them: those that are alive when the step is over are what the last stage must have in the end.
 
-    The step runs with gradients off, so that no graph keeps objects alive; whether a result would require grad is
-    computed beside it.
+    Calls are made with gradients off, so that no graph keeps objects alive; whether a result would require grad is
+    computed beside them.
 
     Args:
         device: Where this rank computes.
@@ -152,12 +152,13 @@ class Discovery(TorchFunctionMode):
         leaves, spec = flatten(list(arguments))
         copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._inputs = {id(leaf): (leaf, place) for place, leaf in enumerate(copies) if isinstance(leaf, Tensor)}
-        try:
-            with self:
-                kept = step(*unflatten(copies, spec))
-        except ValueNeeded as needed:
-            kept = needed
-        self._checkpoints.clear()  # frames of the user's code hold values
+        with collecting_at_the_end():
+            try:
+                with self:
+                    kept = step(*unflatten(copies, spec))
+            except ValueNeeded as needed:
+                kept = needed
+            self._checkpoints.clear()  # frames of the user's code hold values
         alive = {value for reference, value in self._names.values() if reference() is not None}
         self.graph.wanted += sorted(alive - set(self.graph.wanted))
         for copied, original in self._originals.values():
@@ -185,7 +186,7 @@ class Discovery(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in METADATA:
             return func(*args, **kwargs)
-        return self._call(Call(func, None, f"`{function_name(func)}`", _users_line()), func, args, kwargs)
+        return self._call(Call(func, None, f"`{function_name(func)}`", users_line()), func, args, kwargs)
 
     def call_module(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Follow a call of a module of the frame that is one call: that of a function of its parameters too.
@@ -197,7 +198,7 @@ class Discovery(TorchFunctionMode):
             args: Arguments of the call.
             kwargs: Likewise.
         """
-        call = Call(module, None, repr(name), _users_line())
+        call = Call(module, None, repr(name), users_line())
         with self.paused():
             return self._call(call, forward, args, kwargs, list(module.parameters()))
 
@@ -210,7 +211,9 @@ class Discovery(TorchFunctionMode):
         leaves += parameters
         number = len(self.graph.calls)
         self.graph.calls.append(call)
-        call.states = tuple(id(self._originals[id(leaf)][1]) for leaf in leaves if id(leaf) in self._originals)
+        states = [self._originals[id(leaf)][1] for leaf in leaves if id(leaf) in self._originals]
+        call.states = tuple(map(id, states))
+        self.graph.states.update(zip(call.states, states, strict=True))
         if any(isinstance(leaf, Tensor) and self._is_absent(leaf) for leaf in leaves):
             if func in _DERIVATIVES:
                 raise WrongUseError(
@@ -238,15 +241,21 @@ class Discovery(TorchFunctionMode):
             kwargs: Likewise.
         """
         leaves, spec = flatten((args, kwargs))
-        call = Call(None, index, repr(self._units[index][0]), _users_line())
+        call = Call(None, index, repr(self._units[index][0]), users_line())
         number = len(self.graph.calls)
         self.graph.calls.append(call)
         with self.paused():
-            marks = generator_marks(self._device)
+            before = generator_marks(self._device)
             result = self._absent(
-                number, call, leaves, lambda fakes: apply(unit, *unflatten(fakes, spec)), trains=self._trains[index]
+                number,
+                call,
+                leaves,
+                lambda fakes: call_unit(call, unit, *unflatten(fakes, spec)),
+                trains=self._trains[index],
             )
-            call.draws |= generator_marks(self._device) != marks
+            after = generator_marks(self._device)
+            call.draws_elsewhere = after.elsewhere != before.elsewhere
+            call.draws |= after.torch != before.torch or call.draws_elsewhere
         return result
 
     @contextmanager
@@ -280,11 +289,12 @@ class Discovery(TorchFunctionMode):
                     f"{call} uses a tensor that a layer of the body made and did not return. What the code around the"
                     f" layers needs of a layer has to be returned by it, not kept in an attribute. {GENERATION}"
                 )
-            if id(leaf) in self._parameters and id(leaf) not in self._of_units:
+            if id(leaf) in self._parameter_names and id(leaf) not in self._of_units:
                 call.parameters |= {self._parameter_names[id(leaf)]}
             fakes[place] = self._parameters.get(id(leaf), leaf)
             if not isinstance(fakes[place], FakeTensor):
                 fakes[place] = real[place] = self._stand_in(leaf)
+                call.has_data = True
         call.operands = tuple(operands)
         # Not inside of the fake mode: what a layer makes without operands (a table in a cache) has to be real.
         with torch.no_grad(), self._operators.watch() as seen:
@@ -340,8 +350,13 @@ class Discovery(TorchFunctionMode):
         given = [*enumerate(leaves), *enumerate(fakes)]
         places = {id(leaf): place for place, leaf in reversed(given) if leaf is not None and type(leaf) not in _PLAIN}
         call.spec = spec
+        is_given_back = gives_back(call, outputs, places)
         for position, leaf in enumerate(outputs):
             place = places.get(id(leaf))
+            if is_given_back and isinstance(leaf, Tensor) and memory_of(leaf) not in written:
+                # What was computed of nothing this time (a layer that is dropped) has a name of its own, and is a view.
+                place, leaf = None, (leaf if isinstance(leaf, FakeTensor) else self._stand_in(leaf)).detach()
+                outputs[position] = leaf
             if call.unit is not None and place is not None and self._is_written_real(leaves[place], leaf, written):
                 # Where the unit is not called, what arrives takes the place of what it returns, not of its argument.
                 place, leaf = None, self.fake(leaf)
@@ -390,24 +405,26 @@ class Discovery(TorchFunctionMode):
                     self._name(tensor, call.old[value])
 
     def _note_parameters(self, call: Call, leaves: list[Any], written: set[int]) -> None:
-        """Whether a call writes parameters that every stage has."""
-        memory = {memory_of(fake) for key, fake in self._parameters.items() if key not in self._of_units}
-        call.is_everywhere = bool(written & memory)
+        """Which parameters a call writes."""
+        frame = self._parameters.keys() - self._of_units if written else ()
+        rewritten = {key for key in frame if memory_of(self._parameters[key]) in written}
         if getattr(call.function, "__name__", "") == "__set__" and isinstance(leaves[0], Tensor):
-            call.is_everywhere = id(leaves[0]) in self._parameters
-            if not call.is_everywhere:
+            rewritten = {id(leaves[0])} & self._parameters.keys()
+            if not rewritten:
                 raise WrongUseError(
                     f"{call} assigns to an attribute of a tensor that another stage has. Make a new tensor instead."
                 )
+        call.rewritten = frozenset(self._parameter_names.get(key, "") for key in rewritten)
 
     def _check_checkpoint(self, call: Call) -> None:
         """What is made again in backward must draw what it drew: one unit can, as its numbers begin where it begins."""
-        if call.unit is None and not call.draws:
+        if call.unit is None and not call.draws and not call.parameters:
             return
         frame = inspect.currentframe()
         while frame is not None and not frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
             frame = frame.f_back
-        if frame is None:
+        call.is_made_again = frame is not None
+        if frame is None or (call.unit is None and not call.draws):
             return
         while frame.f_back is not None and frame.f_back.f_code.co_filename == frame.f_code.co_filename:
             frame = frame.f_back
@@ -438,11 +455,7 @@ class Discovery(TorchFunctionMode):
         entry = self._names.get(id(tensor))
         if entry is None or entry[0]() is not tensor:
             return None
-        if not tensor._is_view() and tensor.grad_fn is not None:
-            raise WrongUseError(
-                f"A `torch.autograd.Function` was applied at {_users_line()} outside of the layers that are divided"
-                " into stages, so its backward cannot be divided. Call it in one of these layers."
-            )
+        check_backward(tensor)
         return entry[1]
 
     def _name(self, tensor: Tensor, value: Value) -> None:
@@ -484,12 +497,3 @@ class Discovery(TorchFunctionMode):
         if id(tensor) in self._inputs:
             return Input(self._inputs[id(tensor)][1])
         return self._originals.get(id(tensor), (None, tensor))[1]
-
-
-def _users_line() -> str:
-    """The line of the user's code that runs, as ``file:line``."""
-    frame = inspect.currentframe()
-    assert frame is not None
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

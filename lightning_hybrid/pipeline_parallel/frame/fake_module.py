@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Generator, Tensor, nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
+from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
 
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
 
 
@@ -37,11 +43,22 @@ def fake_module(module: nn.Module, units: Iterable[nn.Module], discovery: Discov
         for name, value in attributes.items():
             vars(part)[name] = stand_ins(value, in_unit=in_unit)
     swapped = [(part, vars(part) | part._buffers) for part, _ in saved]
-    values = [value for _, attributes in saved for value in attributes.values()]
-    generators = [(value, value.get_state()) for value in values if isinstance(value, Generator)]
+    generators = [
+        (f"{name!r} of {type(part).__name__}", value, _state_of(value))
+        for part, attributes in saved
+        for name, value in attributes.items()
+        if isinstance(value, _GENERATORS)
+    ]
     lazy: dict[int, dict[str, Tensor]] = {}
 
     def finish() -> bool:
+        for name, generator, state in generators:
+            if _state_of(generator) != state:
+                raise WrongUseError(
+                    f"The step draws random numbers from a generator of its own, {name}. Stages make different parts of"
+                    " the step, so they would draw different numbers from it. Draw without `generator=`: each call has"
+                    " a seed of its own then, which is the same on every stage."
+                )
         for part, attributes in swapped:
             for name, value in (vars(part) | part._buffers).items():
                 before = attributes.get(name)
@@ -63,8 +80,8 @@ def fake_module(module: nn.Module, units: Iterable[nn.Module], discovery: Discov
             vars(part).update(attributes)
             for name, value in lazy.get(id(part), {}).items():
                 setattr(part, name, value)  # a buffer stays one
-        for generator, state in generators:
-            generator.set_state(state)
+        for _, generator, state in generators:
+            _restore(generator, state)
 
 
 class _StandIns:
@@ -73,6 +90,7 @@ class _StandIns:
     def __init__(self, discovery: Discovery) -> None:
         self._discovery = discovery
         self._known: dict[int, Tensor] = {}  # what is tied stays tied
+        self._containers: dict[int, Any] = {}
 
     def __call__(self, value: Any, *, in_unit: bool) -> Any:
         """What stands for an attribute; itself, if the step cannot change it."""
@@ -82,7 +100,9 @@ class _StandIns:
             return self._known[id(value)]
         if type(value) not in _CONTAINERS:
             return value
-        other = copy.copy(value)
+        if id(value) in self._containers:
+            return self._containers[id(value)]
+        other = self._containers[id(value)] = copy.copy(value)
         if not isinstance(other, (set, deque)):
             for key, entry in other.items() if isinstance(other, dict) else enumerate(other):
                 other[key] = self(entry, in_unit=in_unit)
@@ -92,6 +112,27 @@ class _StandIns:
         if isinstance(tensor, nn.Parameter):
             return self._discovery.parameter(tensor, in_unit=in_unit)
         return self._discovery.fake(tensor) if in_unit else self._discovery.copy(tensor)
+
+
+def _state_of(generator: Any) -> bytes:
+    """The state of a generator, as bytes that can be compared."""
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().numpy().tobytes())
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
+
+
+def _restore(generator: Any, state: bytes) -> None:
+    """Put a generator into a state that :func:`_state_of` gave."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = pickle.loads(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    else:
+        generator.set_state(pickle.loads(state))
 
 
 def _is_own(hook: Callable[..., Any]) -> bool:

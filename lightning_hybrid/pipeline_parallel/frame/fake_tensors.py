@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.pipeline_parallel.frame.graph import users_line
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
 
 FakeMode: Any
@@ -29,15 +32,40 @@ try:
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             """An operator of tensors of which one has no values."""
             if self.is_over:
-                raise WrongUseError(
-                    "The step uses a value that is on another stage, and did not use it when the step was first seen"
-                    " with a batch of these shapes, or got it inside of an object. Hand it over as a tensor, or use"
-                    " HybridStrategy(dynamic_shapes=True), which follows every step anew."
-                )
+                raise WrongUseError(absent_text(f"`{func.overloadpacket.__name__}` at {users_line()}"))
             return super().dispatch(func, types, args, kwargs)
 
 except ImportError:  # then nothing but a plain chain can be divided
     FakeMode, FakeTensor = None, None
+
+
+def absent_text(what: str) -> str:
+    """The text for a value that is used where it is not.
+
+    Args:
+        what: What uses it.
+    """
+    return (
+        f"{what} uses a value that is on another stage, and did not use it when the step was first seen with a batch of"
+        " these shapes, or got it inside of an object. Hand it over as a tensor, or use"
+        " HybridStrategy(dynamic_shapes=True), which follows every step anew."
+    )
+
+
+@contextmanager
+def collecting_at_the_end() -> Iterator[None]:
+    """Objects in cycles that were made inside are gone at the end, and not before: on every rank alike.
+
+    Else it would depend on how much else a rank has made which values are still there.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.collect(0)  # everything that is new is young
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def run_on_zeros(

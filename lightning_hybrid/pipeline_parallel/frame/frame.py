@@ -7,7 +7,7 @@ import io
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count, groupby
 from typing import Any
@@ -19,17 +19,25 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Discovery
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, absent_text
 from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph
-from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, make_part
-from lightning_hybrid.pipeline_parallel.frame.routes import OrderError, Route, find_routes
+from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, find_kept, make_part
+from lightning_hybrid.pipeline_parallel.frame.routes import (
+    KEEP_TEXT,
+    OrderError,
+    Route,
+    find_routes,
+    find_travels,
+    lives_on_text,
+)
 from lightning_hybrid.pipeline_parallel.frame.running import (
-    AbsentOperandError,
+    LateParameterError,
     LateUnitError,
     OtherPathError,
     Running,
     Unwind,
 )
+from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +71,11 @@ class FrameCut:
             share their parameters meet there: a call is made as a whole, or not at all.
         compare: Called with the calls of a step that was followed, as text: they must be the same on every rank.
         once: Why no unit may be called twice in a step, with what to do; ``None`` if it may.
+        agrees: Whether a number is the same on every rank, which all of them ask.
+        metrics: Modules outside of units whose states count on the last stage alone.
+
+    Attributes:
+        holders: The stages of parameters outside of units that not all of them have, by name.
     """
 
     def __init__(
@@ -79,8 +92,11 @@ class FrameCut:
         leaf_modules: Sequence[tuple[str, nn.Module]] = (),
         compare: Callable[[list[str]], None] = lambda calls: None,
         once: str | None = None,
+        agrees: Callable[[int], bool] = lambda number: True,
+        metrics: Sequence[nn.Module] = (),
     ) -> None:
-        self._compare = compare
+        self._metrics = metrics
+        self._compare, self._agrees = compare, agrees
         self._once = once
         self._around_discovery = around_discovery
         self._module = module
@@ -90,7 +106,7 @@ class FrameCut:
         self._device = device
         self._remembers = remembers
         self._plans: dict[Hashable, list[FramePlan]] = {}
-        self._holders = holders
+        self.holders = holders
         self._numbers = count()
         self._mode: Discovery | Running | None = None
 
@@ -150,7 +166,7 @@ class FrameCut:
         Args:
             holders: The stages of those that not all of them have, by name.
         """
-        self._holders = holders
+        self.holders = holders
         self._plans.clear()
 
     @property
@@ -183,12 +199,15 @@ class FrameCut:
         known = self._plans.setdefault(key, []) if self._remembers else []
         with torch.no_grad():
             plan = next((each for each in known if each.graph.decisions.hold(arguments, seed)), None)
+        if any(each.graph.decisions.read_states for each in known):  # a hook may have written them on one rank
+            plan = plan if self._agrees(-1 if plan is None else plan.number) else None
         if plan is not None:
             return plan
         begin = time.perf_counter()
         before()
         graph = self._discover(step, arguments, seed)
-        self._compare(list(map(str, graph.calls)))
+        self._compare(graph.texts())
+        graph.read(self.holders.keys())
         plan = self._make_plan(graph)
         _log.debug(
             "`%s` was followed in %.0f ms: %d calls, tensors between stages %s",
@@ -240,25 +259,49 @@ class FrameCut:
             (unit, times), *_ = calls.most_common()
             raise WrongUseError(f"The layer {self._units[unit][0]!r} is called {times} times in a step, {self._once}")
         try:
-            routes = find_routes(graph, self._stage_of, self._num_stages, self._holders)
+            fetches = not torch.is_grad_enabled()
+            routes = find_routes(graph, self._stage_of, self._num_stages, self.holders, fetches=fetches)
         except OrderError as error:
             raise WrongUseError(self._order_text(graph, *error.args)) from None
+        sizes = {name: each.numel() * each.element_size() for name, each in self._module.named_parameters()}
+        travels = find_travels(graph, routes, sizes)
+        self._check_shared(graph, routes)
         last = self._num_stages - 1
         parts = []
         for stage, route in enumerate(routes):
             made_here = set().union(*(each.computed for each in routes[stage % self._num_ranks :: self._num_ranks]))
             later = routes[stage + self._num_ranks :: self._num_ranks]
             made_later = set().union(*(each.computed for each in later))
-            is_last = stage == last
-            parts.append(make_part(graph, route, made_here, made_later, again=bool(later), is_last=is_last))
-        return FramePlan(next(self._numbers), graph, tuple(parts), self._parameters_of(graph, routes))
+            lacks = any(stage not in stages for stages in self.holders.values())
+            parts.append(
+                make_part(graph, route, made_here, made_later, again=bool(later), is_last=stage == last, lacks=lacks)
+            )
+        fetched = {name: min(self.holders[name]) for route in routes for name in sorted(route.fetched)}
+        used, kept = self._parameters_of(graph, routes), find_kept(graph, routes, _tensors(self._metrics))
+        return FramePlan(next(self._numbers), graph, tuple(parts), used, travels, fetched, kept)
+
+    def _check_shared(self, graph: Graph, routes: Sequence[Route]) -> None:
+        """A parameter of a leaf module has other values on each rank that shares it, and is known to that module."""
+        leaves = {id(each): name for name, module in self._leaf_modules for each in module.parameters()}
+        travelling = [graph.parameter_of(value) for route in routes for value in route.received]
+        for name in [*filter(None, travelling), *(name for route in routes for name in sorted(route.fetched))]:
+            leaf = leaves.get(id(self._module.get_parameter(name)))
+            if leaf is not None:
+                raise WrongUseError(
+                    f"The parameter {name!r} {lives_on_text(self.holders[name])}, and it does not travel to where the"
+                    f" step uses it now, as the tensor-parallel ranks share {leaf!r}. {KEEP_TEXT}"
+                )
 
     def _parameters_of(self, graph: Graph, routes: Sequence[Route]) -> tuple[frozenset[str], ...]:
-        """The parameters outside of units that each stage uses."""
-        used = [set().union(*(graph.calls[number].parameters for number in route.computed)) for route in routes]
+        """The parameters outside of units that each stage uses, and has."""
+        calls = graph.all_calls
+        used = [set().union(*(calls[number].parameters for number in route.computed)) for route in routes]
         if graph.needed is not None:  # what comes then has not been seen
             used[-1] |= {name for name, _ in self._module.named_parameters()}
-        return tuple(map(frozenset, used))
+        return tuple(
+            frozenset(name for name in names if stage in self.holders.get(name, (stage,)))
+            for stage, names in enumerate(used)
+        )
 
     def _order_text(self, graph: Graph, early: Call | None, late: Call) -> str:
         """The text for units that are not called in the order in which they are divided."""
@@ -291,6 +334,7 @@ class FrameCut:
         *,
         seed: Callable[[int], None],
         random: Callable[[int], AbstractContextManager[None]],
+        fetched: Mapping[str, Tensor] | None = None,
     ) -> Any:
         """Run a stage's part of a step.
 
@@ -302,6 +346,7 @@ class FrameCut:
             inputs: What the stage before made; ``None`` on the first stage.
             seed: Seeds the generators for the call of a number.
             random: Around a unit that draws random numbers, for the call of a number.
+            fetched: By name, the values of parameters that earlier stages use than those that have them.
 
         Returns:
             A list of tensors for the next stage; on the last stage what the step returns.
@@ -310,9 +355,13 @@ class FrameCut:
             WrongUseError: If the step does something else than what was discovered.
         """
         part = plan.parts[stage]
-        running = Running(part, inputs or (), seed, random)
-        if not part.is_last and not running.missing:
+        parameters = {name: self._module.get_parameter(name) for name in part.parameters}
+        running = Running(part, inputs or (), parameters, fetched or {}, self._device, seed, random)
+        if not part.is_last and not running.missing and not part.leaves_from:
             return running.sent
+        present = _tensors(self._module.modules()) if part.is_last and plan.kept else set()
+        if present:
+            running.watch([tensor for tensor, _ in plan.kept])
         self._mode = running
         try:
             with running:
@@ -321,8 +370,8 @@ class FrameCut:
             return running.sent
         except OtherPathError as error:
             raise WrongUseError(self._path_text(plan, *error.args)) from None
-        except AbsentOperandError as error:
-            raise WrongUseError(self._operand_text(plan, *error.args)) from None
+        except LateParameterError as error:
+            raise WrongUseError(self._parameter_text(plan, *error.args)) from None
         except LateUnitError as error:
             raise WrongUseError(self._late_text(plan, *error.args)) from None
         finally:
@@ -331,9 +380,14 @@ class FrameCut:
         if not part.is_last and not running.missing:
             return running.sent
         if any(isinstance(leaf, FakeTensor) for leaf in flatten(value)[0]):
-            raise WrongUseError(self._operand_text(plan, len(plan.graph.calls)))
+            raise WrongUseError(absent_text(f"What {type(self._module).__name__} returns"))
         if running.number < part.free_from:
             raise WrongUseError(self._path_text(plan, running.number, "not made"))
+        if present:
+            gone = present - _tensors(self._module.modules())
+            for position, (tensor, _) in enumerate(plan.kept):
+                if position in running.written() or id(tensor) in gone:
+                    raise WrongUseError(self._written_text(plan, position))
         return value
 
     def _path_text(self, plan: FramePlan, number: int, found: str | int) -> str:
@@ -348,14 +402,25 @@ class FrameCut:
             " on anything else, use HybridStrategy(dynamic_shapes=True), which follows every step anew."
         )
 
-    def _operand_text(self, plan: FramePlan, number: int) -> str:
-        """The text for a call with an operand that the discovered step did not use there."""
-        calls = plan.graph.calls
-        name = str(calls[number]) if number < len(calls) else f"call {number}"
+    def _written_text(self, plan: FramePlan, position: int) -> str:
+        """The text for a tensor of the module that is written after the number of an absent value was needed."""
+        tensor, reader = plan.kept[position]
+        name = next((repr(name) for name, each in self._module.named_buffers() if each is tensor), "a tensor")
         return (
-            f"{name} of {type(self._module).__name__} uses a value that is on another stage, and did not use it when"
-            " the step was first seen with a batch of these shapes, or got it inside of an object. Hand it over as a"
-            " tensor, or use HybridStrategy(dynamic_shapes=True), which follows every step anew."
+            f"The step writes {name} of {type(self._module).__name__} after {plan.graph.needed} has asked for the"
+            f" number of a value that only the last stage has; what comes then is done there alone, and {reader} reads"
+            " it on every stage. Write it before, or in a hook, such as `on_train_batch_end`."
+        )
+
+    def _parameter_text(self, plan: FramePlan, placeholder: Tensor) -> str:
+        """The text for a parameter of another stage that is used after the number of an absent value was needed."""
+        name = next((name for name, each in self._module.named_parameters() if each is placeholder), None)
+        if name is None or name not in self.holders:
+            return without_value_text(f"what follows {plan.graph.needed}")
+        return (
+            f"The step uses the parameter {name!r} after {plan.graph.needed} has asked for the number of a value that"
+            f" another stage makes, and what follows cannot be known before; {name!r}"
+            f" {lives_on_text(self.holders[name])}. {KEEP_TEXT}"
         )
 
     def _late_text(self, plan: FramePlan, index: int) -> str:
@@ -369,6 +434,13 @@ class FrameCut:
             " decide by the batch, or keep the decision and the layers behind it in one layer of the body."
             f"{f' {GENERATION}' * again}"
         )
+
+
+def _tensors(modules: Iterable[nn.Module]) -> set[int]:
+    """The identities of the tensors in attributes and buffers of modules."""
+    values = [value for module in modules for table in (vars(module), module._buffers) for value in table.values()]
+    held = [value for value in values if isinstance(value, Tensor) or type(value) in (list, tuple, dict)]
+    return {id(leaf) for leaf in flatten(held)[0] if isinstance(leaf, Tensor)}
 
 
 def _folded(names: Sequence[str]) -> list[str]:

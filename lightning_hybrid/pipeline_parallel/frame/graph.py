@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import sysconfig
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid.distributed.pytree import TreeSpec
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import TreeSpec, flatten, is_unchanged
 from lightning_hybrid.pipeline_parallel.frame.decisions import Decisions
+
+_OwnBackward: Any = torch.autograd.function.BackwardCFunction
+# Code that only passes calls of the user's on.
+_NOT_THE_USERS = (
+    f"{Path(torch.__file__).parent}/",
+    f"{Path(__file__).parent.parent.parent}/",
+    str(Path(sysconfig.get_paths()["stdlib"]) / "contextlib"),
+)
+
+# What the user's code may fill beside what it returns.
+_LISTS = frozenset({list, dict, defaultdict, OrderedDict})
 
 
 class Value(NamedTuple):
@@ -23,6 +39,30 @@ class Value(NamedTuple):
 
     call: int
     leaf: int
+
+
+def call_unit(call: Call, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a unit, which must not change the lists and dictionaries that it is given: other stages have their own.
+
+    Args:
+        call: The call.
+        unit: The `forward` of the unit.
+        args: Its arguments.
+        kwargs: Likewise.
+
+    Raises:
+        WrongUseError: If it does.
+    """
+    if _LISTS.isdisjoint(map(type, (*args, *kwargs.values()))):
+        return unit(*args, **kwargs)
+    leaves, spec = flatten((args, kwargs))
+    result = unit(*args, **kwargs)
+    if not is_unchanged((args, kwargs), leaves, spec):
+        raise WrongUseError(
+            f"{call} changes a list or a dictionary that it is given, which other stages do not see. Let the layer"
+            " return what it makes."
+        )
+    return result
 
 
 class Argument(NamedTuple):
@@ -53,11 +93,13 @@ class Call:
         where: The line of the user's code, as ``file:line``.
         operands: The absent values that it needs, each once.
         parameters: The names of the parameters outside of units that it needs.
+        has_data: Whether it needs tensors that are on every rank, beside these.
         outputs: The leaves of what it returns: :class:`AbsentTensor`, :class:`Argument`, or a value that is no tensor.
             Nothing where no operand is absent: then it is computed everywhere.
         spec: The tree of what it returns.
         is_absent: Whether its results depend on parameters or units.
         draws: Whether it draws random numbers.
+        draws_elsewhere: Whether it draws some of numpy or `random`; only units are asked.
         old: Values that it changes in place, under the names they had before; with the names they have afterwards.
         written: Tensors that are on every rank (buffers, states of metrics), and that it writes: their positions among
             the arguments, with the names that they have afterwards.
@@ -65,7 +107,9 @@ class Call:
         counts: Such tensors that a call without absent operands writes, by their positions among the arguments: every
             stage does.
         is_effect: Whether it does something to its operands that is no value (a hook on a gradient).
-        is_everywhere: Whether every stage has to make it, because it writes a parameter that all of them have.
+        rewritten: The names of the parameters outside of units that it writes, which every stage does that has them;
+            ``""`` for one that the module does not name.
+        is_made_again: Whether `torch.utils.checkpoint` makes it again in backward.
         states: Tensors of the module (buffers, attributes) among its arguments, by their identities.
     """
 
@@ -75,21 +119,29 @@ class Call:
     where: str
     operands: tuple[Value, ...] = ()
     parameters: frozenset[str] = frozenset()
+    has_data: bool = False
     outputs: list[Any] = field(default_factory=list)
     spec: TreeSpec | None = None
     is_absent: bool = False
     draws: bool = False
+    draws_elsewhere: bool = False
     old: dict[Value, Value] = field(default_factory=dict)
     written: dict[int, Value] = field(default_factory=dict)
     is_in_place: bool = False
     counts: tuple[int, ...] = ()
     is_effect: bool = False
-    is_everywhere: bool = False
+    rewritten: frozenset[str] = frozenset()
+    is_made_again: bool = False
     states: tuple[int, ...] = ()
 
     def returns(self, value: Value) -> bool:
         """Whether a value is among what the call returns, and not only something that it wrote."""
         return value.leaf < len(self.outputs)
+
+    def num_bytes(self, value: Value) -> int:
+        """The size of a value that it returns."""
+        leaf = self.outputs[value.leaf] if self.returns(value) else None
+        return leaf.tensor.numel() * leaf.tensor.element_size() if isinstance(leaf, AbsentTensor) else 0
 
     def __str__(self) -> str:
         """For messages."""
@@ -102,11 +154,15 @@ class Graph:
 
     Attributes:
         calls: In the order in which the step makes them.
-        wanted: The values that the step returns, logs or keeps, and those that it needs for what could not be followed.
+        wanted: The values that something still holds when the step is over, or cannot be followed any more; and those
+            that are needed there.
         decisions: What the user's code read from the batch.
         state_writes: Tensors of the module that the step writes with absent values, or replaces by such, by their
             identities; with what the last of them is.
         needed: What needed the number of an absent value; ``None`` if the step was followed to its end.
+        states: The tensors of the module that are among the arguments of calls, by their identities.
+        reads: What gives the parameters that not every stage has, one for each; their numbers are behind those of the
+            calls. The user's code makes no such calls.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -114,6 +170,51 @@ class Graph:
     decisions: Decisions = field(default_factory=lambda: Decisions({}, {}))
     state_writes: dict[int, Value] = field(default_factory=dict)
     needed: str | None = None
+    states: dict[int, Tensor] = field(default_factory=dict)
+
+    def texts(self) -> list[str]:
+        """What must be the same on every rank, each as text: the calls, and what these and later stages use of them."""
+        used = [f"{call}, which uses {self._names(call.operands)}" for call in self.calls if call.operands]
+        return [*map(str, self.calls), *used, f"its end, which keeps {self._names(self.wanted)}"]
+
+    def _names(self, values: Iterable[Value]) -> str:
+        return ", ".join(f"{self.calls[value.call]} [{value.leaf}]" for value in values)
+
+    reads: list[Call] = field(default_factory=list)
+
+    def read(self, names: Collection[str]) -> None:
+        """Let parameters be values like any other: calls have them among their operands, and reads give them.
+
+        Args:
+            names: Of the parameters; those that no call needs are left out.
+        """
+        used = sorted({name for call in self.calls for name in call.parameters if name in names})
+        self.reads = [Call(None, None, repr(name), "", parameters=frozenset((name,)), is_absent=True) for name in used]
+        values = {name: Value(len(self.calls) + position, 0) for position, name in enumerate(used)}
+        for call in self.calls:
+            call.operands += tuple(values[name] for name in sorted(call.parameters & values.keys()))
+
+    @property
+    def all_calls(self) -> list[Call]:
+        """The calls and the reads, by their numbers."""
+        return [*self.calls, *self.reads]
+
+    def made_of_parameters(self) -> dict[int, frozenset[str]]:
+        """The calls and reads that give nothing but parameters, and functions of these alone; with their names."""
+        made_of = {len(self.calls) + position: read.parameters for position, read in enumerate(self.reads)}
+        for number, call in enumerate(self.calls if self.reads else ()):
+            if call.unit is None and call.operands and not call.has_data:
+                operands = [made_of.get(value.call) for value in call.operands]
+                if None not in operands:
+                    made_of[number] = frozenset().union(*filter(None, operands))
+        return made_of
+
+    def parameter_of(self, value: Value) -> str | None:
+        """The name of the parameter that a value is; ``None`` if it is something else."""
+        if value.call < len(self.calls):
+            return None
+        (name,) = self.reads[value.call - len(self.calls)].parameters
+        return name
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -121,6 +222,59 @@ def function_name(function: Callable[..., Any]) -> str:
     name = getattr(function, "__name__", repr(function))
     of_getter = getattr(getattr(function, "__self__", None), "__name__", name)
     return str(of_getter if name == "__get__" else name)
+
+
+def is_in_place(function: Callable[..., Any] | None) -> bool:
+    """Whether a function is one that changes its first argument, and gives it back, by its name."""
+    name = getattr(function, "__name__", "")
+    return name.endswith("_") and not name.startswith("__")
+
+
+def gives_back(call: Call, outputs: Sequence[Any], places: Mapping[int, int]) -> bool:
+    """Whether a call gave back nothing but arguments, though it might have made something of them.
+
+    Where it made something else, arguments among it are what it only hands on (a mask); that it always does so is seen
+    when it runs.
+
+    Args:
+        call: The call.
+        outputs: The leaves of what it returned.
+        places: The positions of its arguments, by their identities.
+    """
+    tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
+    return not is_in_place(call.function) and all(id(leaf) in places for leaf in tensors)
+
+
+def check_backward(tensor: Tensor) -> None:
+    """Calls are made with gradients off, so only a `torch.autograd.Function` has put a backward on an absent tensor.
+
+    Args:
+        tensor: An absent one, around the units.
+
+    Raises:
+        WrongUseError: If it has.
+    """
+    try:
+        function = tensor.grad_fn
+    except RuntimeError:  # of a view that was written
+        return
+    if function is None or (tensor._is_view() and not isinstance(function, _OwnBackward)):
+        return
+    is_hook = type(function).__name__ == "BackwardHookFunctionBackward"
+    what = "hook on the gradients of a module is" if is_hook else "`torch.autograd.Function` was"
+    raise WrongUseError(
+        f"A {what} applied at {users_line()} outside of the layers that are divided into stages, so its backward cannot"
+        f" be divided. {'Put it on a part' if is_hook else 'Call it in one'} of these layers."
+    )
+
+
+def users_line() -> str:
+    """The line of the user's code that runs, as ``file:line``."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def getters(*names: str) -> frozenset[Callable[..., Any]]:

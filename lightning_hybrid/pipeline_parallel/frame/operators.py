@@ -61,13 +61,12 @@ class Operators(DispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Watch an operator."""
         seen = self._seen
-        seen.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        seen.draws |= _draws(func, args, kwargs or {})
         seen.reads |= torch.Tag.data_dependent_output in func.tags
         seen.shapes |= torch.Tag.dynamic_output_shape in func.tags and not _has_fixed_shape(func, args)
         if func._schema.is_mutable:
-            arguments = func._schema.arguments
-            given = dict(zip([argument.name for argument in arguments], args, strict=False)) | (kwargs or {})
-            for argument in arguments:
+            given = _given(func, args, kwargs or {})
+            for argument in func._schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     leaves, _ = flatten(given.get(argument.name))
                     seen.written |= {memory_of(leaf) for leaf in leaves if _is_tensor(leaf)}
@@ -84,6 +83,19 @@ def memory_of(tensor: Tensor) -> int:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
+
+
+def _given(operator: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator by their names."""
+    return dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
+
+
+def _draws(operator: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers; attention without dropout has the tag of one that does."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    dropout = [argument for argument in operator._schema.arguments if argument.name == "dropout_p"]
+    return not dropout or _given(operator, args, kwargs).get("dropout_p", dropout[0].default_value) != 0
 
 
 def _has_fixed_shape(operator: Any, args: Any) -> bool:

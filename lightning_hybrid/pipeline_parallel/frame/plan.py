@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, unflatten
 from lightning_hybrid.pipeline_parallel.frame.graph import AbsentTensor, Argument, Call, Graph, Value
-from lightning_hybrid.pipeline_parallel.frame.routes import Route
+from lightning_hybrid.pipeline_parallel.frame.routes import Route, Travel
+
+_DROPOUTS: frozenset[Any] = frozenset(
+    {
+        *(torch.dropout, torch.dropout_, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout),
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    }
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,13 +30,30 @@ class FramePlan:
         number: Tells plans apart; equal on all ranks.
         graph: What the step does.
         parts: What each stage does of it.
-        parameters: The names of the parameters outside of units that each stage uses.
+        parameters: The names of the parameters outside of units that each stage uses, and has.
+        travels: What is sent of those that a stage uses and does not have.
+        fetched: Of which stages the values are that earlier ones use, and get before the step, by name.
+        kept: Tensors of the module that other stages than the last one read, and that it must not write where nothing
+            is followed any more; with a call that reads them.
     """
 
     number: int
     graph: Graph
     parts: tuple[Part, ...]
     parameters: tuple[frozenset[str], ...]
+    travels: tuple[Travel, ...]
+    fetched: Mapping[str, int]
+    kept: tuple[tuple[Tensor, Call], ...]
+
+
+def find_kept(graph: Graph, routes: Sequence[Route], excluded: Collection[int]) -> tuple[tuple[Tensor, Call], ...]:
+    """What the last stage must not write once the number of an absent value was needed, as others read it."""
+    if graph.needed is None:
+        return ()
+    elsewhere = set().union(*(route.computed for route in routes[:-1]))
+    readers = [call for number, call in enumerate(graph.calls) if not call.is_absent or number in elsewhere]
+    first = {state: call for call in reversed(readers) for state in call.states}
+    return tuple((graph.states[state], call) for state, call in first.items() if state not in excluded)
 
 
 def stages_by_parameter(plans: Iterable[FramePlan]) -> dict[str, set[int]]:
@@ -48,18 +74,22 @@ class Action:
         function: The torch function or leaf module that is called; ``None`` for a unit.
         unit: The position of the unit; ``None`` for anything else.
         draws: Whether it draws random numbers.
+        draws_elsewhere: Whether it draws some of numpy or `random`.
         counts: Arguments of this rank's own that it writes, and that another stage of this rank writes too.
         answer: What is returned where the call is not made; ``None`` where it is.
         sent: Leaves of the result, or arguments, that the next stage wants: (leaf, position among what is sent, whether
-            it will be changed in place).
+            a copy is sent, because it will be changed in place, or may be a view of a parameter).
+        call: The call, as it was when it was first seen.
     """
 
     function: Callable[..., Any] | None
     unit: int | None
     draws: bool
+    draws_elsewhere: bool
     counts: tuple[int, ...]
     answer: Answer | None
     sent: tuple[tuple[int | Argument, int, bool], ...]
+    call: Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +99,7 @@ class Answer:
     Attributes:
         leaves: Fake tensors and plain values; arguments of the call where it returns them.
         spec: The tree.
-        value: The tree, if it is always the same.
+        value: What is returned, if it is a single leaf that is always the same; a container is the user's to change.
         received: (leaf, position among the inputs): what arrived from other stages.
         written: (position among the arguments, position among the inputs): buffers whose new values arrived.
     """
@@ -92,7 +122,8 @@ class Answer:
         for leaf, position in self.received:
             leaves[leaf] = inputs[position]
         for argument, position in self.written:
-            arguments[argument].data.copy_(inputs[position])  # not noticed by what a microbatch keeps for backward
+            # Autograd must not notice: batch norm keeps its statistics for backward, though it needs no number of them.
+            arguments[argument].data.copy_(inputs[position])
         return unflatten(leaves, self.spec)
 
 
@@ -103,26 +134,39 @@ class Part:
     Attributes:
         actions: What it does at each call.
         passed: (position among the inputs, position among what is sent): what only passes through.
+        read: (name, position among what is sent): parameters of this stage that later ones use.
+        arrived: (name, position among the inputs): parameters of an earlier stage that this one uses.
+        fetched: The names of parameters of later stages that this one uses.
         sent: The values for the next stage.
         free_from: From this call on everything is computed, whatever it is.
         leaves_from: Before this call the step is not left, because it has to do something.
         draws: The calls that draw random numbers.
         followed_to: From this call on nothing has to be looked at, if the call before it was a unit of this stage.
+        is_guarded: Whether calls that were not followed may use parameters that this stage does not have.
         is_last: Whether the step runs to its end.
     """
 
     actions: list[Action]
     passed: tuple[tuple[int, int, bool], ...]
+    read: tuple[tuple[str, int], ...]
+    arrived: tuple[tuple[str, int], ...]
+    fetched: frozenset[str]
     sent: tuple[Value, ...]
     free_from: int
     leaves_from: int
     draws: tuple[int, ...]
     followed_to: int | None
+    is_guarded: bool
     is_last: bool
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the parameters that travel from here, or to here."""
+        return [*self.fetched, *(name for name, _ in (*self.read, *self.arrived))]
 
 
 def make_part(
-    graph: Graph, route: Route, made_here: set[int], made_later: set[int], *, again: bool, is_last: bool
+    graph: Graph, route: Route, made_here: set[int], made_later: set[int], *, again: bool, is_last: bool, lacks: bool
 ) -> Part:
     """What a stage does.
 
@@ -133,18 +177,21 @@ def make_part(
         made_later: The calls that later stages of this rank make.
         again: Whether a later stage of this rank runs the step again.
         is_last: Whether it is the last stage.
+        lacks: Whether there are parameters outside of units that it does not have.
     """
     received = {value: position for position, value in enumerate(route.received)}
     sent = {value: position for position, value in enumerate(route.sent)}
-    changed = {old for number in route.computed for old in graph.calls[number].old}
+    calls, of_parameters = graph.all_calls, graph.made_of_parameters()
+    used = {value for number in route.computed for value in calls[number].operands}
+    changed = {old for number in route.computed for old in calls[number].old}
     own: dict[int, list[tuple[int | Argument, int, bool]]] = {}
     for value, position in sent.items():
-        if value not in received:
-            call = graph.calls[value.call]
+        if value not in received and graph.parameter_of(value) is None:
+            call = calls[value.call]
             argument = next((place for place, written in call.written.items() if written == value), None)
             leaf = value.leaf if argument is None else Argument(argument)
-            will_change = value in changed or argument is not None
-            own.setdefault(value.call, []).append((leaf, position, will_change))
+            is_copied = value in changed or argument is not None or value.call in of_parameters
+            own.setdefault(value.call, []).append((leaf, position, is_copied))
     actions = []
     free_from = 0
     for number, call in enumerate(graph.calls):
@@ -153,21 +200,50 @@ def make_part(
         counts = call.counts if again else ()
         if is_made and number in made_later:
             counts += tuple(call.written)
-        actions.append(Action(call.function, call.unit, call.draws, counts, answer, tuple(own.get(number, ()))))
+        sends = tuple(own.get(number, ()))
+        actions.append(
+            Action(call.function, call.unit, _may_draw(call), call.draws_elsewhere, counts, answer, sends, call)
+        )
         if call.unit is not None or answer is not None:
             free_from = number + 1
     passed = tuple((received[value], sent[value], value in changed) for value in sent if value in received)
     running = [number for number, call in enumerate(graph.calls) if _must_run(number, call, route)]
     leaves_from = running[-1] + 1 if running else 0
-    draws = tuple(number for number, call in enumerate(graph.calls) if call.draws)
-    followed_to = free_from if is_last and max(draws, default=-1) < free_from else None
-    free_from = free_from if is_last else len(actions)
-    return Part(actions, passed, tuple(sent), free_from, leaves_from, draws, followed_to, is_last)
+    draws = tuple(number for number, call in enumerate(graph.calls) if _may_draw(call))
+    read = _parameters(graph, {value: position for value, position in sent.items() if value not in received})
+    arrived = _parameters(graph, {value: position for value, position in received.items() if value in used})
+    is_guarded = is_last and lacks and graph.needed is not None
+    is_over = is_last and not arrived and not is_guarded and max(draws, default=-1) < free_from
+    return Part(
+        actions,
+        passed,
+        read,
+        arrived,
+        frozenset(route.fetched),
+        tuple(sent),
+        free_from if is_last else len(actions),
+        leaves_from,
+        draws,
+        free_from if is_over else None,
+        is_guarded,
+        is_last,
+    )
+
+
+def _parameters(graph: Graph, positions: Mapping[Value, int]) -> tuple[tuple[str, int], ...]:
+    """Those of some values that are parameters: their names, with the positions."""
+    named = ((graph.parameter_of(value), position) for value, position in positions.items())
+    return tuple((name, position) for name, position in named if name is not None)
+
+
+def _may_draw(call: Call) -> bool:
+    """Whether a call draws; dropout does with another rate, whatever it was when the step was first seen."""
+    return call.draws or call.function in _DROPOUTS
 
 
 def _must_run(number: int, call: Call, route: Route) -> bool:
     """Whether a call does something beside giving values."""
-    return bool(call.counts) or ((call.is_effect or call.is_everywhere) and number in route.computed)
+    return bool(call.counts or ((call.is_effect or call.rewritten) and number in route.computed))
 
 
 def _make_answer(number: int, call: Call, received: dict[Value, int], is_written: bool) -> Answer:
@@ -178,5 +254,5 @@ def _make_answer(number: int, call: Call, received: dict[Value, int], is_written
     )
     arriving = {} if is_written else call.written  # another stage of this rank may be some microbatches ahead
     written = tuple((place, received[value]) for place, value in arriving.items() if value in received)
-    is_fixed = not arrived and not written and not any(type(leaf) is Argument for leaf in leaves)
-    return Answer(leaves, call.spec, unflatten(leaves, call.spec) if is_fixed else None, arrived, written)
+    is_fixed = call.spec == LEAF and not arrived and not written and type(leaves[0]) is not Argument
+    return Answer(leaves, call.spec, leaves[0] if is_fixed else None, arrived, written)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph, Value
+from lightning_hybrid.pipeline_parallel.frame.graph import Graph, Value
+
+#: What lets a parameter live on another stage too.
+KEEP_TEXT = (
+    "Let the first batch of training use the parameter there too, such as by adding `0 * parameter.sum()`, or make it a"
+    " part of a layer."
+)
 
 
 class OrderError(ValueError):
@@ -21,27 +27,50 @@ class Route:
         computed: The numbers of the absent calls that it makes itself.
         received: The values that arrive, and are passed on where they are among those sent.
         sent: The values for the next stage.
+        fetched: The names of the parameters that it uses and that only later stages have.
     """
 
     computed: set[int] = field(default_factory=set)
     received: dict[Value, None] = field(default_factory=dict)
     sent: dict[Value, None] = field(default_factory=dict)
+    fetched: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Travel:
+    """What is sent of parameters in one run of a step, because stages use them that do not have them.
+
+    Attributes:
+        names: Of a parameter; or of those that a value is made of that is not smaller, such as a transposed one.
+        stages: That use it, and do not have it.
+        num_bytes: What is sent; where it has a gradient, as much comes back.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+    num_bytes: int
 
 
 def find_routes(
-    graph: Graph, stage_of: Mapping[int, int], num_stages: int, holders: Mapping[str, Collection[int]]
+    graph: Graph,
+    stage_of: Mapping[int, int],
+    num_stages: int,
+    holders: Mapping[str, Collection[int]],
+    *,
+    fetches: bool,
 ) -> list[Route]:
     """Find out what has to be where.
 
     A stage makes a value itself if it can: out of the batch, its parameters, its units and what it receives anyway.
     Else it receives it from the first stage that can. Else, where the operands of a call are spread over several
-    stages, it receives these.
+    stages, it receives these. Parameters that not all stages have are values like any other.
 
     Args:
         graph: What the step does.
         stage_of: The stage of each unit.
         num_stages: The number of stages.
         holders: The stages of the parameters outside of units that not all of them have, by name.
+        fetches: Whether stages may have the values of parameters of later stages: those that need no gradient.
 
     Returns:
         The route of each stage.
@@ -52,7 +81,7 @@ def find_routes(
         WrongUseError: If something is changed in place where another stage would not see it, or a parameter is needed
             where it is not.
     """
-    router = _Router(graph.calls, stage_of, [Route() for _ in range(num_stages)], holders)
+    router = _Router(graph, stage_of, [Route() for _ in range(num_stages)], holders)
     for number, call in enumerate(graph.calls):
         if call.unit is not None:
             router.routes[stage_of[call.unit]].computed.add(number)
@@ -63,7 +92,8 @@ def find_routes(
     router.write_parameters()
     router.make_the_rest(num_stages - 1)
     router.make_effects()
-    router.check_parameters()
+    router.fetch_parameters(allowed=fetches)
+    router.check_rewritten()
     router.check_writes()
     router.check_states(graph.state_writes)
     for route in router.routes:
@@ -71,17 +101,66 @@ def find_routes(
     return router.routes
 
 
+def find_travels(graph: Graph, routes: Sequence[Route], sizes: Mapping[str, int]) -> tuple[Travel, ...]:
+    """Which parameters travel.
+
+    Args:
+        graph: What the step does.
+        routes: What each stage makes, receives and sends.
+        sizes: The bytes of parameters, by name.
+    """
+    calls, made_of = graph.all_calls, graph.made_of_parameters()
+    used = [{value for number in route.computed for value in calls[number].operands} for route in routes]
+    travels = []
+    for value in sorted({value for values in used for value in values if value.call in made_of}):
+        names, name = sorted(made_of[value.call]), graph.parameter_of(value)
+        size = calls[value.call].num_bytes(value) if name is None else sizes[name]
+        fetching = {stage for stage, route in enumerate(routes) if name in route.fetched}
+        receiving = {stage for stage, route in enumerate(routes) if value in used[stage] and value in route.received}
+        if (fetching or receiving) and size >= max(sizes[each] for each in names):  # a norm, or a few rows, are cheap
+            num_messages = sum(value in route.sent for route in routes) + bool(fetching)
+            travels.append(Travel(tuple(names), tuple(sorted(fetching | receiving)), num_messages * size))
+    return tuple(travels)
+
+
+def travel_text(step: str, travels: Iterable[Travel], holders: Mapping[str, Collection[int]], num_bytes: int) -> str:
+    """The text for parameters that travel, as it is dear.
+
+    Args:
+        step: The name of the step.
+        travels: What is sent of them; once for each microbatch.
+        holders: The stages that have them, by name.
+        num_bytes: What is sent in a step.
+    """
+    places = {(name, travel.stages): None for travel in travels for name in travel.names}
+    uses = [f"{name!r} of {_stages(holders[name])} on {_stages(stages)}" for name, stages in places]
+    return (
+        f"`{step}` uses parameters on stages that do not have them: {', '.join(uses)}. Parameters outside of the layers"
+        f" live where the first batch of training used them. These travel: {num_bytes:,} bytes a step. {KEEP_TEXT}"
+    )
+
+
+def lives_on_text(stages: Collection[int]) -> str:
+    """The text that says where a parameter lives, and why."""
+    return f"lives on {_stages(stages)}, where the first batch of training used it"
+
+
+def _stages(stages: Collection[int]) -> str:
+    return f"stage {' and '.join(map(str, sorted(stages)))}"
+
+
 class _Router:
     """Works out the routes, stage by stage."""
 
     def __init__(
         self,
-        calls: Sequence[Call],
+        graph: Graph,
         stage_of: Mapping[int, int],
         routes: list[Route],
         holders: Mapping[str, Collection[int]],
     ) -> None:
-        self._calls, self._stage_of, self._holders = calls, stage_of, holders
+        self._graph, self._calls = graph, graph.all_calls
+        self._stage_of, self._holders = stage_of, holders
         self.routes = routes
         self._can: list[dict[int, bool]] = [{} for _ in routes]
 
@@ -114,10 +193,10 @@ class _Router:
             self._send(value, source, stage)
 
     def write_parameters(self) -> None:
-        """What writes parameters that all stages have is done on all of them, out of what all of them have."""
+        """What writes parameters is done on all stages that have them, out of what all of these have."""
         for number, call in enumerate(self._calls):
             for stage, route in enumerate(self.routes):
-                if call.is_everywhere and number not in route.computed:
+                if number not in route.computed and any(self._holds(name, stage) for name in call.rewritten):
                     if not self._makes(number, stage):
                         raise WrongUseError(
                             f"{call} writes a parameter outside of the layers, with values that only stage"
@@ -167,7 +246,7 @@ class _Router:
         """After the last unit, let a stage make whatever it can: the code there may differ from step to step."""
         last = max((number for number, call in enumerate(self._calls) if call.unit is not None), default=-1)
         route = self.routes[stage]
-        for number in range(last + 1, len(self._calls)):
+        for number in range(last + 1, len(self._graph.calls)):
             call = self._calls[number]
             is_received = any(value.call == number for value in route.received)
             if call.is_absent and not is_received and number not in route.computed and self._makes(number, stage):
@@ -187,7 +266,10 @@ class _Router:
             return stage
         if call.is_in_place:  # the tensor itself has to be here
             return None
-        return next((earlier for earlier in range(stage) if self._makes(value.call, earlier)), None)
+        # Of several stages that have a parameter the nearest one: what is between does not have it.
+        is_parameter = self._graph.parameter_of(value) is not None
+        others = range(stage)[::-1] if is_parameter else range(stage)
+        return next((each for each in others if self._makes(value.call, each)), None)
 
     def _makes(self, number: int, stage: int) -> bool:
         """Whether a stage can make what a call returns."""
@@ -202,30 +284,53 @@ class _Router:
                 known[at] = True
             elif call.unit is not None:
                 known[at] = False
+            elif at >= len(self._graph.calls):
+                known[at] = all(self._holds(name, stage) for name in call.parameters)
             else:
                 operands = [value.call for value in call.operands if value not in route.received]
                 unknown = [each for each in operands if each not in known]
                 if unknown:
                     waiting += unknown
                 else:
-                    known[at] = not self._lacking(call, stage) and all(known[each] for each in operands)
+                    known[at] = all(known[each] for each in operands)
         return known[number]
 
-    def _lacking(self, call: Call, stage: int) -> list[str]:
-        """The parameters of a call that are not on a stage."""
-        return [name for name in sorted(call.parameters & self._holders.keys()) if stage not in self._holders[name]]
+    def _holds(self, name: str, stage: int) -> bool:
+        """Whether a parameter lives on a stage, among others."""
+        return stage in self._holders.get(name, (stage,))
 
-    def check_parameters(self) -> None:
-        """Parameters stay where the first batch of training has used them."""
+    def fetch_parameters(self, *, allowed: bool) -> None:
+        """What no stage before has of parameters comes from later ones.
+
+        Args:
+            allowed: Whether it may: their gradients could not go back there.
+        """
         for stage, route in enumerate(self.routes):
-            for number in sorted(route.computed):
-                for name in self._lacking(self._calls[number], stage):
-                    raise WrongUseError(
-                        f"{self._calls[number]} uses the parameter {name!r} on stage {stage}, but in the first batch of"
-                        f" training only stage {', '.join(map(str, sorted(self._holders[name])))} used it, and so it"
-                        " lives there alone. Let every training step use it on the same side of the layers, such as"
-                        " `0 * parameter.sum()` in the loss, or make it a part of a layer."
-                    )
+            for call in (self._calls[number] for number in sorted(route.computed)):
+                for value in call.operands:
+                    name = self._graph.parameter_of(value)
+                    if name is None or self._holds(name, stage):
+                        continue
+                    if value.call in route.computed:
+                        route.fetched.add(name)
+                    where = "to earlier stages" if name in route.fetched else ""
+                    where = "to what `torch.utils.checkpoint` makes again in backward" if call.is_made_again else where
+                    if where and not allowed:
+                        raise WrongUseError(
+                            f"{call} uses the parameter {name!r} on stage {stage}, but it"
+                            f" {lives_on_text(self._holders[name])}, and it does not travel {where}. {KEEP_TEXT}"
+                        )
+
+    def check_rewritten(self) -> None:
+        """A parameter that the step writes does not travel: each stage would have another value."""
+        travelling = {self._graph.parameter_of(value) for route in self.routes for value in route.received}
+        travelling = travelling.union(*(route.fetched for route in self.routes))
+        for call in self._calls:
+            for name in sorted(call.rewritten & travelling):
+                raise WrongUseError(
+                    f"{call} writes the parameter {name!r}, which {lives_on_text(self._holders[name])}, and another"
+                    f" stage uses it in the same step. Write it in a hook, such as `on_train_batch_end`. {KEEP_TEXT}"
+                )
 
     def _send(self, value: Value, source: int, stage: int) -> None:
         for through in range(source, stage):

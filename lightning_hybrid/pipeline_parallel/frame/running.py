@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
-from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
-from lightning_hybrid.pipeline_parallel.frame.graph import METADATA, Argument, function_name
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.pipeline_parallel.frame.decisions import apply
+from lightning_hybrid.pipeline_parallel.frame.graph import (
+    METADATA,
+    AbsentTensor,
+    Argument,
+    Call,
+    call_unit,
+    function_name,
+    getters,
+)
 from lightning_hybrid.pipeline_parallel.frame.plan import Action, Part
+from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
 # How functions are called that begin and end contexts.
 _ENDS = ("_set_", "set_", "_enter_", "_exit_")
+_DEVICE = getters("device")
 
 
 class OtherPathError(Exception):
     """The step does something else than what was discovered; ``args`` are the number of the call, and what it is."""
 
 
-class AbsentOperandError(Exception):
-    """A call is made with a value that is absent on this stage; ``args`` are its number."""
+class LateParameterError(Exception):
+    """A call that was not followed uses a parameter of another stage; ``args`` are the parameter's placeholder."""
 
 
 class LateUnitError(Exception):
@@ -43,23 +55,36 @@ class Running(TorchFunctionMode):
         self,
         part: Part,
         inputs: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
+        fetched: Mapping[str, Tensor],
+        device: torch.device,
         seed: Callable[[int], None],
         random: Callable[[int], AbstractContextManager[None]],
     ) -> None:
         super().__init__()
+        self._device = device
         self._actions, self._inputs = part.actions, inputs
         self._free_from, self._leaves_from, self._is_last = part.free_from, part.leaves_from, part.is_last
-        self._draws, self._followed_to = part.draws, part.followed_to
+        self._draws, self._followed_to, self._is_guarded = part.draws, part.followed_to, part.is_guarded
         self._is_over = False
         self._seed, self._random = seed, random
         self.number = 0
         self.sent: list[Any] = [None] * len(part.sent)
         for source, target, changes in part.passed:
             self.sent[target] = inputs[source].clone() if changes else inputs[source]
-        self.missing = len(part.sent) - len(part.passed)
+        for name, target in part.read:
+            # A copy: what the optimizer, or a hook after the step, writes may still be under way.
+            self.sent[target] = (fetched if name in part.fetched else parameters)[name].clone()
+        self._arrived = {id(parameters[name]): inputs[source] for name, source in part.arrived}
+        self._arrived |= {id(parameters[name]): fetched[name] for name in part.fetched}
+        self.missing = len(part.sent) - len(part.passed) - len(part.read)
         self._is_left = False
+        if self.missing == 0 and not self._is_last:
+            self._free_from = self._leaves_from
         self._prepare(0)
         self._counted: list[tuple[Tensor, Tensor]] = []
+        self._watched: Sequence[Tensor] = ()
+        self._versions: list[int] = []
 
     def __enter__(self) -> Self:
         """Follow calls from here on; not where there is nothing to follow any more."""
@@ -72,6 +97,16 @@ class Running(TorchFunctionMode):
         if not self._is_over:
             super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
+    def watch(self, tensors: Sequence[Tensor]) -> None:
+        """Notice whether calls behind the last one that was followed write some tensors."""
+        self._watched = tensors
+        self._followed_to = None
+
+    def written(self) -> list[int]:
+        """The positions of those tensors that they have written."""
+        versions = zip(self._versions, self._watched, strict=False)
+        return [position for position, (before, tensor) in enumerate(versions) if tensor._version != before]
+
     def uncount(self) -> None:
         """Give back to tensors of this rank's own what they were before: a later stage of it counts once more."""
         for tensor, before in reversed(self._counted):
@@ -80,6 +115,8 @@ class Running(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A call of frame code."""
         if func in METADATA:
+            if func in _DEVICE and is_placeholder(args[0]):
+                return self._device  # where it would be
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._call(func, func, args, kwargs)
 
@@ -95,6 +132,8 @@ class Running(TorchFunctionMode):
         """
         number = self.number
         self.number = number + 1
+        if self._arrived:
+            args, kwargs = self._with_arrived(args, kwargs)
         if number >= self._free_from:
             return self._run_freely(number, key, func, args, kwargs)
         action = self._actions[number]
@@ -107,8 +146,6 @@ class Running(TorchFunctionMode):
                 leaves, _ = flatten((args, kwargs or {}))
                 self._counted += [(leaves[place], leaves[place].clone()) for place in action.counts]
             result = func(*args, **kwargs) if kwargs else func(*args)
-            if type(result) is FakeTensor:
-                raise AbsentOperandError(number)
         else:
             result = action.answer(self._inputs, args, kwargs or {})
         if action.draws:
@@ -124,9 +161,22 @@ class Running(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if number < len(self._actions) and self._actions[number].draws and self._actions[number].function == key:
             self._seed(number)
-        result = func(*args, **(kwargs or {}))
-        if type(result) is FakeTensor:
-            raise AbsentOperandError(number)
+        if number == len(self._actions):
+            self._versions = [tensor._version for tensor in self._watched]
+        return (self._run_guarded if self._is_guarded else apply)(func, args, kwargs or {})
+
+    def _run_guarded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call that was not followed, and may compute with a parameter of another stage."""
+        leaves, _ = flatten((args, kwargs))
+        placeholder = next((leaf for leaf in leaves if is_placeholder(leaf)), None)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if placeholder is None:
+                raise
+            raise LateParameterError(placeholder) from error
+        if placeholder is not None and getattr(result, "is_meta", False) and not is_placeholder(result):
+            raise LateParameterError(placeholder)
         return result
 
     def call_module(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -141,16 +191,9 @@ class Running(TorchFunctionMode):
         """
         if self._is_over:
             return forward(*args, **kwargs)
-
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            # Before the ranks that share it meet: all of them are without this value.
-            if any(type(leaf) is FakeTensor for leaf in flatten((args, kwargs))[0]):
-                raise AbsentOperandError(self.number - 1)
-            return forward(*args, **kwargs)
-
         self.__exit__(None, None, None)
         try:
-            return self._call(module, checked, args, kwargs, repr(name))
+            return self._call(module, forward, args, kwargs, repr(name))
         finally:
             self.__enter__()
 
@@ -165,6 +208,8 @@ class Running(TorchFunctionMode):
         """
         number = self.number
         self.number = number + 1
+        if self._arrived:
+            args, kwargs = self._with_arrived(args, kwargs)
         if number >= self._free_from:
             if not self._is_last:
                 self._leave(unit)
@@ -177,14 +222,11 @@ class Running(TorchFunctionMode):
         else:
             self.__exit__(None, None, None)
             try:
-                if action.draws:
-                    with self._random(number):
+                with self._random(number) if action.draws_elsewhere else nullcontext():
+                    if action.draws:
                         self._seed(number)
-                        result = unit(*args, **kwargs)
-                else:
-                    result = unit(*args, **kwargs)
-                if any(type(leaf) is FakeTensor for leaf in flatten(result)[0]):
-                    raise AbsentOperandError(number)
+                    result = call_unit(action.call, unit, args, kwargs)
+                check_returned(action.call, result, args, kwargs)
                 if action.sent:
                     self._keep(action, result, args, kwargs)
             finally:
@@ -196,11 +238,15 @@ class Running(TorchFunctionMode):
                 self._prepare(number + 1)
         return result
 
+    def _with_arrived(self, args: Any, kwargs: Any) -> Any:
+        """The arguments of a call, with the values of parameters that other stages have."""
+        leaves, spec = flatten((args, kwargs or {}))
+        return unflatten([self._arrived.get(id(leaf), leaf) for leaf in leaves], spec)
+
     def _prepare(self, number: int) -> None:
         """Start the stream of the next call that draws: what checkpoints that one goes back there in backward."""
-        upcoming = next((each for each in self._draws if each >= number), None)
-        if upcoming is not None:
-            self._seed(upcoming)
+        if self._draws:
+            self._seed(next((each for each in self._draws if each >= number), len(self._actions)))
 
     def _leave(self, func: Any) -> None:
         """Leave the step at the first call after all that later stages want.
@@ -215,9 +261,50 @@ class Running(TorchFunctionMode):
     def _keep(self, action: Action, result: Any, args: Any, kwargs: Any) -> None:
         """Something that the next stage wants is there; once everything is, the step can be left on this stage."""
         leaves, _ = flatten(result)
-        for leaf, position, changes in action.sent:
+        for leaf, position, is_copied in action.sent:
             tensor = flatten((args, kwargs))[0][leaf.position] if isinstance(leaf, Argument) else leaves[leaf]
-            self.sent[position] = tensor.clone() if changes else tensor
+            self.sent[position] = tensor.clone() if is_copied else tensor
         self.missing -= len(action.sent)
         if self.missing == 0 and not self._is_last:
             self._free_from = self._leaves_from
+
+
+def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:
+    """What a unit returns beside the values of tensors is what the other stages take it to be.
+
+    Args:
+        call: The call, as it was when it was first seen.
+        result: What it returns now.
+        args: Its arguments.
+        kwargs: Likewise.
+
+    Raises:
+        WrongUseError: If it is something else.
+    """
+    leaves, spec = flatten(result)
+    texts: tuple[Any, Any] | None = (spec, call.spec) if spec != call.spec else None
+    given: list[Any] = []
+    for leaf, seen in zip(leaves, call.outputs, strict=False) if texts is None else ():
+        if type(seen) is AbsentTensor:
+            if not isinstance(leaf, Tensor):
+                texts = repr(leaf), "a tensor"
+        elif type(seen) is Argument:
+            given = given or flatten((args, kwargs))[0]
+            if leaf is not given[seen.position]:
+                texts = "a value that it makes", "one that it was given, among others that it made,"
+        elif not _is_same(leaf, seen):
+            texts = "a tensor" if isinstance(leaf, Tensor) else repr(leaf), repr(seen)
+    if texts is not None:
+        raise WrongUseError(
+            f"{call} returns {texts[0]}, and returned {texts[1]} when it was first seen with a batch of these shapes."
+            " Other stages cannot know what it is now. Let layers return tensors, in a tree that is always the same."
+        )
+
+
+def _is_same(leaf: Any, seen: Any) -> bool:
+    """Whether two values that are no tensors are equal; objects of other classes are not looked into."""
+    if isinstance(seen, np.ndarray):
+        return np.array_equal(leaf, seen)
+    if type(leaf) is not type(seen):
+        return False
+    return not isinstance(seen, (bool, int, float, complex, str, bytes)) or leaf == seen or leaf != leaf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,7 @@ def cut_of(
     around_discovery: Callable[[], AbstractContextManager[object]] = nullcontext,
     holders: Mapping[str, Collection[int]] | None = None,
     leaf_modules: Sequence[tuple[str, nn.Module]] = (),
+    agrees: Callable[[int], bool] = lambda number: True,
 ) -> FrameCut:
     """A cut with all stages on ranks of their own."""
     units = units or find_units(module, num_stages)
@@ -73,7 +74,20 @@ def cut_of(
         remembers=True,
         around_discovery=around_discovery,
         leaf_modules=leaf_modules,
+        agrees=agrees,
     )
+
+
+@contextmanager
+def without_values(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Inside, a stage does not have these parameters: whoever uses them gets NaN."""
+    parameters = [module.get_parameter(name) for name in names]
+    values = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = torch.full_like(parameter, torch.nan)
+    yield
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data = value
 
 
 def play(
@@ -87,7 +101,8 @@ def play(
         plan = cut.find_plan(key, step, arguments, seed)
         for stage in range(num_stages):
             torch.manual_seed(0)
-            value = cut.run(plan, stage, step, arguments, inputs, seed=seed, random=drawing)
+            with without_values(module, [name for name, held in cut.holders.items() if stage not in held]):
+                value = cut.run(plan, stage, step, arguments, inputs, seed=seed, random=drawing)
             if stage < num_stages - 1:
                 received = [each.detach().requires_grad_(each.requires_grad) for each in value]
                 boundaries.append((value, received))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -17,9 +18,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.pipeline_parallel.frame.routes import Travel
 from tests.frame_modules import Block, Coupling, Decoder
 from tests.modules import VOCABULARY, WIDTH
-from tests.pipeline_parallel.frame.stages import check, cut_of, drawing, play, seed
+from tests.pipeline_parallel.frame.stages import check, cut_of, drawing, play, seed, without_values
 
 STAGES = [2, 3, 4]
 
@@ -255,7 +257,7 @@ def test_discovery_leaves_no_trace() -> None:
             super().__init__(4)
             self.norm = nn.BatchNorm1d(WIDTH)
             self.seen, self.kept, self.by_name, self.latest = 0, [], {}, deque(maxlen=2)
-            self.deep, self.generator = {"losses": []}, torch.Generator()
+            self.deep = {"losses": []}
             self.total = torch.zeros(())
 
         def forward(self, x: Tensor) -> Tensor:
@@ -265,7 +267,6 @@ def test_discovery_leaves_no_trace() -> None:
             self.deep["losses"].append(x)
             self.latest.append(x)
             self.total += x.sum()
-            x = x + torch.rand(1, generator=self.generator)
             x = self.body(self.norm(x)) + torch.rand(1) * random.random() * np.random.rand()
             self.last = x
             print("must not be seen twice")
@@ -282,7 +283,6 @@ def test_discovery_leaves_no_trace() -> None:
     assert (model.seen, model.kept, model.by_name, list(model.latest), float(model.total)) == (0, [], {}, [], 0.0)
     assert not hasattr(model, "last")
     assert model.deep == {"losses": []}
-    assert torch.equal(model.generator.get_state(), torch.Generator().get_state())
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in parameters)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -528,6 +528,131 @@ def test_another_leaf_module_than_before_is_refused() -> None:
         play(cut, model, model, (x,), 2)
 
 
+class Switched(Block):
+    """A layer that may give back what it is given, and hands a mask on."""
+
+    on = False
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return (super().forward(x, mask) if self.on else x), mask
+
+
+@pytest.mark.parametrize("hands_on", [False, True])
+@pytest.mark.parametrize("num_stages", STAGES)
+def test_a_layer_that_was_dropped_when_it_was_first_seen_runs_later(num_stages: int, hands_on: bool) -> None:
+    model, x = Model(), inputs()
+    model.blocks = nn.ModuleList(Switched() for _ in range(6))
+
+    def step(x: Tensor) -> Tensor:
+        h, mask = model.embed(x), x > 0
+        for layer in model.blocks:
+            h, given = layer(h, mask)
+            mask = given if hands_on else mask
+        return model.head(h * mask).pow(2).mean()
+
+    cut = cut_of(model, num_stages)
+    for on in ("", "135", "024", "012345"):
+        for index, layer in enumerate(model.blocks):
+            layer.on = str(index) in on
+        played = check(model, step, (x,), num_stages, cut)
+    assert played.plan.number == 0
+
+
+def test_what_a_layer_only_hands_on_does_not_travel() -> None:
+    model, x = Model(), inputs()
+    model.blocks = nn.ModuleList(Switched() for _ in range(6))
+    for layer in model.blocks:
+        layer.on = True
+
+    def step(x: Tensor) -> Tensor:
+        h, mask = model.embed(x), x > 0
+        for layer in model.blocks:
+            h, mask = layer(h, mask)
+        return model.head(h * mask).pow(2).mean()
+
+    assert check(model, step, (x,), 3).sends == [1, 1]
+
+
+def test_a_function_that_gave_back_its_argument_does_something_later() -> None:
+    model, x = Model(4), inputs()
+    rate = 0.0
+
+    def step(x: Tensor) -> Tensor:
+        h = model.embed(x)
+        for index, layer in enumerate(model.blocks):
+            h = F.dropout(layer(h), rate) if index == 1 else layer(h)
+        return model.head(h).pow(2).mean()
+
+    cut = cut_of(model, 2)
+    check(model, step, (x,), 2, cut)
+    rate = 1.0
+    check(model, step, (x,), 2, cut)
+
+
+def test_a_container_that_a_layer_returns_is_new_each_time() -> None:
+    class Boxed(Block):
+        def forward(self, x: Tensor) -> tuple[dict[str, Tensor], list[Any]]:  # type: ignore[override]
+            return {"x": super().forward(x)}, []
+
+    model, x = Model(), inputs()
+    model.blocks = nn.ModuleList(Boxed() for _ in range(6))
+
+    def step(x: Tensor) -> Tensor:
+        for layer in model.blocks:
+            box, seen = layer(x)
+            seen.append(x)
+            x = box.pop("x") * len(seen)
+        return x.mean()
+
+    cut = cut_of(model, 3)
+    for _ in range(2):
+        check(model, step, (x,), 3, cut)
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_what_travels_does_not_depend_on_garbage_collection(collects: bool) -> None:
+    class Node:
+        def __init__(self, value: Tensor) -> None:
+            self.value, self.me = value, self
+
+    model = Model(4)
+
+    def step(x: Tensor) -> Tensor:
+        for layer in model.blocks:
+            x = layer(x)
+            Node(x * 2)
+            if collects:
+                gc.collect()
+        return x.mean()
+
+    gc.disable()
+    try:
+        cut = cut_of(model, 2)
+        assert check(model, step, (inputs(),), 2, cut).sends == [1]
+    finally:
+        gc.enable()
+    assert cut.plans[0].graph.texts()[-1].startswith("its end, which keeps `mean` at test_frame.py:")
+
+
+def test_a_stage_that_only_hands_on_counts_too() -> None:
+    model, x = Model(), inputs()
+    model.register_buffer("steps", torch.zeros(()))
+    skipped = torch.tensor([False, False, True, True, False, False])
+
+    def step(x: Tensor, skipped: Tensor) -> Tensor:
+        model.steps += 1
+        model.head.weight.data.mul_(0.5)
+        for layer, skips in zip(model.blocks, skipped.tolist(), strict=True):
+            x = x if skips else layer(x)
+        return model.head(x).mean()
+
+    cut = cut_of(model, 3)
+    weight = float(model.head.weight[0, 0])
+    play(cut, model, step, (x, skipped), 3)  # the stages share the module in here
+    assert model.steps == 3
+    assert float(model.head.weight[0, 0]) == weight / 8
+
+
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
@@ -594,6 +719,23 @@ def test_checkpointed_layers_draw_again_what_they_drew() -> None:
     torch.testing.assert_close(found.gradients, expected.gradients)
 
 
+def test_dropout_that_did_nothing_when_it_was_first_seen_draws_the_same_on_every_stage() -> None:
+    model, x = Model(), inputs()
+    rate = 0.0
+
+    def step(x: Tensor) -> Tensor:
+        start = model.embed(x)
+        dropped, used_again = F.dropout(start, rate), F.dropout(start * 2, rate)
+        return (model.body(dropped + used_again) + used_again).pow(2).mean()
+
+    cut = cut_of(model, 2)
+    play(cut, model, step, (x,), 2)
+    rate = 0.5
+    found, expected = (play(each, model, step, (x,), 2) for each in (cut, cut_of(model, 2)))
+    torch.testing.assert_close(found.value, expected.value)
+    torch.testing.assert_close(found.gradients, expected.gradients)
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -648,9 +790,38 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
-def test_a_function_with_its_own_backward_is_refused_around_the_layers() -> None:
+class Reversed(torch.autograd.Function):
+    """Its result is a view, and what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class ReversedItself(Reversed):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("function", [Doubled, Reversed, ReversedItself])
+def test_a_function_with_its_own_backward_is_refused_around_the_layers(function: Any) -> None:
     model = Model()
-    refused(model, "autograd.Function", lambda x: Doubled.apply(model.body(x)).mean())
+    refused(model, "autograd.Function", lambda x: function.apply(model.body(x)).mean())
+
+
+def test_hooks_on_gradients_belong_to_parts_of_layers() -> None:
+    for outside in ("blocks.1", "embed"):
+        model = Model(4)
+        model.get_submodule(outside).register_full_backward_hook(lambda module, given, made: None)
+        refused(model, r"A hook on the gradients of a module is applied at test_frame.py:\d+ outside of the layers")
+    model = Model(4)
+    model.blocks[1].linear.register_full_backward_hook(lambda module, given, made: (given[0] * 0.5,))
+    check(model, model, (inputs(),), 2)
 
 
 def test_checkpoints_of_several_layers_are_refused() -> None:
@@ -690,6 +861,131 @@ def test_a_view_that_was_sent_must_not_be_written_through_its_base() -> None:
     refused(model, "of which an earlier stage has sent a view", step)
 
 
+@pytest.mark.parametrize(
+    ("returns", "text"),
+    [
+        (lambda x, late: (x, 7 if late else 4), "returns 7, and returned 4 when"),
+        (lambda x, late: (x, None if late else x.sum()), "returns None, and returned a tensor when"),
+        (lambda x, late: (x * 1.5, x * late) if late else (x * 1.5, None), "returns a tensor, and returned None when"),
+        (lambda x, late: (x, {"b": 1, "a": 2} if late else {"a": 2, "b": 1}), r"dict\(b: \*, a: \*\)\), and returned"),
+    ],
+)
+def test_what_a_layer_returns_beside_tensors_is_always_the_same(returns: Any, text: str) -> None:
+    class Returning(Block):
+        late = False
+
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            return returns(super().forward(x), self.late)
+
+    model, x = Model(), inputs()
+    model.blocks = nn.ModuleList(Returning() for _ in range(6))
+
+    def step(x: Tensor) -> Tensor:
+        for layer in model.blocks:
+            x, _ = layer(x)
+        return x.mean()
+
+    cut = cut_of(model, 2)
+    play(cut, model, step, (x,), 2)
+    model.blocks[2].late = True
+    with pytest.raises(
+        WrongUseError, match=rf"'blocks.2' at test_frame.py:\d+ returns .*{text.removeprefix('returns ')}"
+    ):
+        play(cut, model, step, (x,), 2)
+
+
+def test_what_a_layer_handed_on_when_it_was_first_seen_it_always_hands_on() -> None:
+    model, x = Model(), inputs()
+
+    class Handing(Block):
+        late = False
+
+        def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(x), mask * 2 if self.late else mask
+
+    model.blocks = nn.ModuleList(Handing() for _ in range(4))
+
+    def step(x: Tensor) -> Tensor:
+        mask = x > 0
+        for layer in model.blocks:
+            x, mask = layer(x, mask)
+        return (x * mask).mean()
+
+    cut = cut_of(model, 2)
+    play(cut, model, step, (x,), 2)
+    model.blocks[1].late = True
+    with pytest.raises(WrongUseError, match=r"'blocks.1' at .* returns a value that it makes, and returned one that"):
+        play(cut, model, step, (x,), 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: torch.Generator().manual_seed(1), lambda own: float(torch.rand((), generator=own))),
+        (lambda: np.random.default_rng(1), lambda own: own.random()),
+        (lambda: np.random.RandomState(1), lambda own: own.rand()),
+        (lambda: random.Random(1), lambda own: own.random()),
+    ],
+)
+def test_a_generator_of_the_modules_own_is_refused(make: Any, draw: Any) -> None:
+    model = Model()
+    model.own = make()
+    refused(model, r"from a generator of its own, 'own' of Model", lambda x: model(x) * draw(model.own))
+    assert draw(model.own) == draw(make())
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "attribute"])
+def test_a_list_that_a_layer_changes_is_refused(kind: str) -> None:
+    class Appending(Block):
+        def forward(self, x: Tensor, given: Any) -> Tensor:  # type: ignore[override]
+            loss = self.linear(x).pow(2).mean()
+            if kind == "dict":
+                given["losses"] = given["losses"] + loss
+            else:
+                (self.losses if kind == "attribute" else given).append(loss)
+            return super().forward(x)
+
+    model = Model()
+    model.losses = []
+    model.blocks = nn.ModuleList(Appending() for _ in range(4))
+    for layer in model.blocks:
+        layer.losses = model.losses
+
+    def step(x: Tensor) -> Tensor:
+        model.losses.clear()
+        given: Any = {"losses": torch.zeros(())} if kind == "dict" else []
+        for layer in model.blocks:
+            x = layer(x, given)
+        return x.mean() + sum(given["losses"] if kind == "dict" else [*given, *model.losses])
+
+    text = "made and did not return" if kind == "attribute" else "'blocks.0' at .* changes a list or a dictionary"
+    refused(model, text, step)
+
+
+def test_a_list_that_a_layer_changes_later_is_refused() -> None:
+    class Appending(Block):
+        late = False
+
+        def forward(self, x: Tensor, given: list[Tensor]) -> Tensor:  # type: ignore[override]
+            given += [x] * self.late
+            return super().forward(x)
+
+    model, x = Model(), inputs()
+    model.blocks = nn.ModuleList(Appending() for _ in range(4))
+
+    def step(x: Tensor) -> Tensor:
+        given: list[Tensor] = []
+        for layer in model.blocks:
+            x = layer(x, given)
+        return x.mean() + sum(given)
+
+    cut = cut_of(model, 2)
+    play(cut, model, step, (x,), 2)
+    model.blocks[1].late = True
+    with pytest.raises(WrongUseError, match=r"'blocks.1' at .* changes a list or a dictionary"):
+        play(cut, model, step, (x,), 2)
+
+
 class Remembering(Model):
     def __init__(self) -> None:
         super().__init__(4)
@@ -711,6 +1007,67 @@ def test_a_buffer_that_another_stage_reads_in_the_next_step_is_refused() -> None
 
     for step in (written, replaced):
         refused(model, "writes a buffer or an attribute of the module on stage 1, and `?add", step)
+
+
+@pytest.mark.parametrize("reads", ["to compute", "to decide"])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_buffer_that_is_written_where_nothing_is_followed_is_refused(reads: str, replaces: bool) -> None:
+    model = Remembering()
+
+    def step(x: Tensor) -> Tensor:
+        x = x * (1 + model.memory) if reads == "to compute" else x * 2 if model.memory.sum() < 8 else x
+        loss = model(x)
+        loss.item()
+        if replaces:
+            model.memory = model.memory + 1
+        else:
+            model.memory += 1
+        return loss
+
+    refused(
+        model,
+        r"writes ('memory'|a tensor) of Remembering after `item` at .* and `\w+` at test_frame.py:\d+ reads it on",
+        step,
+    )
+
+
+def test_a_buffer_that_only_the_last_stage_uses_may_be_written_there() -> None:
+    model = Remembering()
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x)
+        loss.item()
+        model.memory += 1
+        return loss * model.memory.sum()
+
+    cut = cut_of(model, 2)
+    for _ in range(2):
+        play(cut, model, step, (inputs(),), 2)
+    assert model.memory[0] == 2
+
+
+def test_ranks_that_read_other_numbers_follow_the_step_together() -> None:
+    model, asked = Remembering(), []
+    elsewhere = 0
+
+    def agrees(number: int) -> bool:
+        asked.append(number)
+        return number == elsewhere
+
+    def step(x: Tensor, mask: Tensor) -> Tensor:
+        x = x if mask.all() or model.memory.sum() > 1 else x * 2
+        return model(x)
+
+    cut = cut_of(model, 2, agrees=agrees)
+    full = torch.ones(2, dtype=torch.bool)
+    with cut():
+        numbers = [cut.find_plan(0, step, (inputs(), full), seed).number for _ in range(2)]
+        assert not asked  # what the batch decides is the same on every rank
+        for other in (1, 1, 0):
+            elsewhere = other
+            numbers.append(cut.find_plan(0, step, (inputs(), ~full), seed).number)
+    assert numbers == [0, 0, 1, 1, 2]
+    assert asked == [1, 1]
 
 
 def test_what_a_layer_keeps_is_not_what_it_returns() -> None:
@@ -755,7 +1112,7 @@ def test_a_value_that_was_not_used_before_is_not_there() -> None:
     cut = cut_of(model, 3)
     play(cut, model, model, (inputs(),), 3)
     model.late = True
-    with pytest.raises(WrongUseError, match="uses a value that is on another stage, and did not use it when"):
+    with pytest.raises(WrongUseError, match=r"`mean` at test_frame.py:\d+ uses a value that is on another stage"):
         play(cut, model, model, (inputs(),), 3)
 
 
@@ -783,10 +1140,195 @@ def test_a_parameter_that_only_one_stage_has_is_used_there() -> None:
     assert check(model, step, (x,), 3, cut_of(model, 3, holders=holders)).sends == [2, 2]
 
 
-def test_a_parameter_that_is_needed_where_it_is_not_is_refused() -> None:
+def held(model: nn.Module, **stages: int) -> dict[str, set[int]]:
+    """Parameters of parts of the model live on one stage each."""
+    return {
+        f"{part}.{name}": {stage}
+        for part, stage in stages.items()
+        for name, _ in model.get_submodule(part).named_parameters()
+    }
+
+
+def behind_the_layers(self: Model, x: Tensor) -> Tensor:
+    return self.head(self.body(x)).pow(2).mean()
+
+
+def among_the_layers(self: Model, x: Tensor) -> Tensor:
+    for layer in self.blocks:
+        x = self.head(x) + layer(x)
+    return x.pow(2).mean()
+
+
+def itself_and_a_view(self: Model, x: Tensor) -> Tensor:
+    x = self.body(x) @ self.head.weight.relu().T
+    return (x + F.linear(x, self.head.weight)).pow(2).mean()
+
+
+def handed_to_layers(self: Model, x: Tensor) -> Tensor:
+    for layer in self.blocks:
+        x = layer(x, scale=self.head.bias)
+    return x.pow(2).mean()
+
+
+def without_gradient(self: Model, x: Tensor) -> Tensor:
+    x = self.body(x)
+    with torch.no_grad():
+        scale = self.head(x).mean()
+    return x.mul(scale).pow(2).mean()
+
+
+def numbers_before(self: Model, x: Tensor) -> Tensor:
+    """What comes behind a number is not followed."""
+    x = self.head(self.body(x))
+    return self.head(x[x[:, 0] >= x[:, 0].mean().item()]).pow(2).mean()
+
+
+LATER_USES = [
+    behind_the_layers,
+    among_the_layers,
+    itself_and_a_view,
+    handed_to_layers,
+    without_gradient,
+    numbers_before,
+]
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("step", LATER_USES, ids=lambda step: step.__name__)
+def test_a_parameter_travels_to_later_stages(step: Any, stages: int) -> None:
     model, x = Model(), inputs()
-    with (cut := cut_of(model, 2, holders={"head.weight": {0}}))(), pytest.raises(WrongUseError, match=r"head\.weight"):
+    check(model, lambda x: step(model, x), (x,), stages, cut_of(model, stages, holders=held(model, head=0)))
+
+
+def test_a_parameter_travels_from_the_nearest_stage_that_has_it() -> None:
+    model, x = Model(), inputs()
+    holders = {"head.weight": {0, 2}, "head.bias": {1, 3}}
+    played = check(model, lambda x: behind_the_layers(model, x), (x,), 4, cut_of(model, 4, holders=holders))
+    assert played.sends == [1, 1, 2]
+    assert played.plan.travels == (Travel(("head.weight",), (3,), 8 * WIDTH * WIDTH),)
+
+
+def test_a_plan_says_what_travels_of_parameters() -> None:
+    """Of functions of parameters alone only what is as large: a transposed weight, and not its norm."""
+    model, x = Model(), inputs()
+
+    def step(x: Tensor) -> Tensor:
+        x = model.body(x * model.head.bias) @ model.head.weight.T
+        return (x * model.head.weight.norm() + model.head.weight[0]).mean()
+
+    played = check(model, step, (x,), 3, cut_of(model, 3, holders=held(model, head=0)))
+    assert played.plan.travels == (Travel(("head.weight",), (2,), 2 * model.head.weight.nbytes),)
+
+
+def test_what_is_sent_is_no_memory_of_a_parameter() -> None:
+    """It may be under way when the step is over, and the optimizer or a hook writes parameters."""
+    model, x = Model(), inputs()
+
+    def step(x: Tensor) -> Tensor:
+        x = model.body(model.embed(x))
+        return (F.linear(x, model.head.weight) + model.head.bias[:]).mean()
+
+    with (cut := cut_of(model, 2, holders=held(model, head=0)))():
+        plan = cut.find_plan(0, step, (x,), seed)
+        sent = cut.run(plan, 0, step, (x,), None, seed=seed, random=drawing)
+    assert len(sent) == 3
+    assert not {each.untyped_storage().data_ptr() for each in sent} & {
+        each.untyped_storage().data_ptr() for each in model.head.parameters()
+    }
+
+
+def test_a_tied_parameter_travels_under_all_its_names() -> None:
+    model, x = Model(), inputs()
+    model.embed.weight = model.head.weight
+    holders = held(model, embed=0) | {"head.weight": {0}}
+
+    def step(x: Tensor) -> Tensor:
+        return F.linear(model(model.embed(x)) * model.body(x), model.embed.weight).pow(2).mean()
+
+    check(model, step, (x,), 3, cut_of(model, 3, holders=holders))
+
+
+def test_hooks_of_parameters_that_travel_see_the_whole_gradient() -> None:
+    model, x = Model(), inputs()
+
+    def step(x: Tensor) -> Tensor:
+        model.head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return among_the_layers(model, x)
+
+    check(model, step, (x,), 3, cut_of(model, 3, holders=held(model, head=0)))
+
+
+def test_a_network_that_the_module_does_not_name_is_on_every_stage() -> None:
+    """A teacher or the network of a loss, kept in a list so that no optimizer or checkpoint sees it."""
+    model, x = Model(), inputs()
+    model.hidden = [nn.Linear(WIDTH, WIDTH)]
+    check(model, lambda x: model.hidden[0](model.body(model.hidden[0](x))).pow(2).mean(), (x,), 3)
+
+
+def test_parameters_of_later_stages_are_fetched_where_there_are_no_gradients() -> None:
+    model, x = Model(), inputs()
+    step = torch.no_grad()(lambda x: among_the_layers(model, x) + behind_the_layers(model, x))
+    expected, cut = step(x), cut_of(model, 3, holders=held(model, head=1))
+    fetched = {f"head.{name}": parameter.detach().clone() for name, parameter in model.head.named_parameters()}
+    with cut(), torch.no_grad():
+        plan = cut.find_plan(0, step, (x,), seed)
+        assert plan.travels == tuple(Travel((name,), (0, 2), 2 * fetched[name].nbytes) for name in sorted(fetched))
+        value = None
+        for stage in range(3):
+            with without_values(model, list(fetched) if stage != 1 else []):
+                value = cut.run(plan, stage, step, (x,), value, seed=seed, random=drawing, fetched=fetched)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_nothing_travels_to_earlier_stages() -> None:
+    model, x = Model(), inputs()
+    with (
+        (cut := cut_of(model, 3, holders=held(model, embed=1)))(),
+        pytest.raises(WrongUseError, match=r"'embed\.bias' on stage 0.*lives on stage 1"),
+    ):
         cut.find_plan(0, model, (x,), seed)
+
+
+def test_a_parameter_that_the_step_writes_does_not_travel() -> None:
+    model, x = Model(), inputs()
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.head.weight.clamp_(-0.01, 0.01)
+        return model.head(model.head(x) * 0 + model.body(x)).pow(2).mean()
+
+    with (
+        (cut := cut_of(model, 2, holders=held(model, head=0)))(),
+        pytest.raises(WrongUseError, match=r"`clamp_` at .* writes"),
+    ):
+        cut.find_plan(0, step, (x,), seed)
+
+
+def test_a_parameter_that_one_stage_has_is_written_there() -> None:
+    model, x = Model(), inputs()
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.head.weight.clamp_(-0.01, 0.01)
+        return model.body(model.head(x)).pow(2).mean()
+
+    before = model.head.weight.detach().clone()
+    check(model, step, (x,), 2, cut_of(model, 2, holders=held(model, head=0)))
+    assert not torch.equal(model.head.weight, before)
+
+
+def test_what_is_made_again_in_backward_has_no_parameter_that_travels() -> None:
+    model, x = Model(), inputs()
+
+    def step(x: Tensor) -> Tensor:
+        return checkpoint(model.head, model.body(x), use_reentrant=False).mean()
+
+    check(model, step, (x,), 2)
+    with (
+        (cut := cut_of(model, 2, holders=held(model, head=0)))(),
+        pytest.raises(WrongUseError, match=r"`torch\.utils\.checkpoint`"),
+    ):
+        cut.find_plan(0, step, (x,), seed)
 
 
 # -- units that look at numbers ----------------------------------------------------------------------------------------
@@ -875,6 +1417,47 @@ def test_what_was_not_used_before_cannot_be_used_after_the_last_layer(where: str
         plan = cut.find_plan(0, step, (x,), seed)
         sent = cut.run(plan, 0, step, (x,), None, seed=seed, random=drawing)
         late = True
-        with pytest.raises(WrongUseError, match="a value that is on another stage"):
+        with pytest.raises(WrongUseError, match=r"^`\w+` at test_frame.py:\d+ uses a value that is on another stage"):
             cut.run(plan, 1, step, (x,), sent, seed=seed, random=drawing)
     assert buffer.abs().sum() == 0
+
+
+class DrawsInAWay(nn.Module):
+    """A layer that draws in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.way.startswith("attention"):
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1 if self.way == "attention, dropout" else 0.0)
+        return F.dropout(x) if self.way == "torch" else x * (1 + np.random.rand() if self.way == "numpy" else 1)
+
+
+@pytest.mark.parametrize(
+    ("way", "draws", "elsewhere"),
+    [
+        ("nothing", False, False),
+        ("attention", False, False),
+        ("attention, dropout", True, False),
+        ("torch", True, False),
+        ("numpy", True, True),
+    ],
+)
+def test_only_what_draws_has_numbers_of_its_own(way: str, draws: bool, elsewhere: bool) -> None:
+    """Starting a stream costs as much as a small layer, and numpy's ten times as much."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(DrawsInAWay(way) for _ in range(2))
+    cut = cut_of(model, 2, [(f"layers.{index}", layer) for index, layer in enumerate(model.layers)])
+
+    def step(x: Tensor) -> Tensor:
+        for layer in model.layers:
+            x = layer(x)
+        return x.sum()
+
+    with cut():
+        plan = cut.find_plan(0, step, (torch.randn(2, 3, WIDTH),), seed)
+    calls = [call for call in plan.graph.calls if call.unit is not None]
+    assert [(call.draws, call.draws_elsewhere) for call in calls] == [(draws, elsewhere)] * 2

@@ -1,0 +1,123 @@
+"""When the actions of a step begin and end, as they run."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_hybrid.pipeline_parallel.engine import Engine
+from lightning_hybrid.pipeline_parallel.schedules import Action, Kind, Schedule
+from lightning_hybrid.pipeline_parallel.timeline import Span, Timeline, simulate
+
+
+@dataclass(frozen=True)
+class Range:
+    """Something that a rank has done.
+
+    Attributes:
+        name: ``"forward"``, ``"backward"``, ``"send"``, ``"receive"`` (posting it), ``"wait"`` (for a message),
+            ``"reduce"`` (gradients), ``"optimizer"``.
+        action: The action of the schedule; ``None`` outside of it.
+        start: In milliseconds, from the begin of the record.
+        end: Likewise.
+    """
+
+    name: str
+    action: Action | None
+    start: float
+    end: float
+
+
+class Recorder:
+    """Notes what an engine does, and when: by the clock of the host, on CUDA by events of the current stream.
+
+    Args:
+        engine: Runs the actions.
+        device: Where this rank computes.
+    """
+
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        self._engine, self._on_cuda = engine, device.type == "cuda"
+        self._ranges: list[tuple[str, Action | None, Any, Any]] = []
+        self._begin = self.now()
+
+    def now(self) -> Any:
+        """This moment, for :meth:`note`."""
+        if not self._on_cuda:
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        """A context that is noted under a name."""
+        return _Noted(self, name)
+
+    def note(self, name: str, start: Any) -> None:
+        """Something that began at ``start`` ends."""
+        self._ranges.append((name, self._engine.position, start, self.now()))
+
+    @property
+    def ranges(self) -> list[Range]:
+        """What has been noted, in order. Waits for the device."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        return [Range(name, action, self._since(start), self._since(end)) for name, action, start, end in self._ranges]
+
+    def _since(self, moment: Any) -> float:
+        elapsed = self._begin.elapsed_time(moment) if self._on_cuda else 1e3 * (moment - self._begin)
+        return float(elapsed)
+
+
+class _Noted(AbstractContextManager[None]):
+    """One range while it runs."""
+
+    __slots__ = ("_name", "_recorder", "_start")
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def __enter__(self) -> None:
+        self._start = self._recorder.now()
+
+    def __exit__(self, *exception: object) -> None:
+        self._recorder.note(self._name, self._start)
+
+
+def measured(schedule: Schedule, ranges: list[list[Range]]) -> Timeline:
+    """A schedule as it has run.
+
+    Args:
+        schedule: What has run.
+        ranges: What each pipeline rank has noted.
+
+    Returns:
+        In milliseconds, from the first action of any rank.
+    """
+    begin = min(each.start for of_rank in ranges for each in of_rank if each.action is not None)
+    spans = tuple(
+        tuple(
+            Span(each.action, each.start - begin, each.end - begin)
+            for each in of_rank
+            if each.action is not None and each.name != "wait"
+        )
+        for of_rank in ranges
+    )
+    for done, planned in zip(spans, schedule.actions, strict=True):
+        assert [span.action for span in done] == list(planned), "what was recorded is not the schedule"
+    return Timeline(schedule, spans, unit="ms")
+
+
+def simulated(timeline: Timeline) -> Timeline:
+    """What a measured step would have taken if each action had taken its median time, and messages none."""
+    times: dict[tuple[int, Kind], list[float]] = {}
+    for spans in timeline.computing:
+        for span in spans:
+            times.setdefault((span.action.stage, span.action.kind), []).append(span.end - span.start)
+    medians = {key: sorted(of_key)[len(of_key) // 2] for key, of_key in times.items()}
+    result = simulate(timeline.schedule, duration=lambda action: medians[action.stage, action.kind])
+    return Timeline(result.schedule, result.spans, unit="ms")
