@@ -274,6 +274,8 @@ class ViT(Images):
 class FusedAttention(nn.Module):
     """An attention as timm writes it: one projection to queries, keys and values, and the width read from the input."""
 
+    __module__ = "timm.layers.attention"
+
     def __init__(self) -> None:
         super().__init__()
         self.num_heads, self.head_dim = HEADS, DIM // HEADS
@@ -292,6 +294,8 @@ class FusedAttention(nn.Module):
 class MLP(nn.Module):
     """The two layers of timm's blocks."""
 
+    __module__ = "timm.layers.mlp"
+
     def __init__(self) -> None:
         super().__init__()
         self.fc1, self.act, self.drop1 = nn.Linear(DIM, 32), nn.GELU(), nn.Dropout(0.0)
@@ -303,6 +307,8 @@ class MLP(nn.Module):
 
 class FusedBlock(nn.Module):
     """A block of timm's vision transformers."""
+
+    __module__ = "timm.models.vision_transformer"
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,13 +359,24 @@ class NanoBlock(nn.Module):
 
 
 class NanoGPT(GPT):
-    """The same, of blocks as nanoGPT has them; head and embedding share their weight."""
+    """The same, of blocks as nanoGPT has them, with a plan; head and embedding share their weight."""
 
     def build(self) -> None:
         super().build()
         self.body = nn.Sequential(*(NanoBlock() for _ in range(self.layers)))
         self.head = nn.Linear(DIM, TOKENS, bias=False)
         self.head.weight = self.embed.weight
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        return {
+            "embed": "vocab",
+            "head": "vocab",
+            "body.*.attn": "divide:n_head,n_embd + narrow_input:c_attn",
+            "body.*.attn.c_attn": "packed_colwise_3",
+            "body.*.attn.c_proj": "rowwise",
+            "body.*.mlp.c_fc": "colwise",
+            "body.*.mlp.c_proj": "rowwise",
+        }
 
 
 class Residual(nn.Module):

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.dtensor import full_tensor, is_sharded
@@ -120,11 +121,19 @@ def dropped(name: str) -> tuple[list[float], dict[str, Tensor], Tensor, Tensor]:
         "t5": "model.encoder.block.1.layer.1.DenseReluDense.wo",
         "llama": "model.model.layers.1.self_attn.o_proj",
     }[name]
-    states, outputs = [], []
-    module.get_submodule(row).register_forward_pre_hook(lambda layer, args: states.append(torch.get_rng_state()))
+    states: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    class Watch(Callback):
+        """When layers are divided: one that has a hook before stays whole."""
+
+        def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+            layer = module.get_submodule(row)
+            layer.register_forward_pre_hook(lambda layer, args: states.append(torch.get_rng_state()))
+
     module.model.register_forward_hook(lambda layer, args, output: outputs.append(output.logits.detach()))
     losses = Losses()
-    make_trainer(TP2, limit_val_batches=0, callbacks=[losses]).fit(module)
+    make_trainer(TP2, limit_val_batches=0, callbacks=[losses, Watch()]).fit(module)
     whole = {key: value.detach() for key, value in module.named_parameters() if not is_sharded(value)}
     return losses.values, whole, states[0], full_tensor(to_plain_tensors(outputs[0]))
 

@@ -5,21 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.pool import Pools
-from tests.results import Results, listed
+from tests.results import Results, assert_equal_under, listed
 from tests.transparency import (
     SCHEDULES,
     TENSOR_FRAME_LAYOUTS,
     TENSOR_FRAME_SUBJECTS,
     Case,
-    Record,
     allowed,
     compare,
     cover,
-    layout_of,
-    train,
 )
 
 #: The first test of a batch waits for all of it.
@@ -48,13 +44,6 @@ def test_double_precision(results: Results, case: Case) -> None:
     assert not differences, listed(differences)
 
 
-def _trained(ranks: Pools, subject: str, layout: str) -> tuple[Record, dict[str, torch.Tensor]]:
-    """What the first rank saw, and the weights of all."""
-    case = Case(subject, layout, "gpipe")
-    records = [record for (record,) in ranks(layout_of(layout).size, lightning=True).run(train, [case], timeout=90)]
-    return records[0], {name: value for record in records for name, value in record.parameters.items()}
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("subject", "layouts"),
@@ -65,9 +54,4 @@ def _trained(ranks: Pools, subject: str, layout: str) -> tuple[Record, dict[str,
 )
 def test_random_numbers_do_not_depend_on_the_layout(ranks: Pools, subject: str, layouts: tuple[str, ...]) -> None:
     """Dropout around the layers and in them: shared or not, every stage draws what every other one does."""
-    (first, weights), *others = [_trained(ranks, subject, layout) for layout in layouts]
-    assert len(first.steps) >= 10
-    for record, parameters in others:
-        for name in ("outputs", "steps", "norms"):
-            torch.testing.assert_close(getattr(record, name), getattr(first, name), rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(parameters, weights, rtol=1e-10, atol=1e-12)
+    assert_equal_under(ranks, subject, layouts)

@@ -191,7 +191,7 @@ def redistribute_grad(parameter: Tensor) -> None:
 def distribute_like(value: Any, parameter: Tensor) -> Any:
     """A full tensor sharded as a parameter of the same shape is; anything else as it is.
 
-    Every rank has the full tensor, and keeps its shard.
+    Every rank has the full tensor, and keeps its shard, in memory of its own: a view would keep all of it.
     """
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
@@ -205,8 +205,13 @@ def distribute_like(value: Any, parameter: Tensor) -> Any:
         shards = part.chunk(parameter.device_mesh.size(-1), placement.dim)
         rank = parameter.device_mesh.get_local_rank(REPLICAS)
         own = shards[rank] if rank < len(shards) else part.narrow(placement.dim, 0, 0)
-        return _like(own.contiguous(), parameter)
-    return _distribute(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+        return _like(_copied(own), parameter)
+    shard = _distribute(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return from_shard(_copied(to_local(shard)), shard.device_mesh, shard.placements, value)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _distribute(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup, all_reduce_max, reduce_from_tp
 
 
@@ -54,7 +55,7 @@ class _LogSumExp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         shard, result = ctx.saved_tensors
-        return (shard - result).exp_().mul_(gradient), None, None
+        return (shard - result).exp_().mul_(full_tensor(gradient)), None, None
 
 
 def cross_entropy(

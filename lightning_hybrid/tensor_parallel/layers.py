@@ -6,9 +6,12 @@ A layer of the user's becomes one of these in place: its class changes, and noth
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.dtensor import shard_of
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.random import own_numbers
 from lightning_hybrid.tensor_parallel import mappings
 from lightning_hybrid.tensor_parallel.vocab_parallel import VocabParallelLogits
@@ -256,11 +261,34 @@ class LocalRandomNumbers(ParallelLayer):
             return forward(*args, **kwargs)
 
 
+class DividedNumbers(ParallelLayer):
+    """A module that computes with integers, such as the number of its heads: while it runs, it has this rank's part.
+
+    Whoever reads them from outside, to make a mask for each head, finds all of them.
+
+    Attributes:
+        divided: The names of these attributes.
+    """
+
+    divided: tuple[str, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module does."""
+        whole = {name: getattr(self, name) for name in self.divided}
+        try:
+            for name, number in whole.items():
+                setattr(self, name, number // self.tensor_group.size)
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for name, number in whole.items():
+                setattr(self, name, number)
+
+
 class NarrowInput(ParallelLayer):
     """A block that reads from its input how wide its shards are, as by ``B, N, C = x.shape``.
 
     Its code sees an input that is as wide as a shard, without values (they are NaN: nothing else can be done with it);
-    the layers that take the input get the true one.
+    the layers that it gives this input to get the true one. What else they are given, they get.
 
     Attributes:
         takers: The paths of these layers.
@@ -268,35 +296,99 @@ class NarrowInput(ParallelLayer):
 
     takers: tuple[str, ...]
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the block does."""
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block does.
+
+        Raises:
+            WrongUseError: If a layer is given what was made of the input.
+        """
         block: Any = self
+        first = _argument_names(self)[0]
+        x: Tensor = args[0] if args else kwargs[first]
         narrow = x.new_full((), math.nan).expand(*x.shape[:-1], x.shape[-1] // self.tensor_group.size)
+
+        def give(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if args[0] is narrow:
+                return (x, *args[1:])
+            if args[0].shape[-1] == narrow.shape[-1]:
+                raise WrongUseError(
+                    f"A {type(self).__name__} gives its layers something that it has made of its input. Divided over"
+                    f" tensor_parallel_size={self.tensor_group.size} ranks, it must give them the input itself: its"
+                    " style is 'narrow_input' (docs: tensor parallelism). Leave it out of `tensor_parallel_plan`, or"
+                    " give it 'replicate'."
+                )
+            return None
+
         with ExitStack() as hooks:
             for path in self.takers:
-                taker: nn.Module = block.get_submodule(path)
-                hooks.callback(taker.register_forward_pre_hook(lambda layer, args: (x, *args[1:])).remove)
-            return super().forward(narrow, *args, **kwargs)  # type: ignore[misc]
+                hooks.callback(block.get_submodule(path).register_forward_pre_hook(give, prepend=True).remove)
+            given = ((narrow, *args[1:]), kwargs) if args else ((), {**kwargs, first: narrow})
+            return super().forward(*given[0], **given[1])  # type: ignore[misc]
 
 
 class MaskPerHead(ParallelLayer):
-    """An attention that computes this rank's heads, and is given masks or biases of all heads.
+    """An attention that computes this rank's heads, and takes masks and biases of all heads, and gives such of all.
 
     Attributes:
-        total_heads: The number of all heads; an argument ``(batch, total_heads, L, S)`` is one of each head.
+        total_heads: The number of all heads. An argument ``(batch, total_heads, L, S)`` whose name says that it is a
+            mask or a bias is one of each head; so is a value ``(batch, total_heads / T, L, S)`` that comes out beside
+            the output, such as attention weights.
     """
 
     total_heads: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the attention does, with those of this rank's heads."""
-        args = tuple(map(self._local, args))
-        return super().forward(*args, **{key: self._local(value) for key, value in kwargs.items()})  # type: ignore[misc]
+        """As the attention does.
 
-    def _local(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.ndim == 4 and value.shape[1] == self.total_heads:
-            return mappings.scatter_to_tp(value, 1, self.tensor_group)
-        return value
+        Raises:
+            WrongUseError: If a mask of each head has another shape.
+        """
+        names = _argument_names(self)
+        given = [*zip(names, args, strict=False), *kwargs.items()]
+        sizes: tuple[int, ...] = next((value.shape[:-1] for _, value in given if isinstance(value, Tensor)), ())
+        masks = {name: value for name, value in given[1:] if _is_mask(name) and isinstance(value, Tensor)}
+        local = {}
+        for name, mask in masks.items():
+            if mask.ndim == 4 and mask.shape[1] == self.total_heads and mask.shape[2] in (1, *sizes):
+                local[name] = mappings.scatter_to_tp(mask, 1, self.tensor_group)
+            elif mask.ndim in (1, 3) and len(mask) in {self.total_heads, self.total_heads * sizes[0]} - {sizes[0]}:
+                raise WrongUseError(
+                    f"A {type(self).__name__} is given {name!r} of shape {tuple(mask.shape)}. Its {self.total_heads}"
+                    f" heads are divided over tensor_parallel_size={self.tensor_group.size} ranks, by `tensor_parallel"
+                    f"_plan` (the style 'mask_per_head'); there a mask or bias of each head must be of shape (batch,"
+                    f" {self.total_heads}, L, S). To keep the attention whole, write a plan of your own without it."
+                )
+        args = tuple(local.get(name, value) for name, value in zip_longest(names[: len(args)], args))
+        output = super().forward(*args, **{key: local.get(key, value) for key, value in kwargs.items()})  # type: ignore[misc]
+        return self._whole(output, {id(value): masks[name] for name, value in local.items()})
+
+    def _whole(self, output: Any, given: dict[int, Tensor]) -> Any:
+        """With the values of all heads; `given` are those that were known before, by what was made of them here."""
+        leaves, spec = flatten(output)
+        for index, leaf in enumerate(leaves):
+            if id(leaf) in given:
+                leaves[index] = given[id(leaf)]
+            elif index and is_per_head(leaf, self.total_heads // self.tensor_group.size):
+                leaves[index] = mappings.gather_from_tp(leaf, 1, self.tensor_group)
+        return unflatten(leaves, spec)
+
+
+def is_per_head(value: Any, heads: int) -> bool:
+    """Whether a value has entries for each of so many heads."""
+    return isinstance(value, Tensor) and value.ndim == 4 and value.shape[1] == heads
+
+
+def _is_mask(name: str) -> bool:
+    return any(word in name for word in ("mask", "bias", "alibi"))
+
+
+def _argument_names(layer: nn.Module | ParallelLayer) -> list[str]:
+    """Of the `forward` that the user wrote."""
+    kind: Any = _original(type(layer))
+    return list(_signature(kind.forward).parameters)[1:]
+
+
+_signature = functools.lru_cache(inspect.signature)
 
 
 class SequenceRegion(ParallelLayer):

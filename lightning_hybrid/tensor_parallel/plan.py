@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +19,13 @@ from lightning_hybrid.tensor_parallel.auto_plan.auto_plan import auto_plan
 from lightning_hybrid.tensor_parallel.layers import (
     ParallelLayer,
     disable_fastpath,
-    original_classes,
     restore_fastpath,
     restore_layer,
 )
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.sequence_parallel import assign_sequence_dims
 from lightning_hybrid.tensor_parallel.shard import Sharder
-from lightning_hybrid.tensor_parallel.styles import DIVIDE, STYLES, WRAPPERS, ParamSplit, PlanRow, find_style
+from lightning_hybrid.tensor_parallel.styles import STYLES, WRAPPERS, ParamSplit, PlanRow, find_style
 
 _WITH_SUFFIX = ("sequence_region:0", "sequence_region:1", "attention:memory")
 
@@ -72,15 +70,12 @@ class Plan:
         sharder = Sharder(module, mesh, group, device)
         for row in self.rows:
             layer = module.get_submodule(row.name)
-            for attribute in row.divided_attributes:
-                setattr(layer, attribute, getattr(layer, attribute) // self.size)
             for path, split in row.parameters().items():
                 owner, _, name = path.rpartition(".")
                 prepare(owner)
                 sharder.shard(module.get_submodule(owner), name, split.dim, blocks=split.blocks)
-            if not row.divided_attributes:
-                style = find_style(row.style, layer)
-                style.apply(layer, tensor_group=group, sequence_dim=row.sequence_dim, **row.options)
+            style = find_style(row.style, layer)
+            style.apply(layer, tensor_group=group, sequence_dim=row.sequence_dim, **row.options)
         for name, torch_style in self.torch_styles.items():
             prepare(name)
             if not any(parameter.is_meta for parameter in module.get_submodule(name).parameters()):
@@ -96,29 +91,8 @@ class Plan:
     def undo(self, module: nn.Module) -> None:
         """Make the layers what they were; their parameters are unsharded elsewhere."""
         for row in self.rows:
-            layer = module.get_submodule(row.name)
-            for attribute in row.divided_attributes:
-                setattr(layer, attribute, getattr(layer, attribute) * self.size)
-            restore_layer(layer)
+            restore_layer(module.get_submodule(row.name))
         restore_fastpath(module)
-
-    @contextmanager
-    def undivided(self, module: nn.Module) -> Iterator[None]:
-        """Inside, layers compute as before they were divided, alone and with full parameters, which they must be given.
-
-        Args:
-            module: The module, divided.
-        """
-        divided = [(module.get_submodule(row.name), name) for row in self.rows for name in row.divided_attributes]
-        before = [(layer, name, getattr(layer, name)) for layer, name in divided]
-        try:
-            for layer, name, number in before:
-                setattr(layer, name, number * self.size)
-            with original_classes(module):
-                yield
-        finally:
-            for layer, name, number in before:
-                setattr(layer, name, number)
 
     def param_splits(self) -> dict[str, ParamSplit]:
         """How parameters are sharded, by the names that the plan has for them."""
@@ -169,8 +143,8 @@ def _expand(module: nn.Module, requested: UserPlan) -> dict[str, Any]:
         style = "replicate" if given is None else given
         if not isinstance(style, ParallelStyle) and not _is_known(style):
             raise ValueError(
-                f"tensor_parallel_plan names the style {style!r} for {pattern!r}; there are {', '.join(STYLES)}, and"
-                f" '{DIVIDE}ATTRIBUTE' for an integer that a module computes with."
+                f"tensor_parallel_plan names the style {style!r} for {pattern!r}; there are {', '.join(STYLES)}"
+                " ('divide:ATTRIBUTE' for an integer that a module computes with)."
             )
         matching = [name for name in names if name_matches(name, pattern)]
         if not matching:
@@ -189,8 +163,7 @@ def _parts(style: str) -> list[str]:
 
 def _is_known(style: object) -> bool:
     return isinstance(style, str) and all(
-        part.startswith(DIVIDE)
-        or part in (STYLES.keys() - WRAPPERS)
+        part in (STYLES.keys() - WRAPPERS)
         or part in _WITH_SUFFIX
         or (part.partition(":")[0] in WRAPPERS and part.partition(":")[2])
         for part in _parts(style)
@@ -200,42 +173,43 @@ def _is_known(style: object) -> bool:
 def _check_combinations(styles: Iterable[tuple[str, str]]) -> None:
     beside = [STYLES[kind] for kind in WRAPPERS]
     for name, style in styles:
-        kinds = [STYLES[part.partition(":")[0]] for part in _parts(style) if not part.startswith(DIVIDE)]
-        if sum(kind.mixin is not None and kind not in beside for kind in kinds) > 1:
+        names = [part.partition(":")[0] for part in _parts(style)]
+        kinds = [STYLES[name] for name in names]
+        has_two = sum(kind.mixin is not None and kind not in beside for kind in kinds) > 1
+        if has_two or max(map(names.count, WRAPPERS)) > 1:
             raise ValueError(f"tensor_parallel_plan gives {name!r} two styles that exclude each other: {style!r}.")
 
 
 def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int) -> Iterator[PlanRow]:
     for name, style in ((name, part) for name, joined in styles for part in _parts(joined) if part != "replicate"):
         layer = module.get_submodule(name)
-        if style.startswith(DIVIDE):
-            attributes = tuple(attribute.strip() for attribute in style.removeprefix(DIVIDE).split(","))
-            for attribute in attributes:
-                number = getattr(layer, attribute, None)
-                if not isinstance(number, int) or number % size:
-                    raise ValueError(
-                        f"{name}.{attribute} is {number!r}, which tensor_parallel_size={size} does not divide"
-                        f" (tensor_parallel_plan: {style!r})."
-                    )
-            yield PlanRow(name, style, divided_attributes=attributes)
-            continue
+        options = _options(style)
+        for attribute in options.get("divided", ()):
+            number = getattr(layer, attribute, None)
+            if not isinstance(number, int) or number % size:
+                raise ValueError(
+                    f"{name}.{attribute} is {number!r}, which tensor_parallel_size={size} does not divide"
+                    f" (tensor_parallel_plan: {style!r})."
+                )
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters(recurse=False)):
             continue  # the user's `configure_model` has sharded it
         found = find_style(style, layer)
         reason = found.unsupported_reason(layer, size)
         if reason is not None:
             raise ValueError(f"tensor_parallel_plan gives {name!r} the style {style!r}, but it {reason}.")
-        yield PlanRow(name, style, tuple(found.param_splits(layer)), options=_options(style))
+        yield PlanRow(name, style, tuple(found.param_splits(layer)), options=options)
 
 
 def _options(style: str) -> dict[str, Any]:
     """What a style says after a colon, as attributes of the parallel layer."""
     kind, _, suffix = style.partition(":")
+    names = tuple(name.strip() for name in suffix.split(","))
+    if kind == "divide":
+        return {"divided": names}
     if kind == "local_rng":
-        first, _, last = suffix.partition(",")
-        return {"first": first.strip(), "last": last.strip()}
+        return dict(zip(("first", "last"), names, strict=True))
     if kind == "narrow_input":
-        return {"takers": tuple(path.strip() for path in suffix.split(","))}
+        return {"takers": names}
     if kind == "mask_per_head":
         return {"total_heads": int(suffix)}
     return {"memory_is_replicated": True} if style == "attention:memory" else {}

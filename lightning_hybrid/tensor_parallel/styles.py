@@ -37,7 +37,6 @@ class PlanRow:
         name: Its dotted name.
         style: The name of its style.
         param_splits: How its parameters are sharded.
-        divided_attributes: Its integer attributes that are divided by the number of ranks.
         sequence_dim: The dimension of activations along which sequences are sharded around it, if they are.
         options: Attributes of the parallel layer, beside those of the style.
     """
@@ -45,7 +44,6 @@ class PlanRow:
     name: str
     style: str
     param_splits: tuple[ParamSplit, ...] = ()
-    divided_attributes: tuple[str, ...] = ()
     sequence_dim: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -165,6 +163,7 @@ STYLES: dict[str, Style] = {
     "vocab": Style((nn.Embedding,), layers.VocabParallelEmbedding, _weight_and_bias(0)),
     "vocab_head": Style((nn.Linear,), layers.VocabParallelHead, _weight_and_bias(0)),
     "colwise_embedding": Style((nn.Embedding,), layers.ColumnParallelEmbedding, _weight_and_bias(1)),
+    "divide": Style((nn.Module,), layers.DividedNumbers),
     "local_rng": Style((nn.Module,), layers.LocalRandomNumbers),
     "narrow_input": Style((nn.Module,), layers.NarrowInput),
     "mask_per_head": Style((nn.Module,), layers.MaskPerHead),
@@ -176,9 +175,7 @@ STYLES: dict[str, Style] = {
 
 
 #: What is said more of after a colon, and may stand beside another style.
-WRAPPERS = {"local_rng", "narrow_input", "mask_per_head"}
-#: "divide:num_heads" divides integers that a module of the user's own computes with.
-DIVIDE = "divide:"
+WRAPPERS = {"divide", "local_rng", "narrow_input", "mask_per_head"}
 
 
 def find_style(name: str, layer: nn.Module) -> Style:

@@ -13,8 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_hybrid.tensor_parallel.auto_plan import known_code
 from lightning_hybrid.tensor_parallel.plan import make_plan
 from tests import tensor_modules as zoo
+
+
+@pytest.fixture(autouse=True)
+def _known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial's own tests: as if the code of these modules were known."""
+    if "users_own" not in request.node.name:
+        monkeypatch.setattr(known_code, "KNOWN_PACKAGES", known_code.KNOWN_PACKAGES | {"tests"})
 
 
 def auto(module: nn.Module, size: int = 2) -> tuple[dict[str, str], dict[str, str]]:
@@ -154,6 +162,83 @@ def replaced() -> nn.Module:
     return module
 
 
+class Returning(MLP):
+    """Gives what is between, too."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = F.relu(self.fc1(x))
+        return self.fc2(h), h
+
+
+class Keeping(MLP):
+    def between(self, h: Tensor, x: Tensor) -> Tensor:
+        self.kept = h.relu()
+        return self.kept
+
+
+class UsedTwice(MLP):
+    """The same slope between the layers and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.PReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.fc2(self.act(self.fc1(x))))
+
+
+class InTraining(MLP):
+    def between(self, h: Tensor, x: Tensor) -> Tensor:
+        return (h - h.mean(-1, keepdim=True) if self.training else h).relu()
+
+
+class Clipping(MLP):
+    """Only what is large is mixed."""
+
+    def between(self, h: Tensor, x: Tensor) -> Tensor:
+        h = h.relu()
+        return h * (8.0 / h.norm(dim=-1, keepdim=True).clamp(min=8.0))
+
+
+class Shut(Mixing):
+    """A gate that opens later."""
+
+    def between(self, h: Tensor, x: Tensor) -> Tensor:
+        return h.softmax(-1) * 0.0
+
+
+class DropPath(MLP):
+    """Drops whole samples."""
+
+    def between(self, h: Tensor, x: Tensor) -> Tensor:
+        return h * (torch.rand(len(h), 1, 1) > 0.5) if self.training else h
+
+
+class DropBeforeKeys(zoo.Attention):
+    """Dropout among its projections: of what is whole, or of shards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.v(x)
+        x = F.dropout(x, 0.5, self.training)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (self.q(x), self.k(x), v))
+        return self.proj(F.scaled_dot_product_attention(self.norm(q), k, v).transpose(1, 2).flatten(2))
+
+
+class InputDropout(zoo.FusedAttention):
+    """It does something to its input, before it reads the width from it."""
+
+    __module__ = __name__
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.layer_norm(x, x.shape[-1:]))
+
+
+def hooked() -> nn.Module:
+    module = MLP()
+    module.fc1.register_forward_hook(lambda layer, args, output: output / output.sum(-1, keepdim=True))
+    return module
+
+
 SAME = "does not give the same when it is tried in shards"
 OWN = "has parameters of its own between"
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -169,9 +254,19 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "wants more": (Picky, "wants 'context'"),
     "counts features": (Shaped, SAME),
     "a norm of all heads": (NormOfAll, SAME),
-    "a forward of one layer alone": (replaced, "has a 'fc1' that has a `forward` that was put"),
+    "a forward of one layer alone": (replaced, "has 'fc1', a Linear with a `forward` that was put"),
     "talking heads": (TalkingHeads, SAME),
     "no number of heads": (Uncounted, "no attribute that says how many heads"),
+    "gives what is between": (Returning, SAME),
+    "keeps what is between": (Keeping, SAME),
+    "uses a parameter twice": (UsedTwice, "uses parameters both between the layers"),
+    "mixes in training": (InTraining, SAME),
+    "mixes what is large": (Clipping, SAME),
+    "gives zeros": (Shut, "gives nothing but zeros"),
+    "drops whole samples": (DropPath, "draws random numbers"),
+    "drops among projections": (DropBeforeKeys, "draws random numbers"),
+    "does something to its input": (InputDropout, SAME),
+    "has hooks": (hooked, "has 'fc1', a Linear with hooks"),
     "one head": (indivisible, "has 1 heads (num_heads), which cannot be divided over 2 ranks"),
 }
 
@@ -187,13 +282,97 @@ def test_what_only_looks_like_a_block_stays_whole(name: str) -> None:
 def test_a_tied_layer_keeps_its_block_whole() -> None:
     plan, reasons = auto(tied())
     assert plan == {}
-    assert reasons == {"0": "has a 'fc1' that shares its weight or bias with another layer"}
+    assert reasons == {"0": "has a 'fc1' that shares its 'weight' with '1.weight'"}
+
+
+def test_blocks_of_the_users_own_stay_whole_with_a_plan_to_write() -> None:
+    plan, reasons = auto(nn.ModuleDict({"body": nn.ModuleList([zoo.NanoBlock(), zoo.FusedBlock()])}))
+    assert {name.partition(".")[2][0] for name in plan} == {"1"}
+    unknown = "whose code is not known. If it works on shards, a plan for it is"
+    check = "and `lightning-hybrid check` compares with one process"
+    assert reasons == {
+        "body.0": f"is a NanoBlock of 'tests.tensor_modules', {unknown} "
+        f"{{'body.*.mlp.c_fc': 'colwise', 'body.*.mlp.c_proj': 'rowwise'}}, {check}",
+        "body.0.attn": f"is a NanoAttention of 'tests.tensor_modules', {unknown} {{'body.*.attn': 'divide:n_head', "
+        f"'body.*.attn.c_attn': 'packed_colwise_3', 'body.*.attn.c_proj': 'rowwise'}}, {check}",
+    }
+
+
+def test_a_part_of_the_users_own_keeps_a_known_block_whole() -> None:
+    block = zoo.FusedBlock()
+    block.mlp.act = Own()
+    _, reasons = auto(nn.ModuleList([block]))
+    assert "has 'act', a Own of 'tests.tensor_parallel.test_auto_plan', whose code is not known" in reasons["0.mlp"]
+    model = Model(ATTENTION)
+    model.layers[0].attn.norm = Own()
+    styles, reasons = auto(model)
+    assert "has 'norm', a Own of" in reasons["layers.0.attn"]
+    assert {name.split(".")[1] for name in styles} == {"1"}
+
+
+def test_layers_that_differ_by_a_number_are_tried_each() -> None:
+    """What decides may be any attribute, or a buffer."""
+    plan, _ = auto(nn.ModuleList([Numbered(0), Numbered(1)]))
+    assert {name[0] for name in plan} == {"0"}
+    plan, _ = auto(nn.ModuleList([Mixed(0.0), Mixed(1.0)]))
+    assert {name[0] for name in plan} == {"0"}
+
+
+class Own(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Numbered(MLP):
+    def __init__(self, layer_id: int) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+
+    def between(self, h: Tensor, x: Tensor) -> Tensor:
+        return h.softmax(-1) if self.layer_id % 2 else h.sigmoid()
+
+
+class Mixed(MLP):
+    def __init__(self, part: float) -> None:
+        super().__init__()
+        self.register_buffer("part", torch.tensor(part))
+
+    def between(self, h: Tensor, x: Tensor) -> Tensor:
+        return h - self.part * h.mean(-1, keepdim=True)
+
+
+def test_a_norm_that_another_layer_shares_keeps_its_block_whole() -> None:
+    module = nn.ModuleList([zoo.Attention(), nn.LayerNorm(zoo.DIM // zoo.HEADS)])
+    module[0].norm.weight = module[1].weight
+    plan, reasons = auto(module)
+    assert plan == {}
+    assert reasons == {"0": "has a 'norm' that shares its 'weight' with '1.weight'"}
+
+
+def test_two_regions_of_one_block_do_not_both_draw_their_own_numbers() -> None:
+    plan, reasons = auto(nn.ModuleList([Both()]))
+    assert plan["0"].count("local_rng") == 1
+    assert reasons == {"0": "has the style 'local_rng' already"}
+
+
+class Both(zoo.Attention):
+    """Attention and a multilayer perceptron in one module, with dropout in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = self.drop((self.norm(q) @ k.mT).softmax(-1)) @ v
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.fc2(self.drop(self.fc1(x)))
 
 
 PROJECTIONS = {"0.q": "colwise", "0.k": "colwise", "0.v": "colwise", "0.proj": "rowwise"}
 
 
-def test_an_attention_of_the_users_own() -> None:
+def test_an_attention() -> None:
     """Its heads are counted, masks of each head are divided, and its norm sees this rank's heads."""
     plan, reasons = auto(nn.ModuleList([zoo.Attention()]))
     assert plan == {
@@ -279,7 +458,7 @@ class Model(nn.Module):
         return layer
 
 
-ATTENTION = {"layers.*.attn.a": "colwise", "layers.*.attn.b": "rowwise"}
+ATTENTION = {"layers.*.attn.a": "colwise", "layers.*.attn.b": "rowwise", "layers.*.attn.norm": "replicate"}
 
 
 def test_a_models_own_plan_is_taken_in_both_spellings() -> None:
@@ -297,7 +476,7 @@ def test_a_models_own_plan_is_taken_in_both_spellings() -> None:
 
 
 def test_a_style_that_is_unknown_leaves_its_block_whole() -> None:
-    plan = {**ATTENTION, "layers.*.up": "colwise", "layers.*.down": "rowwise", "layers.1.attn.norm": "mla_kv_a_proj"}
+    plan = {"layers.1.attn.norm": "mla_kv_a_proj", **ATTENTION, "layers.*.up": "colwise", "layers.*.down": "rowwise"}
     styles, reasons = auto(Model(plan))
     assert {"layers.0.attn.a", "layers.0.up", "layers.1.up"} <= styles.keys()
     assert not any(name.startswith("layers.1.attn") for name in styles)
@@ -306,7 +485,8 @@ def test_a_style_that_is_unknown_leaves_its_block_whole() -> None:
 
 
 def test_half_of_a_block_is_joined_with_the_other_half() -> None:
-    styles, reasons = auto(Model({"layers.*.attn.a": "colwise", "layers.*.down": "rowwise"}))
+    whole = dict.fromkeys([f"layers.*.{name}" for name in ("attn.b", "attn.norm", "up")], "replicate")
+    styles, reasons = auto(Model({"layers.*.attn.a": "colwise", "layers.*.down": "rowwise", **whole}))
     assert reasons == {}
     assert styles.keys() == {"layers.0.attn.a", "layers.0.down", "layers.1.attn.a", "layers.1.down"}
 
@@ -317,6 +497,23 @@ def test_a_head_is_on_one_rank(heads: dict[str, int]) -> None:
     assert styles == {}
     assert "heads" in reasons["layers.0.attn"]
     assert "cannot be divided over 2 ranks" in reasons["layers.0.attn"]
+
+
+@pytest.mark.parametrize("name", ["attn.gate", "attn.inner.gate"])
+def test_a_parameter_that_a_models_own_plan_does_not_name_keeps_its_block_whole(name: str) -> None:
+    """Its gradient on a rank may be a part of a sum: an activation that learns, a norm of each head."""
+    model = Model(ATTENTION)
+    model.layers[1].attn.inner = nn.Module()
+    model.layers[1].get_submodule(name.rpartition(".")[0]).gate = nn.Parameter(torch.ones(1))
+    styles, reasons = auto(model)
+    assert {each.split(".")[1] for each in styles} == {"0"}
+    assert (
+        reasons["layers.1.attn"] == f"has a parameter '{name.removeprefix('attn.')}', which its own plan does not name"
+    )
+
+
+def test_masks_and_weights_of_a_models_own_attention() -> None:
+    assert auto(Model(ATTENTION, num_attention_heads=4))[0]["layers.0.attn"] == "mask_per_head:4"
 
 
 def test_dropout_of_a_models_own_attention() -> None:

@@ -134,9 +134,22 @@ def test_a_bias_that_is_held_twice_keeps_head_and_embedding_whole() -> None:
     around.bias = head.bias
     plan, reasons = auto(nn.ModuleList([embedding, around]))
     assert plan == {}
-    assert reasons["0"] == "shares its weight with a layer whose bias is '1.bias' too"
+    assert reasons["0"] == "has a '1.decoder' that shares its 'bias' with '1.bias'"
     embedding.weight = nn.Parameter(embedding.weight.clone())
     assert auto(nn.ModuleList([embedding, around]))[0] == {"0": "vocab"}
+
+
+def test_a_head_that_is_tied_to_one_of_two_embeddings() -> None:
+    """There are as many places as words, and the places come first."""
+    places, words, head = nn.Embedding(12, 8), nn.Embedding(12, 8), nn.Linear(8, 12)
+    head.weight = words.weight
+    assert auto(nn.ModuleList([places, words, head]))[0] == {"0": "vocab", "1": "vocab", "2": "vocab"}
+
+
+def test_a_pair_that_shares_its_weight_stays_whole() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    module[2].weight = module[0].weight
+    assert auto(module) == ({}, {"0": "shares its 'weight' with '2.weight'"})
 
 
 def test_a_classifier_is_not_the_head_of_a_small_embedding() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch.nn.functional as F
 from torch import nn
 
@@ -30,8 +28,8 @@ def auto_plan(module: nn.Module, size: int, *, sequence_parallel: bool) -> tuple
     - `nn.MultiheadAttention` anywhere;
     - in an `nn.Sequential`, two `nn.Linear` with nothing but elementwise activations and dropout between them;
     - the layers that the plan of a Hugging Face model names (`hf_plan`);
-    - multilayer perceptrons and attentions that have the usual names, and that give the same when they are tried in
-      shards (`blocks`);
+    - multilayer perceptrons and attentions of packages whose code is known, that have the usual names, and that give
+      the same when they are tried in shards (`blocks`);
     - `nn.Embedding` by rows, and the `nn.Linear` that leads back to them (tied, or the last one, of equal size).
 
     Args:
@@ -125,24 +123,10 @@ def _vocabulary(builder: PlanBuilder) -> None:
             for other, layer in layers.items()
             if other != name and any(parameter is embedding.weight for parameter in layer._parameters.values())
         ]
-        bias = next((bias for other in tied for bias in [_bias_held_elsewhere(layers, other)] if bias), None)
         if not tied and _SMALL * embedding.num_embeddings <= most:
             builder.reasons[name] = f"has few rows ({embedding.num_embeddings}) beside the largest embedding ({most})"
-        elif bias is not None:
-            builder.reasons[name] = f"shares its weight with a layer whose bias is {bias!r} too"
-        elif not all(type(layers[other]) is nn.Linear or isinstance(layers[other], nn.Embedding) for other in tied):
-            builder.reasons[name] = "shares its weight with a layer that is neither nn.Linear nor nn.Embedding"
-        elif builder.add((name, "vocab"), *((other, "vocab") for other in tied)) and linears and not tied:
-            last = layers[linears[-1]]
-            if last.out_features == embedding.num_embeddings and _bias_held_elsewhere(layers, linears[-1]) is None:
-                builder.add((linears[-1], "vocab"))
-
-
-def _bias_held_elsewhere(layers: Mapping[str, nn.Module], name: str) -> str | None:
-    """Another name of a linear layer's bias, which would have to be divided there too."""
-    bias = layers[name]._parameters.get("bias")
-    for other, layer in layers.items():
-        for leaf, parameter in layer._parameters.items():
-            if other != name and bias is not None and parameter is bias:
-                return join_names(other, leaf)
-    return None
+        elif builder.add((name, "vocab"), *((other, "vocab") for other in tied), block=name) and linears and not tied:
+            last = (linears[-1], "vocab")
+            is_head = layers[last[0]].out_features == embedding.num_embeddings
+            if is_head and builder.obstacle([last]) is None:
+                builder.add(last)

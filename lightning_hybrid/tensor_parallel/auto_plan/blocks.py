@@ -1,13 +1,13 @@
-"""Multilayer perceptrons and attentions as users and libraries write them: found by names, shapes and heads, and tried.
+"""Multilayer perceptrons and attentions as libraries write them: found by names, shapes and heads, and tried.
 
-A block is divided only if a copy of it gives the same in shards (`trial`): names alone prove nothing.
+A block is divided only if its code is known (`known_code`) and a copy of it gives the same in shards (`trial`): names
+alone prove nothing.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.tensor_parallel.auto_plan.builder import PlanBuilder
+from lightning_hybrid.tensor_parallel.auto_plan.heads import HEADS, count_heads, indivisible_reason
+from lightning_hybrid.tensor_parallel.auto_plan.known_code import unknown_reason
 from lightning_hybrid.tensor_parallel.auto_plan.trial import Block, Finding, try_blocks
 from lightning_hybrid.tensor_parallel.styles import is_conv1d
 
@@ -48,20 +50,9 @@ _ATTENTIONS = (
     (("qkv_proj",), "out_proj"),
     (("query_key_value",), "dense"),
 )
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 _HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size")
-# Arguments with values for each head.
-_OF_HEADS = ("bias", "alibi", "relative", "rel_pos")
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A block and what its trial has found."""
-
-    name: str
-    core: nn.Module
-    finding: Finding
+#: By it an attention of transformers finds its place in a cache, and nothing else.
+_NUMBER_OF_LAYER = "layer_idx"
 
 
 def add_blocks(builder: PlanBuilder, known: Collection[str]) -> None:
@@ -71,19 +62,25 @@ def add_blocks(builder: PlanBuilder, known: Collection[str]) -> None:
         builder: The plan that they go into.
         known: Layers that others know how to divide.
     """
-    tried: dict[Any, Finding] = {}
-    attentions: list[_Found] = []
+    tried: dict[Hashable, Finding] = {}
+    written: dict[str, dict[str, str]] = {}
     for part in builder.layers:
-        for name, columns, row in _named(builder, part, _MLPS, known):
-            host = builder.layers[name]
-            _add(builder, name, _tried(host, _mlp(host, columns, row), builder.size, tried))
-        for name, columns, row in _named(builder, part, _ATTENTIONS, known):
-            host = builder.layers[name]
-            ways = _attention(host, columns, row, builder.size)
-            finding = ways if isinstance(ways, Finding) else _tried(host, ways, builder.size, tried)
-            attentions.append(_Found(name, host.get_submodule(_core_path(columns)), finding))
-    for found in _with_equal_heads(attentions):
-        _add(builder, found.name, found.finding)
+        for patterns, ways in ((_MLPS, _mlp), (_ATTENTIONS, _attention)):
+            for name, columns, row in _named(builder, part, patterns, known):
+                if name in builder.reasons and name not in written:
+                    continue
+                host = builder.layers[name]
+                found = ways(host, columns, row, builder.size)
+                reason = unknown_reason(host)
+                if isinstance(found, str):
+                    builder.reasons.setdefault(name, found)
+                elif reason is not None:
+                    written.setdefault(name, {}).update(_entries(builder, name, found[0]))
+                    builder.reasons.setdefault(name, f"{reason}. If it works on shards, a plan for it is")
+                else:
+                    _add(builder, name, _tried(host, found, builder.size, tried))
+    for name, entries in written.items():
+        builder.reasons[name] += f" {entries}, and `lightning-hybrid check` compares with one process"
 
 
 def _named(
@@ -100,7 +97,7 @@ def _named(
         host = name
         while host and not _is_called(builder.layers[host]):
             host = host.rpartition(".")[0]
-        if host and host not in builder.reasons and not {*paths} & {*known, *builder.plan, *builder.reasons}:
+        if host and not {*paths} & {*known, *builder.plan, *builder.reasons}:
             *columns, row = (path.removeprefix(f"{host}.") for path in paths)
             yield host, tuple(columns), row
         return
@@ -119,106 +116,90 @@ def _features(layer: Any) -> tuple[int, int]:
     return (layer.nx, layer.nf) if is_conv1d(layer) else (layer.in_features, layer.out_features)
 
 
-def _mlp(host: nn.Module, columns: tuple[str, ...], row: str) -> list[Block]:
+def _mlp(host: nn.Module, columns: tuple[str, ...], row: str, size: int) -> list[Block] | str:
+    """The way to divide the features between two layers; or why there is none."""
     width, _ = _features(host.get_submodule(row))
-    fits = all(_features(host.get_submodule(path))[1] == width for path in columns)
-    return [Block(columns, row)] if fits else []
+    if any(_features(host.get_submodule(path))[1] != width for path in columns):
+        return "has layers whose features do not fit together"
+    return [Block(columns, row)]
 
 
-def _core_path(columns: tuple[str, ...]) -> str:
-    return columns[0].rpartition(".")[0]
-
-
-def _attention(host: nn.Module, columns: tuple[str, ...], row: str, size: int) -> list[Block] | Finding:
+def _attention(host: nn.Module, columns: tuple[str, ...], row: str, size: int) -> list[Block] | str:
     """The ways to divide an attention's heads, most likely ones first; or why there is none."""
-    core: Any = host.get_submodule(_core_path(columns))
-    numbers = {name: value for name, value in vars(core).items() if type(value) is int}
-    heads = [name for name in (*_HEADS, *_KEY_HEADS) if name in numbers]
+    core_path = columns[0].rpartition(".")[0]
+    core: Any = host.get_submodule(core_path)
+    heads = count_heads(core)
     width, _ = _features(host.get_submodule(row))
-    if not any(name in numbers for name in _HEADS):
-        head_width = next((numbers[name] for name in _HEAD_WIDTHS if name in numbers), None)
+    counts = heads
+    if not heads.keys() & {*HEADS}:
+        head_width = next((number for name in _HEAD_WIDTHS if type(number := vars(core).get(name)) is int), 0)
         if not head_width:
-            return Finding(reason="has no attribute that says how many heads there are")
+            return "has no attribute that says how many heads there are"
         counts = {"heads": _features(host.get_submodule(columns[0]))[1] // head_width}
-    else:
-        counts = {name: numbers[name] for name in heads}
-    for name, count in counts.items():
-        if count % size:
-            return Finding(reason=f"has {count} heads ({name}), which cannot be divided over {size} ranks")
+    reason = indivisible_reason(counts, size)
+    if reason is not None:
+        return reason
     most = next(iter(counts.values()))
-    widths = [name for name, number in numbers.items() if number == width and name not in heads]
+    widths = [name for name, number in vars(core).items() if type(number) is int and number == width]
     embeddings = tuple(
-        join_names(_core_path(columns), name)
+        join_names(core_path, name)
         for name, child in core.named_children()
         if isinstance(child, nn.Embedding) and child.embedding_dim == most
     )
     is_packed = len(columns) == 1 and _features(host.get_submodule(columns[0]))[1] == 3 * width
-    block = Block(columns, row, core=_core_path(columns), heads=most, embeddings=embeddings)
+    block = Block(columns, row, core=core_path, heads=most, embeddings=embeddings)
     return [
         replace(block, column_style=style, attributes=attributes, is_narrow=is_narrow)
         for style in (("packed_colwise_3", "colwise") if is_packed else ("colwise",))
         for is_narrow in (False, True)
-        for attributes in dict.fromkeys([tuple(heads), (*heads, *widths), ()])
+        for attributes in dict.fromkeys([tuple(heads), tuple(dict.fromkeys((*heads, *widths))), ()])
     ]
 
 
-def _tried(host: nn.Module, candidates: list[Block], size: int, tried: dict[Any, Finding]) -> Finding:
+def _tried(host: nn.Module, candidates: list[Block], size: int, tried: dict[Hashable, Finding]) -> Finding:
     """Try a block, unless one that is alike was tried before."""
-    if not candidates:
-        return Finding(reason="has layers whose features do not fit together")
     if any(isinstance(parameter, DTensor) for parameter in host.parameters()):
         return Finding(reason="is divided already")
-    key = tuple(candidates), tuple(_signature(host))
+    ignored = {_NUMBER_OF_LAYER} if candidates[0].heads else set()
+    key = tuple(candidates), tuple(_signature(host, ignored))
     if key not in tried:
         tried[key] = try_blocks(host, candidates, size)
     return tried[key]
 
 
-def _signature(host: nn.Module) -> Iterator[Any]:
-    """What a block's code depends on: classes, shapes, and plain attributes but for the number of the layer."""
+def _signature(host: nn.Module, ignored: Collection[str]) -> Iterator[Hashable]:
+    """What a block's code depends on: classes, shapes and plain attributes; of all else, whether it is the same one."""
     of_torch = vars(nn.Module()).keys()
     for name, module in host.named_modules():
-        yield name, type(module), module.extra_repr()
+        yield name, type(module)
         for key, value in vars(module).items():
-            if key not in of_torch and not key.endswith(("idx", "id", "index")):
-                yield key, value if isinstance(value, (int, float, str, bool)) else id(value)
+            if key not in of_torch and key not in ignored:
+                yield key, _plain(value)
         for key, parameter in module._parameters.items():
             yield key, None if parameter is None else parameter.shape
+        for key, buffer in module._buffers.items():
+            yield key, id(buffer)
 
 
-def _with_equal_heads(attentions: list[_Found]) -> Iterator[_Found]:
-    """Where an attention takes a bias for each head from another one of its class, all of them are divided, or none."""
-    for found in attentions:
-        family = [each.finding.block for each in attentions if type(each.core) is type(found.core)]
-        has_bias = any(block is not None and block.embeddings for block in family)
-        is_alone = not has_bias and not _takes_bias(found.core)
-        if found.finding.block is None or is_alone or (has_bias and None not in family):
-            yield found
-        else:
-            reason = "takes a bias for each head, which is made where heads are not divided"
-            yield replace(found, finding=Finding(reason=reason))
-
-
-def _takes_bias(core: nn.Module) -> bool:
-    names = inspect.signature(core.forward).parameters
-    return any(word in name for name in names for word in _OF_HEADS)
+def _plain(value: object) -> Hashable:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return (type(value), value) if isinstance(value, (int, float, str, bool)) or value is None else id(value)
 
 
 def _add(builder: PlanBuilder, name: str, finding: Finding) -> None:
-    block = finding.block
-    if block is None:
+    if finding.block is None:
         builder.reasons.setdefault(name, finding.reason)
         return
-    styles = [(path, style) for path, style in block.styles()]
-    styles += [(path, "on_shards") for path in finding.on_shards]
-    around: list[tuple[str, str]] = []
-    if block.attributes:
-        around.append((block.core, f"divide:{','.join(block.attributes)}"))
-    if block.heads:
-        around.append((block.core, f"mask_per_head:{block.heads}"))
-    if block.is_narrow:
-        takers = (path.removeprefix(f"{block.core}.") for path in block.columns)
-        around.append((block.core, f"narrow_input:{','.join(takers)}"))
-    if finding.draws:
-        around.append(("", f"local_rng:{block.columns[-1]},{block.row}"))
-    builder.add_block(name, [(join_names(name, path) if path else name, style) for path, style in (*styles, *around)])
+    styles = [*finding.block.styles(), *((path, "on_shards") for path in finding.on_shards)]
+    around = finding.block.wrappers()
+    if finding.draws_after is not None:
+        around.append(("", f"local_rng:{finding.draws_after},{finding.block.row}"))
+    builder.add(*((join_names(name, path) if path else name, style) for path, style in (*styles, *around)), block=name)
+
+
+def _entries(builder: PlanBuilder, name: str, block: Block) -> dict[str, str]:
+    """What a user may write for a block: the likely way, for all that are alike."""
+    pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+    numbers = [(path, style) for path, style in block.wrappers() if style.startswith("divide:")]
+    return {join_names(pattern, path) if path else pattern: style for path, style in (*numbers, *block.styles())}

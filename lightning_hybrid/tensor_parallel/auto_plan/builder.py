@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.tensor_parallel.sequence_parallel import count_uses
-from lightning_hybrid.tensor_parallel.styles import DIVIDE, WRAPPERS, find_style
+from lightning_hybrid.tensor_parallel.styles import WRAPPERS, find_style
 
 
 class PlanBuilder:
@@ -29,70 +30,67 @@ class PlanBuilder:
         self.reasons: dict[str, str] = {}
         self.layers = dict(module.named_modules())
         self._uses = count_uses(module)
-        self._holders: dict[int, set[str]] = {}
+        self._names: dict[int, set[str]] = {}
         for name, layer in self.layers.items():
-            for parameter in layer._parameters.values():
-                if parameter is not None:
-                    self._holders.setdefault(id(parameter), set()).add(name)
+            for leaf, parameter in layer._parameters.items():
+                self._names.setdefault(id(parameter), set()).add(join_names(name, leaf))
 
-    def add(self, *styles: tuple[str, str]) -> bool:
-        """Plan for all of these names and styles, or, if one is not possible, for none."""
-        if any(name in self.plan or name in self.reasons for name, _ in styles):
-            return False
-        first, style = styles[0]
-        # Elsewhere, a layer between the two of a pair may get an input that is not sharded.
-        if len(styles) > 1 and style == "colwise" and self.is_used_twice(name for name, _ in styles):
-            self.reasons[first] = "or what follows it stands at several places"
-            return False
-        for name, style in styles:
-            reason = find_style(style, self.layers[name]).unsupported_reason(self.layers[name], self.size)
-            if reason is not None:
-                self.reasons[name] = reason
-                return False
-        self.plan.update(styles)
-        return True
-
-    def add_block(self, name: str, styles: Sequence[tuple[str, str]]) -> bool:
-        """Plan for the layers of a block; if one of them is not possible, the block is left whole.
+    def add(self, *styles: tuple[str, str], block: str | None = None) -> bool:
+        """Plan for all of these names and styles, or, if one is not possible, for none.
 
         Args:
-            name: The block's.
-            styles: Names and styles of the layers in it.
+            styles: Names of layers, and styles.
+            block: What they are parts of, which has the reason if they are not divided; else the layer has it.
         """
-        reason = self.block_reason(styles)
-        if reason is not None:
-            self.reasons.setdefault(name, reason)
+        if any(self._is_settled(name) for name, style in styles if not _is_wrapper(style)):
             return False
-        for layer, style in styles:
-            self.plan[layer] = f"{self.plan[layer]} + {style}" if layer in self.plan else style
-        return True
+        found = self.obstacle(styles)
+        if found is None:
+            for name, style in styles:
+                self.plan[name] = f"{self.plan[name]} + {style}" if name in self.plan else style
+            return True
+        name, reason = found
+        if block not in (None, name):
+            reason = f"has a {name.removeprefix(f'{block}.')!r} that {reason}"
+        self.reasons.setdefault(name if block is None else block, reason)
+        return False
 
-    def block_reason(self, styles: Sequence[tuple[str, str]]) -> str | None:
-        """Why layers cannot be divided together, as the rest of a sentence; ``None`` if they can."""
-        if self.is_used_twice(name for name, _ in styles):
-            return "or a layer of it stands at several places"
+    def obstacle(self, styles: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
+        """The layer because of which these cannot be divided together, and the reason; ``None`` if they can."""
+        hands_on = len(styles) > 1 and styles[0][1] != "vocab"
+        held = {path: split for each in styles for path, split in self._held(*each)}
         for name, style in styles:
-            reason = self._layer_reason(name, style)
+            layer = self.layers[name]
+            kind = style.partition(":")[0]
+            # Elsewhere, it may get what is not sharded, or give shards to what does not expect them.
+            if hands_on and self._uses[id(layer)] > 1:
+                return styles[0][0], "or what follows it stands at several places"
+            if _is_wrapper(style) and kind in self.plan.get(name, ""):
+                return name, f"has the style {kind!r} already"
+            reason = find_style(style, layer).unsupported_reason(layer, self.size)
             if reason is not None:
-                return reason if len(styles) == 1 else f"has a {name.rpartition('.')[2]!r} that {reason}"
+                return name, reason
+            for path, split in self._held(name, style):
+                tied = self._names[id(self.module.get_parameter(path))]
+                others = sorted(other for other in tied if other not in held or held[other] != split)
+                if others:
+                    return name, f"shares its {path.removeprefix(f'{name}.')!r} with {others[0]!r}"
         return None
 
-    def _layer_reason(self, name: str, style: str) -> str | None:
-        if style.startswith(DIVIDE):
-            return None
+    def _held(self, name: str, style: str) -> Iterator[tuple[str, tuple[int, int] | None]]:
+        """The parameters of a layer that is divided, or whose gradients are parts of a sum, and how they are split."""
+        if _is_wrapper(style):
+            return
         layer = self.layers[name]
-        if style.partition(":")[0] in WRAPPERS:
-            return find_style(style, layer).unsupported_reason(layer, self.size)
-        if name in self.plan:
-            return "is divided in another way"
-        parameters = [parameter for parameter in layer._parameters.values() if parameter is not None]
-        if any(isinstance(parameter, DTensor) for parameter in parameters):
-            return "is divided already"
-        found = find_style(style, layer)
-        is_tied = found.param_splits(layer) and any(self._holders[id(each)] - {name} for each in parameters)
-        reason = found.unsupported_reason(layer, self.size)
-        return "shares its weight or bias with another layer" if reason is None and is_tied else reason
+        splits = {each.path: (each.dim, each.blocks) for each in find_style(style, layer).param_splits(layer)}
+        for path, _ in layer.named_parameters(remove_duplicate=False):
+            yield join_names(name, path), splits.get(path)
 
-    def is_used_twice(self, names: Iterable[str]) -> bool:
-        """Whether one of these layers stands at several places."""
-        return any(self._uses[id(self.layers[name])] > 1 for name in names)
+    def _is_settled(self, name: str) -> bool:
+        """Whether a layer is divided already, by this plan or by the user's `configure_model`, or has a reason."""
+        is_divided = any(isinstance(each, DTensor) for each in self.layers[name]._parameters.values())
+        return is_divided or name in self.plan or name in self.reasons
+
+
+def _is_wrapper(style: str) -> bool:
+    return style.partition(":")[0] in WRAPPERS

@@ -12,6 +12,8 @@ from torch import nn
 
 from lightning_hybrid.distributed.module_names import join_names, name_matches
 from lightning_hybrid.tensor_parallel.auto_plan.builder import PlanBuilder
+from lightning_hybrid.tensor_parallel.auto_plan.heads import HEADS, count_heads, indivisible_reason
+from lightning_hybrid.tensor_parallel.auto_plan.known_code import unknown_reason
 
 #: Their styles of which we have the same, by their names of today and of earlier releases.
 _STYLES = {
@@ -28,7 +30,6 @@ _STYLES = {
 #: What takes and gives whole activations; no other layer depends on it.
 _ALONE = {"colwise_gather_output", "rowwise_split_input", "vocab"}
 _WHOLE = {"replicate", "replicated"}
-_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 class HuggingFacePlans:
@@ -42,7 +43,8 @@ class HuggingFacePlans:
         self._builder = builder
         self._ends: list[tuple[str, str]] = []
         self._blocks: dict[str, dict[str, str]] = {}
-        for name, style in _named_styles(builder.module).items():
+        self._named = _named_styles(builder.module)
+        for name, style in self._named.items():
             if style in _WHOLE:
                 continue
             if _STYLES.get(style) in _ALONE:
@@ -57,12 +59,13 @@ class HuggingFacePlans:
             unknown = next((style for style in styles.values() if style not in _STYLES), None)
             reason = None if unknown is None else f"has a plan of its own with the style {unknown!r}, which is unknown"
             reason = reason or next((f"has no module {each!r}" for each in styles if each not in self._layers), None)
-            reason = reason or self._heads_reason(name, styles)
+            reason = reason or self._heads_reason(name, styles) or self._unnamed_reason(name)
+            reason = reason or unknown_reason(self._layers[name])
             if reason is not None:
                 self._builder.reasons[name] = reason
                 continue
             ours = [(layer, _STYLES[style]) for layer, style in styles.items()]
-            self._builder.add_block(name, [*ours, *self._random_numbers(name, ours)])
+            self._builder.add(*ours, *self._masks(name), *self._random_numbers(name, ours), block=name)
 
     def end_names(self) -> set[str]:
         """The layers that stand alone."""
@@ -71,8 +74,8 @@ class HuggingFacePlans:
     def add_ends(self) -> None:
         """Plan for the layers that stand alone, such as embeddings and heads, where nothing better was found."""
         for name, style in self._ends:
-            if name in self._layers and name not in self._builder.plan and name not in self._builder.reasons:
-                self._builder.add_block(name, [(name, style)])
+            if name in self._layers:
+                self._builder.add((name, style))
 
     @property
     def _layers(self) -> Mapping[str, nn.Module]:
@@ -85,15 +88,31 @@ class HuggingFacePlans:
         if not isinstance(length, int):
             return None
         size = self._builder.size
-        for attribute in _HEADS:
-            number = getattr(getattr(block, "config", None), attribute, None)
-            if isinstance(number, int) and number % size:
-                return f"has {number} heads ({attribute}), which cannot be divided over {size} ranks"
+        reason = indivisible_reason(self._heads(block), size)
+        if reason is not None:
+            return reason
         for layer, style in styles.items():
             features = getattr(self._layers[layer], "out_features", 0)
             if style == "colwise" and features % (length * size):
                 return f"has heads of {length} in {features} features, which cannot be divided over {size} ranks"
         return None
+
+    def _unnamed_reason(self, name: str) -> str | None:
+        """Of a parameter that the plan does not name nobody knows whether each rank has a part of its gradient."""
+        for path, _ in self._layers[name].named_parameters(name):
+            if path not in self._named and path.rpartition(".")[0] not in self._named:
+                return f"has a parameter {path.removeprefix(f'{name}.')!r}, which its own plan does not name"
+        return None
+
+    def _heads(self, block: object) -> dict[str, int]:
+        return count_heads(getattr(block, "config", None))
+
+    def _masks(self, name: str) -> list[tuple[str, str]]:
+        """An attention may be given a mask of all heads, and give the weights of all."""
+        block = self._layers[name]
+        heads = next((number for key, number in self._heads(block).items() if key in HEADS), None)
+        is_attention = isinstance(getattr(block, "head_dim", None), int) and heads is not None
+        return [(name, f"mask_per_head:{heads}")] if is_attention else []
 
     def _random_numbers(self, name: str, styles: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """Dropout between the layers of a block draws numbers of each rank's own."""

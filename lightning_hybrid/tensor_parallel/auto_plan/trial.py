@@ -13,21 +13,25 @@ import copy
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.random import generator_states, seed_generators, set_generator_states
-from lightning_hybrid.tensor_parallel.layers import NarrowInput, parallelize_layer, restore_layer
+from lightning_hybrid.tensor_parallel.layers import NarrowInput, is_per_head, parallelize_layer, restore_layer
 from lightning_hybrid.tensor_parallel.shard import shards_of
 from lightning_hybrid.tensor_parallel.styles import find_style, is_conv1d
 
 _TOLERANCE = 1e-3  # of float32; a wrong division is wrong by as much as the values
 _BATCH, _LENGTH = 2, 4
+#: Whether the block is in training, and the size of what it gets: its code may ask for them.
+_STATES = ((False, 1.0), (True, 1.0), (True, 10.0))
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,16 @@ class Block:
         columns = [(path, self.column_style) for path in self.columns]
         return [*columns, (self.row, "rowwise"), *((path, "colwise") for path in self.embeddings)]
 
+    def wrappers(self) -> list[tuple[str, str]]:
+        """What the core needs around it."""
+        takers = (path.removeprefix(f"{self.core}.") for path in self.columns)
+        parts = (
+            (self.attributes, f"divide:{','.join(self.attributes)}"),
+            (self.heads, f"mask_per_head:{self.heads}"),
+            (self.is_narrow, f"narrow_input:{','.join(takers)}"),
+        )
+        return [(self.core, style) for is_needed, style in parts if is_needed]
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -68,23 +82,36 @@ class Finding:
         block: The way to divide that is right; ``None`` if there is none.
         reason: Why there is none, as the rest of a sentence.
         on_shards: Layers with parameters of their own between columns and row: each rank has a part of their gradient.
-        draws: Whether random numbers are drawn between columns and row in training.
+        draws_after: If dropout draws random numbers before the row, the column after which it does.
     """
 
     block: Block | None = None
     reason: str = ""
     on_shards: tuple[str, ...] = ()
-    draws: bool = False
+    draws_after: str | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Run:
-    """What one run of a block gives: the row's output, that of the block, and gradients of the former."""
+    """What one run of a block gives.
+
+    Attributes:
+        row: The row's output.
+        outputs: What the block gives: leaves.
+        kept: What its modules keep of it: tensors by name.
+        gradients: Of the row's output, for parameters of neither columns nor row.
+        calls: The columns, in the order in which they are called.
+        random: The state of the random numbers after each column, and before the row.
+        problem: Why the block cannot be divided, as the rest of a sentence.
+    """
 
     row: Tensor
-    output: Tensor
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    is_leaking: bool = False
+    outputs: list[Any]
+    kept: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    calls: list[str]
+    random: list[Tensor]
+    problem: str | None
 
 
 def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int) -> Finding:
@@ -98,19 +125,29 @@ def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int) -> Findi
     with _isolated(), torch.enable_grad(), torch.device("cpu"):
         try:
             trial = _Trial(host, candidates[0])
-            whole = trial.run()
+            wholes = [trial.run(*state) for state in _STATES]
+            dropping = trial.run(*_STATES[-1], drops=True)
+        except MemoryError:
+            raise
         except Exception as error:  # it is code of any kind
             return Finding(reason=f"cannot be tried on its own ({_first_line(error)})")
-        if whole.is_leaking:
-            return Finding(reason="uses its input between the layers that would be divided, too")
-        owners = sorted({path.rpartition(".")[0] for path in whole.gradients})
+        problem = next((run.problem for run in (*wholes, dropping) if run.problem), None)
+        if problem is not None:
+            return Finding(reason=problem)
+        owners = sorted({path.rpartition(".")[0] for run in wholes for path in run.gradients})
         if any(not path or any(True for _ in trial.host.get_submodule(path).children()) for path in owners):
             return Finding(reason="has parameters of its own between the layers that would be divided")
+        draws_after = None if torch.equal(*dropping.random[-2:]) else dropping.calls[-1]
         for block in candidates:
-            kept = tuple(path for path in owners if path not in block.embeddings)
-            with suppress(Exception):  # such as a shape that does not fit
-                if trial.is_right(block, size, whole):
-                    return Finding(block, on_shards=kept, draws=trial.draws())
+            try:
+                is_right = all(trial.is_right(block, size, *each) for each in zip(_STATES, wholes, strict=True))
+            except MemoryError:
+                raise
+            except Exception:  # such as a shape that does not fit
+                continue
+            if is_right:
+                kept = tuple(path for path in owners if path not in block.embeddings)
+                return Finding(block, on_shards=kept, draws_after=draws_after)
     return Finding(reason="does not give the same when it is tried in shards")
 
 
@@ -127,6 +164,20 @@ def _isolated() -> Iterator[None]:
         set_generator_states(states, torch.device("cpu"))
 
 
+class _WithoutDropout(TorchFunctionMode):
+    """Inside, dropout drops nothing, and draws nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        if name == "scaled_dot_product_attention":
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            kwargs |= dict(zip(names, args, strict=False))
+            return func(**{**kwargs, "dropout_p": 0.0})
+        if "dropout" in name:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
 class _Trial:
     """A copy of a block, with random values."""
 
@@ -139,10 +190,8 @@ class _Trial:
             values = torch.zeros(buffer.shape, dtype=torch.float32 if is_float else buffer.dtype)
             memo[id(buffer)] = values if buffer.is_meta else buffer.detach().to("cpu", values.dtype).clone()
         self.host: Any = copy.deepcopy(host, memo)
-        for layer in self.host.modules():
-            for hooks in (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks):
-                hooks.clear()
-        self.host.eval()
+        for hooks in (self.host._forward_hooks, self.host._forward_pre_hooks, self.host._backward_hooks):
+            hooks.clear()
         self._block = block
         self._row = self.host.get_submodule(block.row)
         if isinstance(self._row.bias, Tensor):
@@ -153,55 +202,80 @@ class _Trial:
         self._cotangent: Tensor | None = None
         self._without = _required_arguments(self.host)
 
-    def run(self, expected: Tensor | None = None) -> _Run:
+    def run(self, training: bool, scale: float, expected: Tensor | None = None, *, drops: bool = False) -> _Run:
         """Run the block.
 
         Args:
+            training: Whether it is in training.
+            scale: The size of the values that it gets.
             expected: What the sum of the row's outputs over the ranks is, if it runs in shards.
+            drops: Whether dropout does what it says.
         """
         calls: list[str] = []
+        taken: list[Tensor] = []
         rows: list[Tensor] = []
+        random: list[Tensor] = []
 
-        def column_is_called(layer: nn.Module, args: Any) -> Any:
-            calls.append("column")
+        def column_is_called(path: str, layer: nn.Module, args: Any) -> Any:
+            calls.append(path)
+            taken.append(args[0])
             return (args[0].detach(), *args[1:])
 
         def row_is_called(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
-            calls.append("row")
             rows.append(output)
             return output.detach() if expected is None else expected
 
-        with ExitStack() as hooks:
+        def remember(*args: Any) -> None:
+            random.append(torch.get_rng_state())
+
+        with ExitStack() as hooks, _restored(self.host):
             for path in self._block.columns:
                 column = self.host.get_submodule(path)
-                hooks.callback(column.register_forward_pre_hook(column_is_called).remove)
+                hooks.callback(column.register_forward_pre_hook(partial(column_is_called, path)).remove)
+                hooks.callback(column.register_forward_hook(remember).remove)
+            hooks.callback(self._row.register_forward_pre_hook(remember).remove)
             hooks.callback(self._row.register_forward_hook(row_is_called).remove)
-            x = self._input.clone().requires_grad_()
-            output = self.host(x, **self._without)
-        if calls != ["column"] * len(self._block.columns) + ["row"]:
+            if not drops:
+                hooks.enter_context(_WithoutDropout())
+            x = (scale * self._input).requires_grad_()
+            outputs, _ = flatten(self.host.train(training)(x, **self._without))
+            kept = _kept(self.host)
+        if sorted(calls) != sorted(self._block.columns) or len(rows) != 1 or len(random) != len(calls) + 1:
             raise RuntimeError("its layers are not called once, one after another")
-        run = _Run(rows[0].detach(), _first_tensor(output).detach())
         divided = {path for path, _ in self._block.styles()}
         named = self.host.named_parameters()
         inner = {name: parameter for name, parameter in named if name.rpartition(".")[0] not in divided}
         if self._cotangent is None:
             self._cotangent = _random(rows[0].shape)
-        found = torch.autograd.grad(rows[0], [x, *inner.values()], self._cotangent, allow_unused=True)
-        run.is_leaking = found[0] is not None
-        pairs = zip(inner, found[1:], strict=True)
-        run.gradients = {name: gradient for name, gradient in pairs if gradient is not None}
-        return run
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            rows[0], [x, *inner.values()], self._cotangent, allow_unused=True, retain_graph=True
+        )
+        gradients = {name: each for name, each in zip(inner, found[1:], strict=True) if each is not None}
+        around = [*taken, *(leaf for leaf in outputs if isinstance(leaf, Tensor))]
+        problem: str | None = None
+        if found[0] is not None:
+            problem = "uses its input between the layers that would be divided, too"
+        elif not torch.equal(random[0], random[len(calls) - 1]) or not (drops or torch.equal(*random[-2:])):
+            problem = "draws random numbers, between the layers that would be divided, that are not one for each value"
+        elif not rows[0].any():
+            problem = "gives nothing but zeros when it is tried"
+        elif _depend(around, [inner[name] for name in gradients]):
+            problem = "uses parameters both between the layers that would be divided and elsewhere"
+        outputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs]
+        return _Run(rows[0].detach(), outputs, kept, gradients, calls, random, problem)
 
-    def is_right(self, block: Block, size: int, whole: _Run) -> bool:
+    def is_right(self, block: Block, size: int, state: tuple[bool, float], whole: _Run) -> bool:
         """Whether the shards of the ranks give together what the whole block gives."""
         runs = []
         for rank in range(size):
             with self._sharded(block, rank, size):
-                runs.append(self.run(whole.row))
+                runs.append(self.run(*state, whole.row))
         inner = [name for name in whole.gradients if name.rpartition(".")[0] not in block.embeddings]
         return (
             _is_same(sum(run.row for run in runs), whole.row)
-            and all(_is_same(run.output, whole.output) for run in runs)
+            and all(run.kept.keys() == whole.kept.keys() for run in runs)
+            and all(_is_same(run.kept[name], value) for run in runs for name, value in whole.kept.items())
+            and _gives_same([run.outputs for run in runs], whole.outputs, block.heads)
             and (not inner or _is_same(sum(_joined(run, inner) for run in runs), _joined(whole, inner)))
         )
 
@@ -228,20 +302,6 @@ class _Trial:
                 takers = tuple(path.removeprefix(f"{block.core}.") for path in block.columns)
                 parallelize_layer(core, NarrowInput, tensor_group=_Ranks(size), takers=takers)
             yield
-
-    def draws(self) -> bool:
-        """Whether random numbers are drawn between columns and row in training."""
-        states: list[Tensor] = []
-
-        def remember(*args: Any) -> None:
-            states.append(torch.get_rng_state())
-
-        with ExitStack() as hooks:
-            hooks.callback(self.host.eval)
-            hooks.callback(self.host.get_submodule(self._block.columns[-1]).register_forward_hook(remember).remove)
-            hooks.callback(self._row.register_forward_pre_hook(remember).remove)
-            self.host.train()(self._input, **self._without)
-        return not torch.equal(*states)
 
 
 @dataclass(frozen=True)
@@ -270,8 +330,54 @@ def _random(shape: Sequence[int]) -> Tensor:
     return torch.randn(*shape) / (math.sqrt(shape[-1]) if len(shape) > 1 else 1.0)
 
 
-def _first_tensor(output: Any) -> Tensor:
-    return next(leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor))
+def _kept(host: nn.Module) -> dict[str, Tensor]:
+    """The tensors that its modules keep, beside parameters."""
+    return {
+        f"{name} {key} {index}": leaf.detach()
+        for name, module in host.named_modules()
+        for key, value in vars(module).items()
+        if key not in ("_parameters", "_modules")
+        for index, leaf in enumerate(flatten(value)[0])
+        if isinstance(leaf, Tensor)
+    }
+
+
+@contextmanager
+def _restored(host: nn.Module) -> Iterator[None]:
+    """Afterwards, its modules keep what they kept before."""
+    before = [(module, {**vars(module)}) for module in host.modules()]
+    buffers = [(module, key, value) for module in host.modules() for key, value in module._buffers.items()]
+    for module, key, value in buffers:
+        module._buffers[key] = None if value is None else value.clone()
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for module, key, value in buffers:
+            module._buffers[key] = value
+
+
+def _depend(values: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
+    """Whether any of these values depends on any of the parameters."""
+    values = [value for value in values if value.requires_grad]
+    if not values or not parameters:
+        return False
+    ones = [torch.ones_like(value) for value in values]
+    return any(each is not None for each in torch.autograd.grad(values, parameters, ones, allow_unused=True))
+
+
+def _gives_same(of_ranks: Sequence[list[Any]], whole: list[Any], heads: int) -> bool:
+    """Whether what comes out is the same on all ranks, or, beside the first, has entries for each rank's heads."""
+    for index, (value, *others) in enumerate(zip(whole, *of_ranks, strict=True)):
+        if not isinstance(value, Tensor):
+            continue
+        if index and is_per_head(value, heads) and others[0].shape != value.shape:
+            others = [torch.cat(others, 1)]
+        if not all(_is_same(other, value) for other in others):
+            return False
+    return True
 
 
 def _joined(run: _Run, names: Sequence[str]) -> Tensor:
@@ -280,7 +386,11 @@ def _joined(run: _Run, names: Sequence[str]) -> Tensor:
 
 
 def _is_same(one: Any, other: Tensor) -> bool:
-    return one.shape == other.shape and bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())
+    if one.shape != other.shape:
+        return False
+    if torch.equal(one, other):
+        return True
+    return other.is_floating_point() and bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,96 @@
+"""Trainings with the automatic plan: what it leaves whole, what it does not look at, and who decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_hybrid.distributed.dtensor import full_tensor, is_sharded
+from tests import tensor_modules as zoo
+from tests.pool import Pools
+from tests.training_jobs import make_trainer
+
+Layout = Mapping[str, Any] | None
+TP2: dict[str, Any] = {"tensor_parallel_size": 2}
+
+
+def trained(layout: Layout, cls: type[zoo.Example]) -> tuple[dict[str, Tensor], int]:
+    """Weights after some steps, and how many parameters are divided."""
+    torch.manual_seed(3)
+    module = cls(batch_size=8).double()
+    make_trainer(layout, max_steps=3, limit_val_batches=0).fit(module)
+    named = dict(module.named_parameters())
+    weights = {name: full_tensor(parameter.detach()) for name, parameter in named.items()}
+    return weights, sum(map(is_sharded, named.values()))
+
+
+def assert_equal_to_one_process(ranks: Pools, cls: type[zoo.Example], divided: int) -> None:
+    expected, _ = trained(None, cls)
+    for weights, count in ranks(2, lightning=True).run(trained, TP2, cls):
+        assert count == divided
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-10, atol=1e-10, msg=name)
+
+
+class Penalized(zoo.GPT):
+    """A penalty of weights that are divided, beside a loss over divided classes: its gradient is a DTensor."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.1 * sum(each.weight.square().mean() for each in (self.embed, self.head))
+
+
+def test_a_penalty_of_divided_weights_beside_a_loss_over_divided_classes(ranks: Pools) -> None:
+    assert_equal_to_one_process(ranks, Penalized, 4 * 6 + 4)
+
+
+class SparseCoder(nn.Module):
+    """A multilayer perceptron of the user's own, with the usual names, that gives and keeps what is between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(zoo.DIM, 32), nn.Linear(32, zoo.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.codes = F.relu(self.fc1(x))
+        return x + self.fc2(self.codes)
+
+
+class SparseCoders(zoo.Sequences):
+    """Codes are to be small."""
+
+    def layer(self, index: int) -> nn.Module:
+        return SparseCoder()
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + sum(layer.codes.abs().mean() for layer in self.body)
+
+
+def test_a_block_of_the_users_own_trains_as_in_one_process(ranks: Pools) -> None:
+    assert_equal_to_one_process(ranks, SparseCoders, 0)
+
+
+class Unlike(zoo.TimmViT):
+    """Its trial ends in another way on another rank, for want of memory, say."""
+
+    def build(self) -> None:
+        super().build()
+        for block in self.body:
+            block.mlp.act = Failing()
+
+
+class Failing(nn.GELU):
+    __module__ = "timm.layers.activations"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.is_initialized() and dist.get_rank() == 1 and torch.get_default_dtype() == torch.float32 == x.dtype:
+            raise RuntimeError("can't allocate memory")
+        return super().forward(x)
+
+
+def test_the_first_ranks_trials_count(ranks: Pools) -> None:
+    assert_equal_to_one_process(ranks, Unlike, 4 * 6)
