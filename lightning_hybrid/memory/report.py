@@ -1,4 +1,4 @@
-"""What each rank is estimated to hold, logged when training begins, and on CUDA what the allocator says of it."""
+"""What each rank is estimated to hold, logged when training begins, and what of it turns out otherwise."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from rich import filesize
+from torch import Tensor
 
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
-from lightning_hybrid.memory.account import MemoryUsage
+from lightning_hybrid.memory.account import MemoryUsage, storage_bytes
 
 _log = logging.getLogger("lightning.pytorch")
+_TOLERANCE = 1.2  # what an estimate may be short of
 
 
 class MemoryReport(Callback):
     """Logs the estimate of each pipeline rank when training begins; on CUDA once more after the first optimizer step.
 
     The second time the peak of the CUDA allocator stands beside the estimate. Of ranks that share layers, the one that
-    holds the most is shown. Nothing is estimated where this level of logging is switched off.
+    holds the most is shown. A rank whose parameters or optimizer states take more than they should says so, after that
+    step, by itself. Nothing is estimated where this level of logging is switched off.
 
     Args:
         estimate: What this rank will hold.
@@ -38,6 +42,7 @@ class MemoryReport(Callback):
     ) -> None:
         self._estimate, self._table, self._mesh = estimate, table, mesh
         self._estimates: list[MemoryUsage] = []
+        self._own: MemoryUsage | None = None
         self._first_step: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -56,24 +61,50 @@ class MemoryReport(Callback):
             return
         self._estimates = [max(of_rank, key=_known_bytes) for of_rank in estimates]
         self._say("Memory of a rank, estimated", [])
-        if trainer.strategy.root_device.type == "cuda":
-            self._first_step = trainer.global_step
+        self._own, self._first_step = estimate, trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """After the first optimizer step, log the allocator's peaks."""
+        """After the first optimizer step, compare what there is, and log the allocator's peaks."""
         if self._first_step in (None, trainer.global_step):
             return
         self._first_step = None
+        self._compare(trainer, pl_module)
+        if trainer.strategy.root_device.type != "cuda":
+            return
         peaks = self._gather(torch.cuda.max_memory_allocated(trainer.strategy.root_device))
         title = "Memory of a rank, estimated, and the peak of the CUDA allocator up to the first optimizer step"
         self._say(title, [max(of_rank) for of_rank in peaks])
 
+    def _compare(self, trainer: Trainer, module: LightningModule) -> None:
+        """Warn of what takes more than was estimated, such as views of tensors that were loaded whole."""
+        assert self._own is not None
+        device = trainer.strategy.root_device
+        states = (value for each in trainer.optimizers for state in each.state.values() for value in state.values())
+        measured = {
+            "parameters": (self._own.parameters, module.parameters()),
+            "optimizer states": (self._own.optimizer, (each for each in states if isinstance(each, Tensor))),
+        }
+        for name, (expected, tensors) in measured.items():
+            found = storage_bytes(each for each in tensors if each.device.type == device.type)
+            if expected is not None and found > _TOLERANCE * expected:
+                _log.warning(
+                    "The %s of rank %d take %s, but should take %s: tensors of them are parts of larger ones, which"
+                    " stay in memory as a whole. Clone such parts where they are made, or report this.",
+                    name,
+                    dist.get_rank(),
+                    filesize.decimal(found),
+                    filesize.decimal(expected),
+                )
+
     def _gather(self, value: Any) -> list[list[Any]]:
         """The values of the first replica, by pipeline rank and tensor-parallel rank."""
-        group, size = self._mesh.control_group, self._mesh.tensor_parallel_size
+        mesh, group = self._mesh, self._mesh.control_group
         values: list[Any] = [None] * group.size()
         dist.all_gather_object(values, value, group=group)
-        return [values[start : start + size] for start in range(0, len(values), size)]
+        return [
+            [values[mesh.model_group_rank(rank, tensor_rank)] for tensor_rank in range(mesh.tensor_parallel_size)]
+            for rank in range(mesh.pipeline_parallel_size)
+        ]
 
     def _say(self, title: str, peaks: Sequence[int]) -> None:
         if self._mesh.is_first:

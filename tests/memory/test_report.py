@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +15,15 @@ from lightning_hybrid.memory.report import MemoryReport
 from tests.pool import Pools
 
 
-def report(device: str, level: int, fails: bool = False) -> list[str]:
-    """What is logged in two steps, of which the second one steps the optimizer."""
+def report(device: str, level: int, fails: bool = False, optimizer: int | None = None) -> list[str]:
+    """What is logged in two steps, of which the second one steps the optimizer.
+
+    Args:
+        device: Of training.
+        level: Of logging, on the first rank.
+        fails: Whether a rank cannot estimate.
+        optimizer: The estimate of the optimizer's states, of which each rank has 40 bytes in a tensor of 400.
+    """
     mesh = Mesh(1, 2, 2)
     rank = mesh.pipeline_rank * 2 + mesh.tensor_rank
     messages: list[str] = []
@@ -25,12 +32,15 @@ def report(device: str, level: int, fails: bool = False) -> list[str]:
         messages.append("estimated")
         if fails and rank == 3:
             raise RuntimeError
-        return MemoryUsage(100 + rank, 0, None, None, 0)
+        return MemoryUsage(100 + rank, 0, optimizer, None, 0)
 
     def table(usages: Any, peaks: Any) -> str:
         return f"{[usage.parameters for usage in usages]} {peaks}"
 
-    trainer: Any = SimpleNamespace(global_step=5, strategy=SimpleNamespace(root_device=torch.device(device)))
+    states = SimpleNamespace(state={0: {"step": torch.zeros(100)[:10], "note": "x"}})
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    trainer: Any = SimpleNamespace(global_step=5, strategy=strategy, optimizers=[states])
+    module: Any = torch.nn.Linear(5, 4)  # 96 bytes
     callback = MemoryReport(estimate, table, mesh)
     logger = logging.getLogger("lightning.pytorch")
     handler = logging.Handler()
@@ -41,11 +51,11 @@ def report(device: str, level: int, fails: bool = False) -> list[str]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 - rank)
-            callback.on_train_start(trainer, cast(Any, None))
-            callback.on_train_batch_end(trainer, cast(Any, None))
+            callback.on_train_start(trainer, module)
+            callback.on_train_batch_end(trainer, module)
             assert not any("peak" in message for message in messages)
             for trainer.global_step in (6, 7):
-                callback.on_train_batch_end(trainer, cast(Any, None))
+                callback.on_train_batch_end(trainer, module)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
@@ -73,3 +83,14 @@ def test_nothing_is_estimated_that_nobody_reads(ranks: Pools) -> None:
 @pytest.mark.distributed
 def test_an_estimate_that_fails_ends_nothing(ranks: Pools) -> None:
     assert ranks(4).run(report, "cuda", logging.INFO, True) == [["estimated"]] * 4
+
+
+@pytest.mark.distributed
+def test_a_rank_that_holds_more_than_estimated_says_so(ranks: Pools) -> None:
+    """After a step, when there are states: they are views, and keep what they are views of."""
+    said = ranks(4).run(report, "cpu", logging.WARNING + 1, False, 40)
+    assert said == [[]] * 4  # nothing was estimated
+    of_first, *others = ranks(4).run(report, "cpu", logging.INFO, False, 40)
+    assert of_first[-1].startswith("The optimizer states of rank 0 take 400 bytes, but should take 40 bytes:")
+    assert all(not any("take" in message for message in messages) for messages in others)  # they log errors alone
+    assert ranks(4).run(report, "cpu", logging.INFO, False, 340)[0] == ["estimated", ESTIMATED]

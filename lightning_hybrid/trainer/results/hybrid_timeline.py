@@ -1,0 +1,173 @@
+"""Pictures of steps that have run: what each rank did, and when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hybrid.pipeline_parallel.recorder import Range, Recorder, measured, simulated
+from lightning_hybrid.pipeline_parallel.schedules import Kind, build
+from lightning_hybrid.pipeline_parallel.timeline import Timeline
+
+_SHARES = {"wait": ("wait",), "messages": ("send", "receive"), "reduce": ("reduce",), "optimizer": ("optimizer",)}
+
+
+class HybridTimeline(Callback):
+    """Records when each action of chosen training batches begins and ends, on every rank.
+
+    For each of these batches rank 0 writes ``batch-N.json``, a trace that https://ui.perfetto.dev and
+    ``chrome://tracing`` open, and ``batch-N.svg``: the step of the first replica as it has run, below what the
+    simulator says of the same times. Shares of the time of a rank are logged, as means over the ranks:
+    ``timeline/bubble`` (neither forward nor backward), ``timeline/wait`` (for messages), ``timeline/messages``
+    (handing them over), ``timeline/reduce`` (gradients that did not travel beside backward) and
+    ``timeline/optimizer``; the last four are shares of the time from the first action to the end of the batch.
+
+    All ranks meet before such a batch, so that their clocks begin together. Other batches are not touched. The
+    Trainer's profiler does not hear of the actions of a batch that is recorded.
+
+    Args:
+        batches: Numbers of training batches since training began, from 0. The first ones are slower than later ones.
+        dirpath: Folder of the files; ``timeline`` in the Trainer's ``default_root_dir`` by default.
+
+    Raises:
+        ValueError: If a number is negative.
+
+    Example:
+        >>> callback = HybridTimeline(batches=[10, 20])
+    """
+
+    def __init__(self, batches: Sequence[int] = (10,), dirpath: str | Path | None = None) -> None:
+        if any(number < 0 for number in batches):
+            raise ValueError(f"HybridTimeline(batches={list(batches)}): numbers of batches begin with 0.")
+        self.batches, self.dirpath = frozenset(batches), dirpath
+        self._recorder: Recorder | None = None
+        self._optimizer_begins: Any = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Whether there is anything to record.
+
+        Raises:
+            ValueError: If there is no schedule.
+        """
+        if not getattr(getattr(trainer.strategy, "run", None), "has_actions", False):
+            raise ValueError(
+                "HybridTimeline records the actions of a schedule, and there is none:"
+                " use HybridStrategy(pipeline_parallel_size=...) or HybridStrategy(num_microbatches=...)."
+            )
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin to record."""
+        if trainer.fit_loop.total_batch_idx in self.batches:
+            trainer.strategy.barrier()
+            self._recorder = _run(trainer).record()
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """The optimizer begins."""
+        if self._recorder is not None:
+            self._optimizer_begins = self._recorder.now()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Gather what has been recorded, write and log it."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        if self._optimizer_begins is not None:
+            recorder.note("optimizer", self._optimizer_begins)
+            self._optimizer_begins = None
+        _run(trainer).stop_recording()
+        strategy: Any = trainer.strategy
+        mesh = strategy.mesh
+        record = (mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank), recorder.ranges
+        records: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(records, record, group=mesh.world_group)
+        first = [
+            ranges for (_, data, tensor), ranges in sorted(records, key=lambda each: each[0]) if data == tensor == 0
+        ]
+        timeline = _timeline(strategy.settings.schedule, first)
+        pl_module.log_dict(_shares(timeline, first), rank_zero_only=True)
+        if trainer.is_global_zero:
+            self._write(trainer, timeline, records)
+
+    def _write(self, trainer: Trainer, timeline: Timeline, records: Sequence[Any]) -> None:
+        folder = Path(trainer.default_root_dir, "timeline") if self.dirpath is None else Path(self.dirpath)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"batch-{trainer.fit_loop.total_batch_idx}"
+        picture = simulated(timeline).to_svg_with(
+            timeline, title=f"{timeline.schedule.name}, simulated", title_of_other="measured"
+        )
+        (folder / f"{name}.svg").write_text(picture)
+        (folder / f"{name}.json").write_text(json.dumps(_trace(records)))
+
+
+class _Records(Protocol):
+    """What is needed of a run of `HybridStrategy`."""
+
+    def record(self) -> Recorder | None:
+        """Begin."""
+
+    def stop_recording(self) -> None:
+        """End."""
+
+
+def _run(trainer: Trainer) -> _Records:
+    strategy: Any = trainer.strategy
+    run: _Records = strategy.run
+    return run
+
+
+def _timeline(schedule: str, ranges: list[list[Range]]) -> Timeline:
+    """The step of the pipeline ranks of one replica."""
+    forwards = [each.action for of_rank in ranges for each in of_rank if each.name == "forward" and each.action]
+    num_microbatches = 1 + max(action.microbatch for action in forwards)
+    num_stages = 1 + max(action.stage for action in forwards)
+    return measured(build(schedule, len(ranges), num_microbatches, num_stages // len(ranges)), ranges)
+
+
+def _shares(timeline: Timeline, ranges: list[list[Range]]) -> dict[str, float]:
+    """Of the time of an average rank."""
+    begin = min(each.start for of_rank in ranges for each in of_rank if each.action is not None)
+    whole = max(each.end for of_rank in ranges for each in of_rank) - begin
+    shares = {"timeline/bubble": timeline.bubble}
+    for share, names in _SHARES.items():
+        times = [each.end - each.start for of_rank in ranges for each in of_rank if each.name in names]
+        shares[f"timeline/{share}"] = sum(times) / (len(ranges) * whole)
+    return shares
+
+
+def _trace(records: Sequence[Any]) -> dict[str, Any]:
+    """In the Trace Event Format of Chrome: complete events in microseconds, one process for each rank."""
+    events: list[dict[str, Any]] = []
+    for rank, ((pipeline, data, tensor), ranges) in enumerate(records):
+        label = f"rank {rank} (pipeline {pipeline}, data {data}, tensor {tensor})"
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": label}})
+        events.append({"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
+        events += [_event(rank, each) for each in ranges]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(rank: int, noted: Range) -> dict[str, Any]:
+    action = noted.action
+    event = {"name": noted.name, "cat": noted.name, "ph": "X", "pid": rank, "tid": 0}
+    event |= {"ts": 1e3 * noted.start, "dur": 1e3 * (noted.end - noted.start)}
+    if action is not None:
+        event["name"] = f"wait for {action}" if noted.name == "wait" else str(action)
+        is_forward = action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F)
+        event["args"] = {
+            "stage": action.stage,
+            "microbatch": action.microbatch,
+            "direction": "forward" if is_forward else "backward",
+        }
+    return event
