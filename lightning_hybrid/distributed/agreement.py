@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -43,10 +43,36 @@ def agree(check: Callable[[], _T]) -> _T:
     raise _AGREED[first[0]](first[1]) from error
 
 
+def check_equal(values: Mapping[str, str], advice: str) -> None:
+    """Compare what must be the same on every rank.
+
+    Args:
+        values: Texts by name, of this rank.
+        advice: What to do if they differ.
+
+    Raises:
+        ValueError: If one of them is not the same everywhere; on every rank.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, dict(values))
+    for name in found[0]:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, other in enumerate(found):
+            ranks_of.setdefault(str(other.get(name)), []).append(rank)
+        if len(ranks_of) > 1:
+            parts = [
+                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST]))}"
+                f"{', ...' if len(ranks) > _MOST else ''}"
+                for value, ranks in ranks_of.items()
+            ]
+            raise ValueError(f"`{name}` is not the same on every rank: {'; '.join(parts)}. {advice}")
+
+
 def _device() -> torch.device:
     """Where the group of all ranks takes tensors: the host, if it can."""
     has_host = "cpu:" in dist.get_backend_config()
     return torch.device("cpu") if has_host else torch.device("cuda", torch.cuda.current_device())
 
 
+_MOST = 8  # ranks in one text
 _AGREED = (FileNotFoundError, OSError, TypeError, ValueError, RuntimeError)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import threading
+import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch.distributed as dist
 
 _KEY = "lightning_hybrid/failure"
+EVENT, CAUSE = "event", "cause"  # keys in the store: whether there is anything to look at; the first failure
+_PATIENCE = 1.5  # seconds that watches of other ranks may take to answer
+_LINGER = 1.5
+_MOST = 8  # ranks in one text
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
@@ -46,24 +50,48 @@ class FailureStore:
         rank 1: waits for rank 2 --> its receive fails --> leave(): groups closed --> raises the text of rank 2
         rank 0: waits for rank 1 --> its receive fails --> leave(): groups closed --> raises the text of rank 2
 
-    A closed gloo group fails at once on its peers, so the chain takes milliseconds. NCCL waits on the device: there a
-    thread polls the store and aborts this rank's groups.
+    A closed gloo group fails at once on its peers, so the chain takes milliseconds. Who waits for a rank that waits for
+    another one is woken by nobody: see :class:`~lightning_hybrid.distributed.failure_watch.FailureWatch`.
+
+    A rank whose peer has gone while nobody wrote a failure calls the roll: the watch of every living rank answers, also
+    where the rank itself is stuck, and says where that is.
 
     Args:
         store: A store that all ranks see.
-        name: Distinguishes this run from others over the same store.
-        interval: Seconds between two polls of the thread.
+        name: Distinguishes these ranks' runs from others over the same store.
+        rank: This rank.
+        size: The number of ranks.
 
     Attributes:
-        failed: Whether this rank failed, or aborted because another one did.
+        failed: Whether this rank failed, or left because another one did.
     """
 
-    def __init__(self, store: Store, name: str, interval: float = 1.0) -> None:
-        self._store = store
-        self._key = f"{_KEY}/{name}"
-        self._interval = interval
+    def __init__(self, store: Store, name: str, *, rank: int, size: int) -> None:
+        self._store, self._name, self._rank, self._size = store, name, rank, size
+        self._run = 0
+        self._known: str | None = None  # the first failure: the store may be gone when it is asked for
         self.failed = False
-        self._stop_watching = threading.Event()
+
+    def key(self, name: str) -> str:
+        """The key of something in the store that belongs to this run."""
+        return f"{_KEY}/{self._name}/{self._run}/{name}"
+
+    def begin(self) -> None:
+        """The next run begins: what former ones wrote counts no longer."""
+        self._run += 1
+        with contextlib.suppress(Exception):
+            self._store.set(self.key(f"host/{self._rank}"), socket.gethostname())
+
+    def finish(self) -> None:
+        """This rank has come to the end of its run: who waits for it now waits in vain."""
+        if not self.failed:
+            self._tell(f"finished/{self._rank}")
+
+    def _tell(self, name: str, value: str = "") -> None:
+        """Write something that watches have to look at."""
+        with contextlib.suppress(Exception):  # the store may be gone; then nobody reads it either
+            self._store.set(self.key(name), value)
+            self._store.set(self.key(EVENT), "")
 
     def report(self, error: BaseException, where: str, *, verbatim: bool = False) -> None:
         """Write a failure down, unless another rank was first.
@@ -78,9 +106,22 @@ class FailureStore:
         self.failed = True
         kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
         text = str(error) if verbatim else f"{where} failed: {type(error).__name__}: {error}"
-        with contextlib.suppress(Exception):  # the store may be gone; then nobody reads it either
-            if self._store.add(f"{self._key}/count", 1) == 1:
-                self._store.set(self._key, json.dumps([kind, text]))
+        with contextlib.suppress(Exception):
+            if self._store.add(self.key("count"), 1) == 1:
+                self._tell(CAUSE, json.dumps([kind, text]))
+                if self._rank == 0:
+                    self._linger()
+
+    def _linger(self) -> None:
+        """The store often lives in the process of rank 0: the others read the text before that ends."""
+        deadline = time.monotonic() + _LINGER
+        keys = [self.key(f"read/{rank}") for rank in range(1, self._size)]
+        while keys and not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def learn(self, text: str) -> None:
+        """The watch has read the first failure."""
+        self._known = text
 
     def cause(self, patience: float = 2.0) -> Exception | None:
         """The first failure, as the exception to raise here; ``None`` if no rank has written one.
@@ -91,25 +132,28 @@ class FailureStore:
         deadline = time.monotonic() + patience
         while True:
             try:
-                if self._store.check([self._key]):
-                    kind, text = json.loads(self._store.get(self._key))
-                    return _KINDS.get(kind, RuntimeError)(text)
+                if self._known is None and self._store.check([self.key(CAUSE)]):
+                    self._known = self._store.get(self.key(CAUSE)).decode()
             except Exception:  # the store died with the rank that hosts it: nobody knows any more
                 return None
+            if self._known is not None:
+                kind, text = json.loads(self._known)
+                return _KINDS.get(kind, RuntimeError)(text)
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.02)
 
     def leave(
-        self, error: Exception, where: str, abandon: Callable[[], None], *, verbatim: bool = False
+        self, error: BaseException, where: str, abandon: Callable[[], None], *, verbatim: bool = False
     ) -> Exception | None:
         """Leave every process group after an exception, without a collective.
 
         ::
 
-            error --> is there a cause? ----- no --> report error --.
-                      (transport errors                             +--> abandon --> close groups --> cause or None
-                       wait for one)   `----- yes ------------------'
+            error --> is there a cause? ----- no --> report error, or if it only --.
+                      (transport errors              says that a rank has left,    +--> abandon --> close groups
+                       wait for one)                 what the roll call gives      |
+                                    `-- yes ---------------------------------------'
 
         Args:
             error: What was raised on this rank.
@@ -120,28 +164,55 @@ class FailureStore:
         Returns:
             The first failure, to be raised from ``error``; ``None`` if ``error`` is the first one.
         """
-        cause = self.cause(patience=2.0 if is_transport(error) else 0.0)
-        if cause is None:
+        cause = self.cause(patience=_PATIENCE if is_transport(error) else 0.0)
+        if cause is None and is_transport(error):
+            found = RuntimeError(self._call_roll(f"{where} failed: {type(error).__name__}: {error}"))
+            self.report(found, where, verbatim=True)
+            cause = self.cause(patience=0.0) or found  # another rank may have been first
+        elif cause is None:
             self.report(error, where, verbatim=verbatim)
         abandon()
         close_groups(error)
         return cause
 
-    def watch(self, abort: Callable[[], None]) -> None:
-        """Poll the store from a thread until :meth:`close`, and call ``abort`` when another rank has failed."""
-        self._stop_watching = stop = threading.Event()
+    def _call_roll(self, text: str) -> str:
+        """Find out who has gone, or who keeps the others waiting.
 
-        def poll() -> None:
-            while not (stop.wait(self._interval) or self.failed):
-                if self.cause(patience=0.0) is not None:
-                    self.failed = True
-                    abort()
+        Args:
+            text: What this rank noticed.
+        """
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        try:
+            self._tell("roll call")
+            deadline = time.monotonic() + _PATIENCE
+            here = {rank: self.key(f"here/{rank}") for rank in others}
+            while here and not self._store.check(list(here.values())) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            present = {rank: self._read(f"here/{rank}") for rank in others}
+            finished = [rank for rank in others if self._store.check([self.key(f"finished/{rank}")])]
+            gone = [rank for rank in others if present[rank] is None and rank not in finished]
+            if gone:
+                names = ", ".join(f"rank {rank} (on {self._read(f'host/{rank}')})" for rank in gone)
+                return f"Gone without a message, so killed or crashed: {names}. {text}"
+        except Exception:
+            return f"The store of all ranks is gone, so rank 0 or what launched the ranks has ended. {text}"
+        if finished:
+            return f"{finished_text(finished)} {text}"
+        places = "; ".join(f"rank {rank} at {present[rank]}" for rank in others[:_MOST])
+        return f"{text} All ranks are there: {places}."
 
-        threading.Thread(target=poll, name="lightning_hybrid-failure-watch", daemon=True).start()
+    def _read(self, name: str) -> str | None:
+        key = self.key(name)
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def close(self) -> None:
-        """End the thread of :meth:`watch`: a run that ended well needs the store no longer."""
-        self._stop_watching.set()
+
+def finished_text(ranks: Sequence[int]) -> str:
+    """What is wrong if ranks have finished a run and others wait for them."""
+    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST]))}"
+    return (
+        f"The run is over for {names}, and other ranks wait for them: the ranks do not do the same. Have they equally"
+        " many batches, the same arguments and the same callbacks?"
+    )
 
 
 def close_groups(error: BaseException | None = None) -> None:
@@ -157,10 +228,15 @@ def close_groups(error: BaseException | None = None) -> None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
     with contextlib.suppress(Exception):
-        if dist.get_backend() == "nccl" and dist.group.WORLD is not None:
+        if has_nccl() and dist.group.WORLD is not None:
             dist.group.WORLD.abort()
         dist.destroy_process_group()
     gc.collect()
+
+
+def has_nccl() -> bool:
+    """Whether tensors on a device travel by NCCL, where waiting is done by the device, and a group can be aborted."""
+    return "nccl" in dist.get_backend_config()
 
 
 def is_transport(error: BaseException) -> bool:

@@ -122,8 +122,17 @@ class Mesh:
         model_groups = [self.model_ranks(data_rank) for data_rank in range(data_parallel_size)]
         self._model_group = GroupRef(self.new_group_of(model_groups))
         self._control_group = GroupRef(self.new_group_of(model_groups, backend="gloo"))
-        self._world_group: GroupRef | None = None
-        self._data_control_group: GroupRef | None = None
+        # All at once, and none when it is first needed: a rank that fails before would leave the others waiting for it.
+        everyone = [list(range(dist.get_world_size()))]
+        self._world_group = GroupRef(self.new_group_of(everyone, backend="gloo"))
+        takes_host_tensors = "cpu:" in dist.get_backend_config()
+        self._decision_group = GroupRef(
+            dist.group.WORLD if takes_host_tensors else self.new_group_of(everyone, backend="gloo")
+        )
+        has_replicas = data_parallel_size > 1
+        self._data_control_group = (
+            GroupRef(self.new_group_of(self._ranks_by_stage(), backend="gloo")) if has_replicas else None
+        )
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -158,13 +167,13 @@ class Mesh:
 
     @property
     def world_group(self) -> dist.ProcessGroup:
-        """All ranks, over gloo, in the order of the world: for what is written beside training.
-
-        Every rank must ask for it, the first time together.
-        """
-        if self._world_group is None:
-            self._world_group = GroupRef(self.new_group_of([list(range(dist.get_world_size()))], backend="gloo"))
+        """All ranks, over gloo, in the order of the world: for what is written beside training."""
         return self._world_group()
+
+    @property
+    def decision_group(self) -> dist.ProcessGroup:
+        """All ranks, over a backend that takes tensors of the host: for decisions on the main thread."""
+        return self._decision_group()
 
     @property
     def zero_mesh(self) -> DeviceMesh:
@@ -192,7 +201,7 @@ class Mesh:
     def data_parallel_min(self, number: int) -> int:
         """The smallest of the numbers that the replicas' ranks have."""
         if self._data_control_group is None:
-            self._data_control_group = GroupRef(self.new_group_of(self._ranks_by_stage(), backend="gloo"))
+            return number
         smallest = torch.tensor(number)
         dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._data_control_group())
         return int(smallest)

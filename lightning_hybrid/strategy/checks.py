@@ -8,6 +8,7 @@ whole again in `strategy.gather`, of optimizers in `trainer.precision`, of callb
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.checkpoint.file_io import local_path
 from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.distributed.agreement import check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.mesh import AXES
 from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute
@@ -107,16 +109,17 @@ def check_module(module: LightningModule, *, cut: bool) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
-            f"{name} uses manual optimization, which calls backward inside `training_step`; with microbatches, or"
-            " where a module has `microbatch_weight`, the strategy runs forward and backward itself. Remove"
-            " `self.automatic_optimization = False`, or use pipeline_parallel_size=1 and num_microbatches=1 without"
-            " that hook."
+            f"{name} uses manual optimization, which calls backward inside `training_step`; with stages, with layers"
+            " shared by ranks (tensor_parallel_size), with microbatches, or where a module has `microbatch_weight`, the"
+            " strategy runs forward and backward itself. Remove `self.automatic_optimization = False`, or use"
+            " pipeline_parallel_size=1, tensor_parallel_size=1 and num_microbatches=1 without that hook."
         )
     if is_overridden("backward", module):
         raise ValueError(
-            f"{name} overrides `backward`, which would never be called: with microbatches, or where a module has"
-            " `microbatch_weight`, the strategy runs backward itself. Remove the method, or use"
-            " pipeline_parallel_size=1 and num_microbatches=1 without that hook."
+            f"{name} overrides `backward`, which would never be called: with stages, with layers shared by ranks"
+            " (tensor_parallel_size), with microbatches, or where a module has `microbatch_weight`, the strategy runs"
+            " backward itself. Remove the method, or use pipeline_parallel_size=1, tensor_parallel_size=1 and"
+            " num_microbatches=1 without that hook."
         )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(module, step)  # `None` is how some switch a step off
@@ -161,6 +164,37 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
         )
 
 
+def check_ranks(settings: HybridConfig, sizes: tuple[int, int, int], trainer: Trainer) -> None:
+    """Compare on all ranks what they were given, where a difference would have some wait for the others for ever.
+
+    Args:
+        settings: The arguments of the strategy.
+        sizes: (data, tensor, pipeline) parallel size.
+        trainer: The Trainer, which is about to run.
+
+    Raises:
+        ValueError: If something is not the same everywhere; on every rank.
+    """
+    values = {field.name: repr(getattr(settings, field.name)) for field in fields(settings)}
+    plan = settings.tensor_parallel_plan
+    if isinstance(plan, Mapping):  # styles are objects
+        values["tensor_parallel_plan"] = repr(sorted(plan))
+    values |= {f"{AXES[axis]}_size": str(size) for axis, size in zip(("dp", "tp", "pp"), sizes, strict=True)}
+    values["initial_weights"] = "None" if settings.initial_weights is None else "given"  # each node has its paths
+    values |= {f"Trainer.{name}": repr(getattr(trainer, name)) for name in _SAME_OF_TRAINER}
+    values["trainer.state.fn"] = str(trainer.state.fn)
+    check_equal(values, "All ranks run the same program, with the same arguments.")
+
+
+#: Of the Trainer: what decides how often ranks meet.
+_SAME_OF_TRAINER = (
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "accumulate_grad_batches", "gradient_clip_val"),
+    *("gradient_clip_algorithm", "precision", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"),
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"),
+    "reload_dataloaders_every_n_epochs",
+)
+
+
 def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: bool) -> None:
     """Check what `configure_optimizers` returned.
 
@@ -170,14 +204,24 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
         cut: As in :func:`check_module`.
 
     Raises:
-        ValueError: If there are several, one whose step is a search over the whole model, or one over parameters that
-            the module had before its layers were shared.
+        ValueError: If there is one whose step is a search over the whole model, one that needs all of a parameter
+            of which a rank has a part, or one over parameters that the module had before its layers were shared; or
+            if there are several.
     """
     if cut and len(optimizers) > 1:
         raise ValueError(
             f"`configure_optimizers` returned {len(optimizers)} optimizers; automatic optimization, which microbatches"
             " need, works with one. Put the parameters into groups of one optimizer."
         )
+    if any(is_sharded(parameter) for parameter in module.parameters()):
+        names = {kind.__name__ for optimizer in optimizers for kind in type(optimizer).__mro__}
+        if "Adafactor" in names:
+            raise ValueError(
+                "Adafactor keeps sums over rows and columns of a whole parameter, and scales by its norm, but with"
+                " tensor_parallel_size > 1 or zero_stage > 0 a rank has a part of it: every rank would take another"
+                " step. Use an optimizer that treats elements one by one, such as AdamW or SGD, or keep parameters"
+                " whole, with tensor_parallel_size=1 and zero_stage=0; a pipeline leaves them so."
+            )
     if cut and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
             "LBFGS searches along the gradient of the whole model, of which each stage knows a part. Use an optimizer"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import HybridConfig, UserPlan
 from lightning_hybrid.data_parallel.zero.shard_module import listed_layers
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
 from lightning_hybrid.memory.activation_checkpoint.policy import chosen_layers, is_by_name
@@ -75,12 +76,24 @@ def find_stages(module: LightningModule, settings: HybridConfig, num_ranks: int)
     """
     num_stages = num_ranks * settings.num_chunks
     body = find_layers(module, settings, num_stages)
-    weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in body.layers]
+    weights = _weights(module, body)
     ends = [0, *accumulate(body.rows)]
     of_rows = [sum(weights[first:end]) for first, end in pairwise(ends)]
     rows = partition(settings.partition, of_rows, num_stages)
     stages = tuple(range(ends[row.start], ends[row.stop]) for row in rows)
     return body, StageMap(body.name, body.names, stages, num_ranks, is_chain=body.chain is not None)
+
+
+def _weights(module: nn.Module, body: Body) -> list[int]:
+    """The parameters that each layer brings to its stage: its own, and what is expected beside it."""
+    number, is_chain = len(body.layers), body.chain is not None
+    alone = StageMap(body.name, body.names, tuple(range(at, at + 1) for at in range(number)), number, is_chain=is_chain)
+    held = [{id(parameter): parameter.numel() for parameter in layer.parameters()} for layer in body.layers]
+    beside = _expected_use(module, alone)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        for at in beside.get(name, ()):
+            held[at][id(parameter)] = parameter.numel()
+    return [sum(counts.values()) for counts in held]
 
 
 def find_layers(module: LightningModule, settings: HybridConfig, num_stages: int) -> Body:
@@ -129,6 +142,37 @@ def find_outside(
     return outside
 
 
+def expect_outside(module: nn.Module, stage_map: StageMap) -> StageMap:
+    """Where parameters outside of the body will live, as far as that can be told before the first batch of training.
+
+    Args:
+        module: The user's module.
+        stage_map: Which stage holds what. Where it is known already, that stays.
+    """
+    if stage_map.is_chain or stage_map.outside:
+        return stage_map
+    return replace(stage_map, outside=find_outside(module, stage_map, _expected_use(module, stage_map)))
+
+
+def _expected_use(module: nn.Module, stage_map: StageMap) -> dict[str, frozenset[int]]:
+    """The stages that are expected to use each parameter outside of the body, by its names.
+
+    Around a chain the first and the last one. Around units, the order in which parts are registered is taken for the
+    order in which they are called: what comes before the first unit is used with it, an embedding between two stacks
+    with the second one, and what comes behind the last unit with that. Nothing but balance depends on it.
+    """
+    named = list(module.named_parameters(remove_duplicate=False))
+    inside = {id(parameter) for name, parameter in named if not stage_map.is_outside(name)}
+    next_ones = frozenset((len(stage_map.stages) - 1,))
+    used: dict[str, frozenset[int]] = {}
+    for name, parameter in reversed(named):
+        if not stage_map.is_outside(name):
+            next_ones = stage_map.stages_of(name)
+        elif id(parameter) not in inside:  # a second name of a layer is no use of it
+            used[name] = stage_map.stages_of(name) if stage_map.is_chain else next_ones
+    return used
+
+
 def find_recomputed(
     module: LightningModule, settings: HybridConfig, body: Body | None, stage_map: StageMap
 ) -> list[nn.Module]:
@@ -146,16 +190,22 @@ def find_recomputed(
     return chosen_layers(settings.recompute, module, body, stages)
 
 
+def requested_plan(module: LightningModule, settings: HybridConfig) -> UserPlan | str | None:
+    """The plan that the user asks for, as an argument of the strategy or by a method of the module."""
+    hook = find_hook(module, "tensor_parallel_plan")
+    if settings.tensor_parallel_plan != "auto" or hook is None:
+        return settings.tensor_parallel_plan
+    found: UserPlan | str | None = hook() if callable(hook) else hook
+    return found
+
+
 def find_plan(module: LightningModule, settings: HybridConfig, size: int, body: Body | None) -> Plan:
     """How layers are shared by `size` ranks.
 
     Raises:
         ValueError: If layers cannot be shared as the user says, or not together with this body.
     """
-    requested = settings.tensor_parallel_plan
-    hook = find_hook(module, "tensor_parallel_plan")
-    if requested == "auto" and hook is not None:
-        requested = hook() if callable(hook) else hook
+    requested = requested_plan(module, settings)
     plan = make_plan(module, requested, size, sequence_parallel=settings.sequence_parallel)
     if body is not None and body.chain is None:
         _check_plan(plan, module, body)
@@ -173,7 +223,7 @@ def _check_plan(plan: Plan, module: LightningModule, body: Body) -> None:
             " `tensor_parallel_plan`, or put the layers into one `nn.Sequential`."
         )
     for row in plan.rows:
-        if not row.divided_attributes and any(unit.startswith(f"{row.name}.") for unit in body.names):
+        if any(unit.startswith(f"{row.name}.") for unit in body.names):
             raise ValueError(
                 f"{text}{row.name!r}, which has the style {row.style!r} in `tensor_parallel_plan`, has such layers"
                 " inside of it. Give the style to these."
@@ -193,16 +243,41 @@ def find_schedule(settings: HybridConfig, num_ranks: int, num_microbatches: int)
 
 
 def stages_text(
-    module: nn.Module, settings: HybridConfig, sizes: Mapping[str, int], body: Body | None, stage_map: StageMap
+    module: nn.Module,
+    settings: HybridConfig,
+    sizes: Mapping[str, int],
+    body: Body | None,
+    stage_map: StageMap,
+    *,
+    is_followed: bool = False,
 ) -> str:
-    """The sizes, the schedule, and the table of stages if there is a body."""
+    """The sizes, the schedule, and the table of stages if there is a body.
+
+    Args:
+        module: The user's module, with placeholders or without.
+        settings: The settings.
+        sizes: Of the axes ``"dp"``, ``"tp"`` and ``"pp"``.
+        body: What is divided into stages, if anything is.
+        stage_map: Which stage holds what.
+        is_followed: Whether a step has been followed, so that no use of parameters has to be estimated.
+    """
     schedule = find_schedule(settings, sizes["pp"], settings.num_microbatches)
     line = layout_text(sizes, schedule, bubble=simulate(schedule).bubble)
     if body is None:
         return line
-    table = stage_table(stage_rows(body.layers, stage_map.stages, sizes["pp"]), body.name)
-    outside = outside_text(module, body.layers, is_chain=body.chain is not None)
-    return "\n".join(filter(None, [line, table, outside]))
+    shown = stage_map if is_followed else expect_outside(module, stage_map)
+    is_estimate = shown is not stage_map
+    if is_estimate:
+        where = (
+            "estimated by the order in which parts are made: every stage has them until the first batch of training"
+            " shows which ones use them"
+        )
+    elif stage_map.is_chain:
+        where = "on the first and the last stage"
+    else:
+        where = "on the stages that use them in the first batch of training"
+    table = stage_table(stage_rows(module, body.layers, shown), body.name, is_estimate=is_estimate)
+    return "\n".join(filter(None, [line, table, outside_text(module, body.layers, where)]))
 
 
 def fragment_text(module: nn.Module, body: Body) -> str | None:

@@ -97,9 +97,10 @@ class ModuleParallelizer:
             fragment = layout.fragment_text(self._module, self.body)
             if fragment is not None:
                 rank_zero_warn(fragment)
-            self._replace_with_placeholders()
         if not self.is_done:
-            self._plan_tensor_parallel()
+            self._plan_tensor_parallel()  # of the whole module: a block on a placeholder would be another one
+            if self.num_stages > 1:
+                self._replace_with_placeholders()
             weights = None if self.source is None else agree(lambda: Weights(cast(Source, self.source)))
             if lacks:
                 agree(lambda: self._materialize(weights))
@@ -177,7 +178,7 @@ class ModuleParallelizer:
         """What this rank will hold; of optimizers those of torch can be tried, as they ask nothing of other ranks."""
         return estimate(
             self._module,
-            self.stage_map,
+            layout.expect_outside(self._module, self.stage_map),
             self.own_layers(),
             optimizers if all(type(each).__module__.startswith("torch.optim.") for each in optimizers) else None,
             self._settings,
@@ -219,7 +220,7 @@ class ModuleParallelizer:
             )
         self.plan = known
         if known is None:
-            self.plan = agree(lambda: layout.find_plan(self._module, self._settings, size, self.body))
+            self.plan = self._find_plan(size)
             vars(self._module)[_PLAN] = requested, self.plan
             table = plan_table(self.plan, self._module)
             if not divided_share(self.plan, self._module):
@@ -228,6 +229,16 @@ class ModuleParallelizer:
                     " ranks do the same work. Give a plan (`tensor_parallel_plan`), or use the ranks for the data."
                 )
             rank_zero_info(table if self.num_stages > 1 else f"{self.text()}\n{table}")
+
+    def _find_plan(self, size: int) -> Plan:
+        """The plan, the same on every rank: the automatic one is the first rank's, whose trials of blocks count."""
+        is_auto = agree(lambda: layout.requested_plan(self._module, self._settings)) == "auto"
+        is_found_here = not is_auto or dist.get_rank() == 0
+        plan = agree(lambda: layout.find_plan(self._module, self._settings, size, self.body) if is_found_here else None)
+        found: list[Any] = [plan]
+        if is_auto:
+            dist.broadcast_object_list(found, src=0)
+        return cast(Plan, found[0])
 
     def _apply_plan(self, prepare: Callable[[str], None] = lambda name: None) -> None:
         if self.plan is None:

@@ -10,6 +10,7 @@ input, TensorBoard's `SummaryWriter.add_*`
 the loop's automatic optimization                gradients zeroed before the step       `trainer.optimization`
 `use_distributed_sampler`                        we divide the samples                  `trainer.dataloader`
 `_on_before_batch_transfer`                      seeded                                 `trainer.batch_hooks`
+signal handlers, the broadcast of SIGTERM        no collective in a handler             `strategy.signals`
 `self.log`, `self.print`, `trainer.loggers`      recorded during a step                 `trainer.results`
 `Metric.sync`, `compute`, `update`               over the replicas, on the last stage   `trainer.results.metrics`
 `body.forward`                                   the step is cut there                  `pipeline_parallel.body`

@@ -27,18 +27,22 @@ from lightning_hybrid.checkpoint.checkpointer import Checkpointer
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import agree
-from lightning_hybrid.distributed.failure import FailureStore, close_groups
+from lightning_hybrid.distributed.failure import FailureStore, close_groups, has_nccl
+from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
+from lightning_hybrid.distributed.watcher import Watcher
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.memory.report import MemoryReport
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.p2p import make_channels
+from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.strategy.gather import RefusedStep
 from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
+from lightning_hybrid.strategy.signals import SignalAgreement
 from lightning_hybrid.strategy.summary import memory_table, placed_text
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
@@ -85,7 +89,14 @@ class World:
         self.mesh = Mesh(*sizes, rank_order=config.rank_order, device_type=device.type, timeout=config.timeout)
         world = dist.group.WORLD
         assert world is not None
-        self.failures = FailureStore(world.get_group_store(), broadcast_object(str(next(_RUNS)), 0, world))
+        name, store = broadcast_object(str(next(_RUNS)), 0, world), world.get_group_store()
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.failures = FailureStore(store, name, rank=rank, size=size)
+        self._watcher = Watcher(self._look)
+        watched = store.clone()  # type: ignore[attr-defined]  # a store is locked while it waits for a key
+        abort = close_groups if has_nccl() else None
+        self._failure_watch = FailureWatch(self.failures, watched, rank=rank, size=size, abort=abort)
+        self._signals = SignalAgreement(self.mesh, watched, self.failures.key, self._watcher.wake)
         self.seed: int = broadcast_object(torch.initial_seed(), 0, world)
         self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
         channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
@@ -104,16 +115,30 @@ class World:
             # Optimizers and callbacks compute with lists of parameters, of which some are divided and some are not.
             self._mixed_operations.enter_context(implicit_replication())
         add_callbacks(trainer, self.exceptions)
-        if dist.get_backend() == "nccl":
-            self.failures.watch(close_groups)
+        if dist.get_world_size() > 1:
+            self.failures.begin()
+            self._failure_watch.begin()
+            self._signals.install(trainer)
+            self._watcher.start()
+
+    def _look(self) -> None:
+        """On the watcher's thread."""
+        self._signals.look()
+        self._failure_watch.look()
 
     def close(self, trainer: Trainer) -> None:
         """A run ends."""
+        self._signals.remove()
         self._mixed_operations.close()
         self.loaders.detach(trainer)
         self.resume.close(trainer)
         remove_callbacks(trainer)
         self.exceptions.close(trainer)
+
+    def finish(self) -> None:
+        """The last collectives of a run are behind this rank."""
+        self.failures.finish()
+        self._watcher.close()
 
     def abandon(self) -> None:
         """Let go of everything that is under way, after a failure."""
@@ -283,7 +308,6 @@ class Run:
             self._attached.parallelizer.body,
             self._attached.parallelizer.stage_map,
             world.mesh,
-            plan=self._attached.parallelizer.plan,
             streams=world.streams,
             failures=world.failures,
             abandon=world.abandon,
@@ -332,6 +356,27 @@ class Run:
         """Whether training batches stay on the host, and their microbatches move when they are needed."""
         on_cuda = self._attached.is_cut and self._world.device.type == "cuda"
         return on_cuda and not batch_reading_hooks(self._attached.module)
+
+    @property
+    def has_actions(self) -> bool:
+        """Whether steps are cut, so that there is a schedule."""
+        return self._context is not None
+
+    def record(self) -> Recorder | None:
+        """Note from here on when actions begin and end, until :meth:`stop_recording`.
+
+        Returns:
+            Where that is noted; ``None`` where there are no actions.
+        """
+        if self._context is not None:
+            self._context.recorder = Recorder(self._context.engine, self._world.device)
+            return self._context.recorder
+        return None
+
+    def stop_recording(self) -> None:
+        """Note nothing any more."""
+        if self._context is not None:
+            self._context.recorder = None
 
     def stop_steps(self) -> None:
         """The module is about to be made whole: no step can follow in this run."""

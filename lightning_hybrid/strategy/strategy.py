@@ -41,6 +41,7 @@ from lightning_hybrid.strategy.summary import batch_text
 from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import pinned
 from lightning_hybrid.trainer.batch_norm import batch_norms, limit_microbatches
+from lightning_hybrid.trainer.exceptions import stops_together
 from lightning_hybrid.trainer.optimization import PipelineClosure
 from lightning_hybrid.trainer.precision import adapt, check_optimizer
 
@@ -66,7 +67,7 @@ class HybridStrategy(ReplicaCollectives):
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved_1f1b"``.
         num_chunks: Stages per rank; more than one with ``"interleaved_1f1b"`` or ``"gpipe"``.
         partition: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the lightest possible heaviest
-            stage, or the number of layers of each stage.
+            stage, embedding and head included, or the number of layers of each stage.
         body: The dotted name of the `nn.Sequential` to divide, which the step calls as a whole; or of another list of
             layers, or names of lists and layers in the order in which they are called (``*`` for anything between two
             dots), which any code may call. ``None`` takes the module's ``pipeline_body``, or the outermost
@@ -211,7 +212,7 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The world that a sampler divides the data over: the replicas."""
+        """The replicas, as the world that a `DistributedSampler` takes for its keyword arguments."""
         if self._world is None and self.sizes[0] == 1:
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": self.mesh.data_parallel_size, "rank": self.mesh.data_rank}
@@ -266,6 +267,7 @@ class HybridStrategy(ReplicaCollectives):
                 self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
             )
             self._world = None
+        checks.check_ranks(self.settings, self.sizes, self._module.trainer)
         if self._world is None:
             self._world, self._attached, self._run = World(self.settings, self.sizes, self.root_device), None, None
         module = self._module
@@ -340,7 +342,7 @@ class HybridStrategy(ReplicaCollectives):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, and leave every group without a collective."""
         super().on_exception(exception)
-        if self._world is None or self.world_size == 1 or not isinstance(exception, Exception):
+        if self._world is None or self.world_size == 1 or stops_together(exception, self._module.trainer):
             return
         cause = self._world.exceptions.leave(exception)
         if cause is not None:
@@ -354,7 +356,7 @@ class HybridStrategy(ReplicaCollectives):
             self._teardown()
         finally:
             if self._world is not None:
-                self._world.failures.close()  # the last collectives of a run are behind us
+                self._world.finish()
 
     def _teardown(self) -> None:
         if self._world is not None and self._attached is not None and self.lightning_module is not None:

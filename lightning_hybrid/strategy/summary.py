@@ -12,6 +12,7 @@ from torch import nn
 from lightning_hybrid.distributed.module_names import fold_numbered
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.schedules import Schedule
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
 from lightning_hybrid.tensor_parallel.plan import Plan
 
 _MOST = 5  # kinds of blocks that a line lists
@@ -26,32 +27,45 @@ class StageRow:
         rank: Its pipeline rank.
         layers: Its layers in the body.
         kinds: What they are, such as ``"4 x Block"``.
-        num_parameters: Of its layers; a parameter that it has twice counts once.
-        share: Of all parameters of the body.
+        in_layers: The number of their parameters; one that it has twice counts once.
+        outside: The number of the other parameters that it holds.
+        share: Its part of what all stages hold.
     """
 
     stage: int
     rank: int
     layers: range
     kinds: str
-    num_parameters: int
+    in_layers: int
+    outside: int
     share: float
 
+    @property
+    def num_parameters(self) -> int:
+        """The number of all parameters that it holds."""
+        return self.in_layers + self.outside
 
-def stage_rows(layers: Sequence[nn.Module], stages: Sequence[range], num_ranks: int) -> list[StageRow]:
+
+def stage_rows(module: nn.Module, layers: Sequence[nn.Module], stage_map: StageMap) -> list[StageRow]:
     """The stages as data.
 
     Args:
-        layers: The layers of the body, with placeholders or without.
-        stages: The layers of each stage.
-        num_ranks: The number of pipeline ranks.
+        module: The user's module, with placeholders or without.
+        layers: The layers of the body.
+        stage_map: Which stage holds what.
     """
-    counts = [_count([layers[index] for index in positions]) for positions in stages]
-    total = max(1, sum(counts))
-    return [
-        StageRow(stage, stage % num_ranks, positions, _kinds(layers, positions), count, count / total)
-        for stage, (positions, count) in enumerate(zip(stages, counts, strict=True))
-    ]
+    held: list[dict[int, int]] = [{} for _ in stage_map.stages]
+    for found in locate(module.named_parameters(remove_duplicate=False), stage_map):
+        for stage in found.stages:
+            held[stage][id(found.tensor)] = found.tensor.numel()
+    total = max(1, sum(sum(counts.values()) for counts in held))
+    rows = []
+    for stage, (positions, counts) in enumerate(zip(stage_map.stages, held, strict=True)):
+        everything, in_layers = sum(counts.values()), _count([layers[index] for index in positions])
+        kinds, outside = _kinds(layers, positions), everything - in_layers
+        rank = stage % stage_map.num_ranks
+        rows.append(StageRow(stage, rank, positions, kinds, in_layers, outside, everything / total))
+    return rows
 
 
 def _count(layers: Sequence[nn.Module]) -> int:
@@ -65,34 +79,41 @@ def _kinds(layers: Sequence[nn.Module], positions: range) -> str:
     return text if len(text) <= 48 else f"{text[:45]}..."
 
 
-def stage_table(rows: Sequence[StageRow], body: str) -> str:
-    """The stages as text.
+def stage_table(rows: Sequence[StageRow], body: str, *, is_estimate: bool) -> str:
+    """The stages as text; the last line is their sum, in which what several stages hold counts several times.
 
     Args:
         rows: The stages.
         body: The dotted name of the body.
+        is_estimate: Whether it is not known yet which stages hold what is outside of the layers.
     """
-    cells = [("stage", "rank", f"layers of {body!r}", "", "parameters", "share")]
+    has_outside = any(row.outside for row in rows)
+    titles = ("in layers", "outside, estimated" if is_estimate else "outside") if has_outside else ()
+    cells: list[tuple[str, ...]] = [("stage", "rank", f"layers of {body!r}", "", *titles, "parameters", "share")]
     for row in rows:
         layers = f"{row.layers.start}-{row.layers.stop - 1}" if len(row.layers) > 1 else f"{row.layers.start}"
         share = f"{100 * row.share:.1f} %"
-        cells.append((str(row.stage), str(row.rank), layers, row.kinds, f"{row.num_parameters:,}", share))
+        cells.append((str(row.stage), str(row.rank), layers, row.kinds, *_numbers([row], has_outside), share))
+    cells.append(("total", "", "", "", *_numbers(rows, has_outside), ""))
     return text_table(cells, left=(2, 3))
 
 
-def outside_text(module: nn.Module, layers: Sequence[nn.Module], *, is_chain: bool) -> str:
-    """How many parameters no stage has alone, as text; nothing if there are none.
+def _numbers(rows: Sequence[StageRow], has_outside: bool) -> list[str]:
+    """The parameters of some stages: in layers and outside, where that differs, and all."""
+    counts = [(row.in_layers, row.outside, row.num_parameters) for row in rows]
+    return [f"{sum(column):,}" for column in zip(*counts, strict=True)][0 if has_outside else 2 :]
+
+
+def outside_text(module: nn.Module, layers: Sequence[nn.Module], where: str) -> str:
+    """How many parameters are outside of the layers, as text; nothing if there are none.
 
     Args:
         module: The user's module.
         layers: The layers of the body.
-        is_chain: Whether the body is called as a whole.
+        where: On which stages they are.
     """
     total, outside = _count([module]), sum(count for _, count in outside_parts(module, layers))
-    if not outside:
-        return ""
-    where = "on the first and the last stage" if is_chain else "on those stages that the first batch shows to use them"
-    return f"{outside:,} parameters ({100 * outside / total:.1f} % of the model) are outside of these, {where}"
+    return f"outside: {outside:,} parameters ({100 * outside / total:.1f} % of the model), {where}" if outside else ""
 
 
 def placed_text(outside: Mapping[str, Collection[int]]) -> str:

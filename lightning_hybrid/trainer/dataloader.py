@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from lightning_hybrid.distributed.failure import is_transport
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import flatten
@@ -204,7 +205,8 @@ class SharedLoader(LoaderWrapper):
                 self._exchange((batch, None if recorded is None else recorded[number]))
                 yield batch
         except Exception as raised:
-            self._exchange.fail(raised)
+            if not is_transport(raised):  # of a rank that has left: the others here may be waiting for it elsewhere
+                self._exchange.fail(raised)
             raise
         self._exchange.end()
 

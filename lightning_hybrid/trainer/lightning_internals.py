@@ -834,6 +834,83 @@ def connect_processes(
     _init_dist_connection(environment, backend, timeout=timeout, device_id=device)
 
 
+def replace_signal_handlers(
+    trainer: Trainer, on_terminate: Callable[[int], None], on_requeue: Callable[[int], None]
+) -> None:
+    """Do something else at SIGTERM, and where SLURM is about to requeue the job; for the runs to come.
+
+    Args:
+        trainer: The Trainer.
+        on_terminate: Gets the number of the signal, in the handler.
+        on_requeue: Likewise; called only where Lightning would requeue.
+
+    Touches: ``Trainer._signal_connector``, and of it ``_sigterm_notifier_fn`` and ``_slurm_sigusr_handler_fn``
+        (replaced on one object, before it registers them).
+
+    Without: handlers run collectives wherever the other ranks are, which waits for ever inside of a step.
+    """
+    handlers = vars(trainer._signal_connector)
+    handlers["_sigterm_notifier_fn"] = lambda signum, _: on_terminate(signum)
+    handlers["_slurm_sigusr_handler_fn"] = lambda signum, _: on_requeue(signum)
+
+
+def restore_signal_handlers(trainer: Trainer) -> None:
+    """Undo :func:`replace_signal_handlers`.
+
+    Touches: as there.
+
+    Without: the next run, perhaps with another strategy, has no handlers.
+    """
+    for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+        vars(trainer._signal_connector).pop(name, None)
+
+
+def set_received_sigterm(trainer: Trainer) -> None:
+    """Have the Trainer's loops stop as soon as they can: ``trainer.received_sigterm`` is true.
+
+    Touches: ``Trainer._signal_connector``.
+
+    Without: callbacks that ask for it, as after an exception, are told that there was none.
+    """
+    trainer._signal_connector.received_sigterm = True
+
+
+def requeue(trainer: Trainer, signum: int) -> None:
+    """Save a checkpoint from which a requeued job goes on, and have SLURM requeue it; on every rank.
+
+    Args:
+        trainer: The Trainer.
+        signum: The signal, for the log.
+
+    Touches: ``_SignalConnector._slurm_sigusr_handler_fn``.
+
+    Without: jobs are not requeued.
+    """
+    connector = trainer._signal_connector
+    handle: Callable[..., None] = type(connector)._slurm_sigusr_handler_fn
+    handle(connector, signum, None)
+
+
+def replace_sigterm_broadcast(trainer: Trainer, agree: Callable[[], None]) -> None:
+    """Let another function say before each batch of training whether all ranks stop; it raises if they do.
+
+    Touches: ``_TrainingEpochLoop._broadcast_sigterm_tensor`` (replaced on one object).
+
+    Without: only rank 0's SIGTERM counts, and each batch waits for the device.
+    """
+    trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = agree
+
+
+def restore_sigterm_broadcast(trainer: Trainer) -> None:
+    """Undo :func:`replace_sigterm_broadcast`.
+
+    Touches: as there.
+
+    Without: the next run asks ranks of a former one.
+    """
+    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+
 #: Private members of Lightning's ``Strategy`` and ``ParallelStrategy`` that strategies of this package, which inherit
 #: from them, use or override; and what would break without.
 STRATEGY_MEMBERS: Mapping[str, str] = {

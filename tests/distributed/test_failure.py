@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
+import socket
 import threading
 import time
 import warnings
@@ -18,7 +21,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
+from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, close_groups
+from lightning_hybrid.distributed.failure_watch import FailureWatch
+from lightning_hybrid.distributed.watcher import THREAD_NAME, Watcher
 from tests.pool import Pools
 from tests.training_jobs import Losses, Regression, assert_same, loader, make_trainer
 
@@ -211,6 +216,7 @@ HOOKS = [
 ]
 
 
+@pytest.mark.rows(67)
 @pytest.mark.parametrize("where", HOOKS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_in_a_hook_of_one_rank_is_told_to_the_others(ranks: Pools, where: str, rank: int) -> None:
@@ -224,6 +230,65 @@ def test_a_failure_in_a_hook_of_one_rank_is_told_to_the_others(ranks: Pools, whe
 def test_a_failure_in_a_hook_of_a_middle_rank_is_told_to_the_others(ranks: Pools) -> None:
     texts = check_failure(ranks, 3, "on_train_batch_end", 0, 1)
     assert all("Rank 1 " in texts[rank] for rank in (0, 2))
+
+
+class SavingEachBatch(Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.save_checkpoint("each.ckpt")
+
+
+def fail_saving(layout: Mapping[str, Any], rank: int) -> tuple[str, float]:
+    with pytest.raises(Exception) as error:  # noqa: PT011 - the text is looked at in the test
+        make_trainer(layout, callbacks=[SavingEachBatch()]).fit(Failing("on_save_checkpoint", 0, rank), loader())
+    return str(error.value), time.time()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("layout", [LAYOUT_OF_SIZE[2], {"zero_stage": 3}], ids=["pp2", "zero3"])
+def test_a_failure_before_the_first_save_is_told_to_the_others(
+    ranks: Pools, layout: Mapping[str, Any], rank: int
+) -> None:
+    """They were making the group of the first save, and waited in the store for a rank that never came."""
+    results = ranks(2, lightning=True).run(fail_saving, layout, rank, timeout=30)
+    assert abs(results[0][1] - results[1][1]) < QUICK
+    assert results[rank][0] == "broken on_save_checkpoint"
+    assert f"Rank {rank} failed: ArithmeticError: broken on_save_checkpoint" in results[1 - rank][0]
+
+
+def test_a_failure_while_another_rank_of_its_replica_loads_ends_all(ranks: Pools) -> None:
+    """The loading rank announced to its model group that a peer had left, and waited for ranks that wait for it."""
+    check_failure(ranks, 4, "on_validation_epoch_end", 0, 0)
+
+
+def vanish(layout: Mapping[str, Any], rank: int) -> tuple[str, float]:
+    """A rank closes its connections without a message, and its watch is silent, as if its process had been killed."""
+
+    class Vanishing(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1 and trainer.global_rank == rank:
+                world = trainer.strategy.world
+                world._watcher.close()
+                world.failures.failed = True  # it tells nothing
+                world.abandon()
+                close_groups()
+                time.sleep(4)
+                raise ArithmeticError("never heard")
+
+    with pytest.raises(Exception) as error:  # noqa: PT011 - the text is looked at in the test
+        make_trainer(layout, callbacks=[Vanishing()]).fit(Regression(), loader())
+    return str(error.value), time.time()
+
+
+@pytest.mark.rows(67)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_vanishes_is_named(ranks: Pools, rank: int) -> None:
+    """Who noticed was blamed: "Rank 0 failed: Connection reset by peer"."""
+    results = ranks(2, lightning=True).run(vanish, LAYOUT_OF_SIZE[2], rank, timeout=30)
+    text = results[1 - rank][0]
+    assert text.startswith(f"Gone without a message, so killed or crashed: rank {rank} (on {socket.gethostname()})."), (
+        text
+    )
+    assert f"Rank {1 - rank} " in text
 
 
 # -- what is left behind ----------------------------------------------------------------------------------------------
@@ -285,17 +350,19 @@ def interrupted(layout: Mapping[str, Any], rank: int) -> tuple[str, float]:
     try:
         make_trainer(layout).fit(module, loader())
     except BaseException as error:
-        kind = type(error).__name__
+        kind = f"{type(error).__name__}: {error}"
     when = time.time()
     if dist.is_initialized():
         dist.destroy_process_group()
     return kind, when
 
 
+@pytest.mark.rows(68)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_interrupt_of_one_rank_ends_the_others(ranks: Pools, rank: int) -> None:
     results = ranks(2, lightning=True).run(interrupted, LAYOUT_OF_SIZE[2], rank, timeout=30)
-    assert all(kind for kind, _ in results)
+    assert results[rank][0].startswith("SystemExit"), "Lightning ends the process"
+    assert f"Rank {rank} failed: KeyboardInterrupt: broken forward" in results[1 - rank][0]
     assert abs(results[0][1] - results[1][1]) < QUICK
 
 
@@ -348,9 +415,13 @@ def test_nobody_waits_for_a_checkpoint_of_a_failure(ranks: Pools, tmp_path: Path
 # -- the store --------------------------------------------------------------------------------------------------------
 
 
+def of_rank(store: Any, rank: int, name: str = "run") -> FailureStore:
+    return FailureStore(store, name, rank=rank, size=1)  # nobody else reads
+
+
 def test_the_first_failure_in_a_store_is_the_cause_for_all() -> None:
     store = dist.HashStore()
-    first, second, reader = (FailureStore(store, "run") for _ in range(3))
+    first, second, reader = (of_rank(store, rank) for rank in range(3))
     assert reader.cause(patience=0.0) is None
     first.report(ValueError("one"), "Rank 2, stage 2")
     second.report(RuntimeError("two"), "Rank 0")
@@ -359,7 +430,7 @@ def test_the_first_failure_in_a_store_is_the_cause_for_all() -> None:
     assert str(cause) == "Rank 2, stage 2 failed: ValueError: one"
     assert first.failed
     assert not reader.failed
-    assert FailureStore(store, "another run").cause(patience=0.0) is None
+    assert of_rank(store, 0, "another run").cause(patience=0.0) is None
 
 
 def wait_for(condition: Callable[[], Any]) -> bool:
@@ -369,51 +440,149 @@ def wait_for(condition: Callable[[], Any]) -> bool:
     return bool(condition())
 
 
-def test_a_store_calls_back_when_another_rank_fails() -> None:
-    store = dist.HashStore()
-    called: list[float] = []
-    failures = FailureStore(store, "run", interval=0.01)
-    failures.watch(lambda: called.append(time.monotonic()))
-    time.sleep(0.05)
+def watched(store: Any, rank: int, size: int = 2, **arguments: Any) -> tuple[FailureStore, FailureWatch]:
+    """A rank's store, and its watch; nothing ends the process of the tests."""
+    failures = FailureStore(store, "run", rank=rank, size=size)
+    failures.begin()
+    arguments = {"abort": None, "end": pytest.fail, **arguments}
+    watch = FailureWatch(failures, store, rank=rank, size=size, **arguments)
+    watch.begin()
+    return failures, watch
+
+
+def test_a_watch_aborts_groups_once_when_another_rank_fails() -> None:
+    store, called = dist.HashStore(), []
+    failures, watch = watched(store, 0, abort=lambda: called.append("aborted"))
+    other, _ = watched(store, 1)
+    watch.look()
     assert not called
-    FailureStore(store, "run").report(TypeError("broken"), "Rank 1", verbatim=True)
-    wait_for(lambda: called)
-    assert len(called) == 1
+    other.report(TypeError("broken"), "Rank 1", verbatim=True)
+    watch.look()
+    watch.look()
+    assert called == ["aborted"]
+    assert failures.failed
     assert str(failures.cause(patience=0.0)) == "broken"
 
 
+def test_what_a_watch_has_read_is_known_when_the_store_is_gone() -> None:
+    class Store:  # of rank 0, which is about to end
+        def __getattr__(self, name: str) -> Any:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    store = dist.HashStore()
+    reader, watch = watched(store, 1)
+    failures, _ = watched(store, 0)
+    thread = threading.Thread(target=failures.report, args=(ArithmeticError("broken"), "Rank 0"))
+    thread.start()
+    assert wait_for(lambda: watch.look() or reader._known)
+    thread.join(timeout=1)
+    assert not thread.is_alive(), "rank 0 waits until the others have read, and no longer"
+    reader._store = Store()
+    assert "Rank 0 failed: ArithmeticError: broken" in str(reader.cause(patience=0.0))
+
+
+def test_a_rank_that_has_gone_is_named_by_the_roll_call() -> None:
+    store = dist.HashStore()
+    failures, _ = watched(store, 0, size=3)
+    other, _ = watched(store, 1, size=3)  # nobody looks
+    _, healthy = watched(store, 2, size=3)
+    watcher = Watcher(healthy.look, interval=0.05)
+    watcher.start()
+    cause = failures.leave(dist.DistError("gloo: Connection reset by peer"), "Rank 0 (stage 0)", lambda: None)
+    watcher.close()
+    assert "Gone without a message, so killed or crashed: rank 1 (on " in str(cause)
+    assert "rank 2" not in str(cause)
+    assert "Rank 0 (stage 0) failed: DistError: gloo: Connection reset by peer" in str(cause)
+    assert str(other.cause(patience=0.0)) == str(cause)
+
+
+def test_a_timeout_says_where_every_rank_is() -> None:
+    store = dist.HashStore()
+    failures, _ = watched(store, 0)
+    _, sleeping = watched(store, 1)
+    watcher = Watcher(sleeping.look, interval=0.05)
+    watcher.start()
+    cause = failures.leave(dist.DistError("gloo: Timed out waiting 8000ms for recv"), "Rank 0", lambda: None)
+    watcher.close()
+    assert "All ranks are there: rank 1 at " in str(cause)
+    assert "test_a_timeout_says_where_every_rank_is (test_failure.py:" in str(cause)
+
+
+def stuck(how: str) -> tuple[int | None, float, str]:
+    """Rank 0 waits for rank 1, which has failed or finished and keeps its connections open; until rank 0 is ended."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    failures = FailureStore(store, "stuck", rank=rank, size=size)
+    failures.begin()
+    began, text = time.monotonic(), io.StringIO()
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        own.set("ended", "1")
+
+    own = store.clone()
+    if rank == 1:
+        if how == "failed":
+            failures.report(ArithmeticError("broken"), "Rank 1")
+        else:
+            failures.finish()
+        store.wait(["ended"])
+        dist.send(torch.zeros(1), dst=0)
+        return None, 0.0, ""
+    watch = FailureWatch(failures, own, rank=rank, size=size, abort=None, end=end)
+    watch.begin()
+    watcher = Watcher(watch.look, interval=0.1)
+    with contextlib.redirect_stderr(text):
+        watcher.start()
+        if how == "busy":
+            time.sleep(4)
+            assert not codes, "what it does has nothing to do with the other ranks"
+        dist.recv(torch.zeros(1), src=1)
+        watcher.close()
+    return codes[0], time.monotonic() - began, text.getvalue()
+
+
+@pytest.mark.rows(67)
+@pytest.mark.parametrize("how", ["failed", "finished", "busy"])
+def test_a_rank_that_waits_in_vain_is_ended_with_the_cause(ranks: Pools, how: str) -> None:
+    """Nothing wakes a rank that waits in gloo while connections are open."""
+    code, seconds, text = ranks(2).run(stuck, how)[0]
+    assert code == 1
+    assert seconds < (QUICK + 5 if how == "busy" else QUICK)
+    assert ("Rank 1 failed: ArithmeticError: broken" if how == "failed" else "The run is over for rank 1") in text
+    assert "This rank waited at recv (distributed_c10d.py:" in text
+
+
 def watchers() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "lightning_hybrid-failure-watch"}
+    return {thread for thread in threading.enumerate() if thread.name == THREAD_NAME}
 
 
-def test_a_closed_store_is_polled_no_more_and_can_be_watched_again() -> None:
-    before, store = watchers(), dist.HashStore()
-    called: list[str] = []
-    failures = FailureStore(store, "run", interval=60.0)
-    failures.close()  # without a thread
-    failures.watch(lambda: called.append("first"))
-    (thread,) = watchers() - before
-    failures.close()
-    thread.join(timeout=5)
-    assert not thread.is_alive(), "it ends at once, not after the interval"
-    failures = FailureStore(store, "run", interval=0.01)
-    failures.watch(lambda: called.append("second"))
-    failures.close()
-    failures.watch(lambda: called.append("third"))
-    FailureStore(store, "run").report(TypeError("broken"), "Rank 1")
-    assert wait_for(lambda: called)
-    assert wait_for(lambda: watchers() <= before)
-    assert called == ["third"]
-    assert failures.failed
+def test_a_watcher_that_is_closed_looks_no_more_and_can_be_started_again() -> None:
+    before, looks = watchers(), []
+    watcher = Watcher(lambda: looks.append("look"), interval=60.0)
+    watcher.close()  # without a thread
+    watcher.wake()
+    watcher.start()
+    watcher.wake()
+    assert wait_for(lambda: looks), "it is woken at once, not after the interval"
+    watcher.close()
+    assert watchers() <= before, "and so it ends"
+    looks.clear()
+    watcher.wake()
+    watcher.start()
+    assert not looks
+    watcher.close()
 
 
 def test_leaving_reports_the_first_failure_and_returns_it_to_the_others() -> None:
     store = dist.HashStore()
-    first, second, third = (FailureStore(store, "run") for _ in range(3))
+    first, second, third = (of_rank(store, rank) for rank in range(3))
     seen: list[str] = []
 
     def abandon() -> None:
-        seen.append(str(FailureStore(store, "run").cause(patience=0.0)))
+        seen.append(str(of_rank(store, 0).cause(patience=0.0)))
 
     assert first.leave(ArithmeticError("broken"), "Rank 1, stage 1", abandon) is None
     for failures, error in ((second, dist.DistError("connection closed")), (third, KeyError("late"))):
@@ -426,18 +595,18 @@ def test_leaving_reports_the_first_failure_and_returns_it_to_the_others() -> Non
 
 def test_leaving_waits_for_the_cause_of_a_transport_error_only() -> None:
     store = dist.HashStore()
-    late = threading.Timer(0.3, FailureStore(store, "run").report, (ValueError("broken"), "Rank 1"))
+    late = threading.Timer(0.3, of_rank(store, 1).report, (ValueError("broken"), "Rank 1"))
     late.start()
-    assert FailureStore(store, "another").leave(KeyError("own"), "Rank 0", lambda: None) is None
+    assert of_rank(store, 0, "another").leave(KeyError("own"), "Rank 0", lambda: None) is None
     assert late.is_alive(), "an error of this rank's own is reported at once"
-    cause = FailureStore(store, "run").leave(RuntimeError("[gloo] closed"), "Rank 0", lambda: None)
+    cause = of_rank(store, 0).leave(RuntimeError("[gloo] closed"), "Rank 0", lambda: None)
     late.join()
     assert isinstance(cause, ValueError)
 
 
 def test_leaving_with_an_error_of_every_rank_passes_on_its_text() -> None:
     store = dist.HashStore()
-    first, second = (FailureStore(store, "run") for _ in range(2))
+    first, second = (of_rank(store, rank) for rank in range(2))
     assert first.leave(WrongUseError("do not"), "Rank 0", lambda: None, verbatim=True) is None
     cause = second.leave(dist.DistError("closed"), "Rank 1", lambda: None)
     assert type(cause) is ValueError
@@ -448,7 +617,7 @@ def left() -> tuple[bool, str]:
     """A rank that waits for one that has left fails at once."""
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
-    failures = FailureStore(dist.group.WORLD.get_group_store(), "left")
+    failures = of_rank(dist.group.WORLD.get_group_store(), dist.get_rank(), "left")
     tensor = torch.zeros(1)
     cause: Exception | None = None
     try:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -189,6 +190,20 @@ def timeouts() -> list[timedelta]:
 
 def test_the_timeout_is_that_of_every_group(ranks: Pools) -> None:
     assert ranks(2).run(timeouts)[0] == [timedelta(seconds=77)] * 5
+
+
+def groups_made_later() -> list[str]:
+    made: list[str] = []
+    mesh = Mesh(2, 1, 1)
+    with mock.patch.object(dist, "new_group", side_effect=lambda *_, **__: made.append("a group")):
+        assert mesh.world_group.size() == mesh.decision_group.size() == 2
+        assert mesh.data_parallel_min(3 + dist.get_rank()) == 3
+    return made
+
+
+def test_groups_of_all_ranks_are_made_at_once(ranks: Pools) -> None:
+    """Who makes a group waits for all of its ranks, and nothing wakes it if one has failed before."""
+    assert ranks(2).run(groups_made_later) == [[], []]
 
 
 def groups_survive() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -181,6 +182,11 @@ class TwoOptimizers(Regression):
 class Searches(Regression):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
+
+
+class Factored(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
 
 
 class BadCall(Regression):
@@ -400,6 +406,17 @@ def test_a_step_without_a_loss_is_refused_on_every_rank(ranks: Pools, value: str
             assert word in text
 
 
+SHARED = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"embed": "colwise_gather_output"}}
+
+
+@pytest.mark.parametrize("layout", [{"zero_stage": 1}, SHARED], ids=["zero", "tp2"])
+def test_adafactor_is_refused_where_a_rank_has_a_part_of_a_parameter(ranks: Pools, layout: dict[str, Any]) -> None:
+    name, text = check_refused(ranks, Factored, layout=layout)
+    assert name == "ValueError"
+    for word in ("Adafactor", "zero_stage=0", "tensor_parallel_size=1", "AdamW"):
+        assert word in text
+
+
 def fused(layout: Mapping[str, Any]) -> str:
     from lightning.pytorch.plugins import MixedPrecision
     from torch.amp import GradScaler
@@ -433,3 +450,45 @@ def survivors() -> list[str]:
 @pytest.mark.rows(15, 16, 17, 18)
 def test_what_a_pipeline_refuses_works_without_one(ranks: Pools) -> None:
     assert len(ranks(1, lightning=True).run(survivors)[0]) == 4
+
+
+# -- what must be the same on every rank -------------------------------------------------------------------------------
+
+
+def differing(layouts: list[dict[str, Any]], arguments: list[dict[str, Any]]) -> str:
+    """Each rank has its own arguments of the strategy and of the Trainer; what it raises."""
+    rank = int(os.environ["RANK"])
+    trainer = make_trainer(layouts[rank], **arguments[rank])
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is returned
+        trainer.fit(Regression(), loader())
+    return str(error.value)
+
+
+SAME: dict[str, Any] = {"layouts": [PP2, PP2], "arguments": [{}, {}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"layouts": [PP2, {**PP2, "schedule": "gpipe"}]},
+            "`schedule` is not the same on every rank: '1f1b' on rank 0",
+        ),
+        (
+            {"layouts": [PP2, {"tensor_parallel_size": 2, "num_microbatches": 4}]},
+            "`tensor_parallel_size` is not the same",
+        ),
+        ({"arguments": [{}, {"accumulate_grad_batches": 2}]}, "`Trainer.accumulate_grad_batches` is not the same"),
+        (
+            {"arguments": [{"max_epochs": 2}, {}]},
+            "`Trainer.max_epochs` is not the same on every rank: 2 on rank 0; 1 on",
+        ),
+    ],
+    ids=["schedule", "sizes", "accumulation", "epochs"],
+)
+def test_ranks_that_were_given_different_things_are_refused_before_they_wait_for_each_other(
+    ranks: Pools, change: dict[str, Any], text: str
+) -> None:
+    found = ranks(2, lightning=True).run(differing, *{**SAME, **change}.values(), timeout=30)
+    assert found[0] == found[1]
+    assert text in found[0]

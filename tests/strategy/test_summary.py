@@ -6,7 +6,15 @@ from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.schedules import build
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
-from lightning_hybrid.strategy.summary import batch_text, layout_text, memory_table, plan_table, stage_rows, stage_table
+from lightning_hybrid.strategy.summary import (
+    StageRow,
+    batch_text,
+    layout_text,
+    memory_table,
+    plan_table,
+    stage_rows,
+    stage_table,
+)
 from lightning_hybrid.tensor_parallel.plan import make_plan
 
 STAGES = [range(3), range(3, 4), range(4, 6), range(6, 7)]
@@ -22,8 +30,12 @@ class Encoder(nn.Sequential):
         super().__init__(*layers[:4], nn.ReLU(), *layers[4:])
 
 
+def rows_of(body: nn.Sequential, stages: list[range], num_ranks: int) -> list[StageRow]:
+    return stage_rows(body, body, StageMap("", tuple(body._modules), tuple(stages), num_ranks))
+
+
 def test_stages_as_data() -> None:
-    rows = stage_rows(Encoder(10), STAGES, 2)
+    rows = rows_of(Encoder(10), STAGES, 2)
     assert [(row.stage, row.rank, row.layers) for row in rows] == [
         (0, 0, range(3)),
         (1, 1, range(3, 4)),
@@ -36,29 +48,29 @@ def test_stages_as_data() -> None:
 
 
 def test_placeholders_count() -> None:
-    whole = stage_rows(Encoder(10), STAGES, 2)
+    whole = rows_of(Encoder(10), STAGES, 2)
     body = Encoder(10)
     module = nn.ModuleDict({"body": body})
     replace_with_placeholders(
         module, StageMap("body", tuple(f"body.{key}" for key in body._modules), tuple(STAGES), 2), 0
     )
-    assert stage_rows(body, STAGES, 2) == whole
+    assert rows_of(body, STAGES, 2) == whole
 
 
 def test_a_body_without_parameters() -> None:
-    rows = stage_rows(nn.Sequential(nn.ReLU(), nn.Tanh()), [range(1), range(1, 2)], 2)
+    rows = rows_of(nn.Sequential(nn.ReLU(), nn.Tanh()), [range(1), range(1, 2)], 2)
     assert [(row.num_parameters, row.share) for row in rows] == [(0, 0.0), (0, 0.0)]
 
 
 def test_many_kinds_are_cut_short() -> None:
     kinds = [nn.Linear(1, 1), nn.ReLU(), nn.Dropout(), nn.Tanh(), nn.Sigmoid(), nn.Identity(), nn.GELU(), nn.Softmax(0)]
-    (row,) = stage_rows(nn.Sequential(*kinds), [range(8)], 1)
+    (row,) = rows_of(nn.Sequential(*kinds), [range(8)], 1)
     assert len(row.kinds) == 48
     assert row.kinds.endswith("...")
 
 
 def test_stages_as_text() -> None:
-    text = stage_table(stage_rows(Encoder(100), STAGES, 2), "net.body")
+    text = stage_table(rows_of(Encoder(100), STAGES, 2), "net.body", is_estimate=False)
     assert text == "\n".join(
         [
             "stage  rank  layers of 'net.body'                parameters   share",
@@ -67,6 +79,7 @@ def test_stages_as_text() -> None:
             "    1     1  3                     Linear            10,000  20.0 %",
             "    2     0  4-5                   ReLU, Linear      10,000  20.0 %",
             "    3     1  6                     Linear            10,000  20.0 %",
+            "total                                                50,000",
         ]
     )
 

@@ -180,6 +180,41 @@ def test_batch_samplers_that_cannot_be_divided_are_refused(ranks: Pools) -> None
         assert "Trainer(use_distributed_sampler=False)" in text
 
 
+class Source:
+    """Of an exchange, on the rank that loads."""
+
+    is_source = True
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def __call__(self, tree: Any) -> None:
+        self.sent.append(tree)
+
+    def fail(self, error: BaseException) -> None:
+        self.sent.append(str(error))
+
+
+@pytest.mark.parametrize(
+    ("error", "sent"),
+    [(ValueError("broken data"), ["broken data"]), (dist.DistError("gloo: Connection closed by peer"), [])],
+    ids=["of the data", "of the transport"],
+)
+def test_a_rank_that_has_left_while_data_were_loaded_is_no_message_for_the_others(
+    error: Exception, sent: list[str]
+) -> None:
+    """They may be waiting for it elsewhere, and the message would wait for them."""
+
+    class Broken:
+        def __iter__(self) -> Iterator[Any]:
+            raise error
+
+    exchange: Any = Source()
+    with pytest.raises(type(error)):
+        next(iter(SharedLoader(Broken(), exchange)))
+    assert exchange.sent == sent
+
+
 # -- the sampler -------------------------------------------------------------------------------------------------------
 
 

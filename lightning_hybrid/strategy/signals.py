@@ -1,0 +1,114 @@
+"""SIGTERM, and SLURM's signal before it requeues a job: noted when they come, acted upon between two batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_hybrid.distributed.failure import Store
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import GroupRef
+from lightning_hybrid.trainer import lightning_internals as internals
+
+_TERMINATE, _REQUEUE = 1, 2  # bits: both may have come
+
+
+class SignalAgreement:
+    """Signals that any rank got are acted upon by all ranks before the same batch.
+
+    ::
+
+        rank 3   signal --> handler: a note --> watcher: into the store
+        rank 0                                  watcher: out of the store --> a note --.
+        all                                                     before each batch: rank 0's notes are broadcast --> act
+
+    Lightning's handlers run collectives, wherever the other ranks are; and only rank 0's SIGTERM ends its loops. The
+    broadcast is in the place of Lightning's own one. Before the next batch a checkpoint can be saved: all ranks stop
+    there with `SIGTERMException`, or requeue the job and go on until SLURM ends it.
+
+    Args:
+        mesh: The ranks.
+        store: What all ranks see, for the watcher alone.
+        key: The key of something in the store that belongs to this run.
+        wake: Wakes the watcher.
+    """
+
+    def __init__(self, mesh: Mesh, store: Store, key: Callable[[str], str], wake: Callable[[], None]) -> None:
+        self._group = GroupRef(mesh.decision_group)
+        self._store, self._key, self._wake = store, key, wake
+        self._is_first = dist.get_rank() == 0
+        self._noted = 0  # by this rank's handlers; of rank 0 by those of all ranks
+        self._told = self._done = 0
+        self._requeue_signal = 0
+        self._message = torch.zeros((), dtype=torch.int64)
+        self._trainer: Trainer | None = None
+
+    def install(self, trainer: Trainer) -> None:
+        """A run begins."""
+        self._noted = self._told = self._done = 0
+        self._trainer = trainer
+        internals.replace_signal_handlers(trainer, self._on_terminate, self._on_requeue)
+        internals.replace_sigterm_broadcast(trainer, self._agree)
+
+    def remove(self) -> None:
+        """A run ends."""
+        if self._trainer is not None:
+            internals.restore_signal_handlers(self._trainer)
+            internals.restore_sigterm_broadcast(self._trainer)
+            self._trainer = None
+
+    def _on_terminate(self, signum: int) -> None:
+        trainer = self._trainer
+        if trainer is None:
+            return
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not self._noted & _TERMINATE:
+            launcher.kill(signum)
+        self._note(_TERMINATE)
+        if trainer.state.fn != TrainerFn.FITTING:  # nothing is to be saved
+            internals.set_received_sigterm(trainer)
+
+    def _on_requeue(self, signum: int) -> None:
+        self._requeue_signal = signum
+        self._note(_REQUEUE)
+
+    def _note(self, signal: int) -> None:
+        self._noted |= signal
+        self._wake()
+
+    def look(self) -> None:
+        """On the watcher's thread: tell rank 0 what this rank has got, and on rank 0 hear it."""
+        with suppress(Exception):  # the store is gone: then the run ends for that reason
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for signal in (_TERMINATE, _REQUEUE):
+            key = self._key(f"signal/{signal}")
+            if self._is_first:
+                if not self._noted & signal and self._store.check([key]):
+                    self._noted |= signal
+            elif self._noted & signal and not self._told & signal:
+                self._store.set(key, "1")
+                self._told |= signal
+
+    def _agree(self) -> None:
+        """Before each batch of training, on all ranks."""
+        trainer = self._trainer
+        assert trainer is not None
+        self._message.fill_(self._noted)
+        dist.broadcast(self._message, group_src=0, group=self._group())
+        signals = int(self._message) & ~self._done
+        if not signals:
+            return
+        self._done |= signals
+        if signals & _REQUEUE:
+            internals.requeue(trainer, self._requeue_signal)
+        if signals & _TERMINATE:
+            internals.set_received_sigterm(trainer)
+            raise SIGTERMException

@@ -1,0 +1,187 @@
+"""What would train something else than one process does, without a word, is an error or a warning."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from tests.pool import Pools
+from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer
+
+UNITS = {**PP2, "body": ["body"]}
+
+
+def said(layout: Any, module: Regression, *callbacks: Callback) -> str:
+    """The error of a training."""
+    try:
+        make_trainer(layout, callbacks=list(callbacks)).fit(module, loader())
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# -- layers that change ------------------------------------------------------------------------------------------------
+
+
+class Changes(Callback):
+    """Changes the module before the second batch."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self.change = change
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.change(pl_module)
+
+
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double()
+
+
+class Adapted(nn.Module):
+    """A linear layer and a small one beside it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear, self.small = linear, nn.Linear(8, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.small(x)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "another layer": (lambda module: module.body.__setitem__(1, layer()), "'body.1' is another module"),
+    "one more": (lambda module: module.body.append(layer()), "'body' has 7 layers instead of 6"),
+    "one less": (lambda module: module.body.__delitem__(5), "'body' has 5 layers instead of 6"),
+    "another body": (lambda module: setattr(module, "body", nn.Sequential(layer())), "'body' is another module"),
+    "adapter": (
+        lambda module: setattr(module.body[4], "0", Adapted(module.body[4][0])),
+        "parts of layers with parameters are new, or not there any more (Linear)",
+    ),
+}
+
+
+def changed(layout: Any, name: str) -> str:
+    return said(layout, Regression(), Changes(CHANGES[name][0]))
+
+
+@pytest.mark.parametrize("layout", [PP2, pytest.param(UNITS, marks=pytest.mark.thorough)], ids=["chain", "units"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_layers_that_change_during_training_are_refused(ranks: Pools, name: str, layout: Any) -> None:
+    first, second = ranks(2, lightning=True).run(changed, layout, name)
+    assert first == second
+    assert first.startswith("ValueError: The layers of Regression were changed after they had been divided into stages")
+    assert CHANGES[name][1] in first
+
+
+def without_dropout(layout: Any) -> list[float]:
+    """What has no parameters may change inside of a layer."""
+    losses = Losses()
+    change = Changes(lambda module: [setattr(part, "2", nn.Identity()) for part in module.body])
+    make_trainer(layout, callbacks=[change, losses]).fit(Regression(), loader())
+    return losses.values
+
+
+def test_parts_without_parameters_may_change(ranks: Pools) -> None:
+    expected = without_dropout(None)
+    for values in ranks(2, lightning=True).run(without_dropout, PP2):
+        assert_same(values, expected)
+
+
+# -- losses that train nothing -----------------------------------------------------------------------------------------
+
+
+class Detached(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss.detach() if batch_idx >= self.first else loss
+
+    first = 0
+
+
+class DetachedLater(Detached):
+    first = 2
+
+
+class Frozen(Regression):
+    def on_fit_start(self) -> None:
+        self.requires_grad_(False)
+
+
+def trained(layout: Any, kind: type[Regression]) -> str:
+    return said(layout, kind())
+
+
+NO_GRAPH = "ValueError: The loss of `training_step` has no graph, so nothing would be trained"
+
+
+@pytest.mark.parametrize("kind", [Detached, DetachedLater, Frozen])
+@pytest.mark.parametrize(
+    "layout",
+    [PP2, {"tensor_parallel_size": 2}, pytest.param(UNITS, marks=pytest.mark.thorough)],
+    ids=["pp2", "tp2", "units"],
+)
+def test_a_loss_that_trains_nothing_is_refused(ranks: Pools, layout: Any, kind: type[Regression]) -> None:
+    assert "does not require grad" in trained(None, kind)
+    for text in ranks(2, lightning=True).run(trained, layout, kind):
+        assert text.startswith(NO_GRAPH)
+
+
+class SomeDetached(Regression):
+    """One microbatch has nothing to train, as where an image has no objects: the others do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        return self.loss(batch) if (x[:, 0] > -1.5).all() else torch.zeros((), dtype=x.dtype)
+
+
+def with_some(layout: Any) -> str:
+    return said(layout, SomeDetached())
+
+
+def test_a_microbatch_that_trains_nothing_is_no_error_where_no_stage_waits_for_its_gradient(ranks: Pools) -> None:
+    assert ranks(1, lightning=True).run(with_some, {"num_microbatches": 8}) == ["no error"]
+
+
+# -- tensors that are as long as there are samples ---------------------------------------------------------------------
+
+
+class Weighted(Regression):
+    """Gets weights of 8 classes with every batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, weights = batch
+        return self.loss((x, y)) * weights.sum()
+
+
+CLASS_WEIGHTS = torch.linspace(0.1, 1.0, 8, dtype=torch.float64)
+
+
+def with_class_weights(samples: list[Any]) -> Any:
+    x, y = torch.utils.data.default_collate(samples)
+    return x, y, CLASS_WEIGHTS.clone() if len(samples) < 8 else CLASS_WEIGHTS
+
+
+def warnings_of(layout: Any, kind: type[Regression], **arguments: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(layout).fit(kind(), loader(**arguments))
+    return [
+        text for text in map(str, [each.message for each in caught]) if "was split into microbatches because" in text
+    ]
+
+
+@pytest.mark.parametrize("num_samples", [16, 12], ids=["one tensor", "another number of samples"])
+def test_a_tensor_that_happens_to_be_as_long_as_the_batch_is_a_warning(ranks: Pools, num_samples: int) -> None:
+    job = functools.partial(warnings_of, num_samples=num_samples, collate_fn=with_class_weights)
+    (found,) = ranks(1, lightning=True).run(job, {"num_microbatches": 4}, Weighted)
+    assert len(found) == 1
+    assert found[0].startswith("A tensor of length 8 in the batch was split")
+    assert ranks(1, lightning=True).run(warnings_of, {"num_microbatches": 4}, Regression) == [[]]
