@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint.callback_state import check_values, full_finetuning_groups, gather_callback_tensors
 from lightning_hybrid.checkpoint.file_io import FILE_PLUGINS, local_path
 from lightning_hybrid.checkpoint.full import FullCheckpoint
-from lightning_hybrid.checkpoint.metadata import METADATA, make_metadata
+from lightning_hybrid.checkpoint.metadata import METADATA, check_kind, make_metadata
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
@@ -202,7 +203,7 @@ class Checkpointer:
             weights_only: As for `torch.load`.
 
         Raises:
-            FileNotFoundError, ValueError: If there is none, or it is not complete; on every rank.
+            FileNotFoundError, ValueError: If there is none, it is not complete, or is something else; on every rank.
             RuntimeError: If a directory is one of another model; on every rank.
         """
         self.finish()
@@ -212,9 +213,15 @@ class Checkpointer:
             local = local_path(path)
             if local is None or not DistributedCheckpoint.is_at(local, or_unfinished=type(plugin) in FILE_PLUGINS):
                 return load(path)
-            return self._sharded.load(local, strict=self._module.strict_loading, read_extra=load)
+            load_value = partial(torch.load, weights_only=weights_only)
+            return self._sharded.load(local, strict=self._module.strict_loading, read_extra=load, load_value=load_value)
 
-        checkpoint = agree(read)
+        def read_checkpoint() -> dict[str, Any]:
+            found = read()
+            check_kind(found, path)
+            return found
+
+        checkpoint = agree(read_checkpoint)
         self._training_state.load(checkpoint, checkpoint.get(METADATA, {}), path, self._module.trainer)
         return checkpoint
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import fsspec  # type: ignore[import-untyped]
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_hybrid.checkpoint.storage.atomic import discard, new_file
+from lightning_hybrid.checkpoint.storage.atomic import discard, new_file, telling_why
 from lightning_hybrid.checkpoint.tree_paths import cloned, replaced
 
 _LARGE = 1 << 20  # bytes; what is smaller is read sooner than mapped
@@ -35,7 +36,7 @@ class FileIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         try:
-            with new_file(local) as new:
+            with new_file(local) as new, telling_why(new):
                 torch.save(checkpoint, new)
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             raise OSError(
@@ -48,7 +49,8 @@ class FileIO(TorchCheckpointIO):
 
         Raises:
             FileNotFoundError: If there is none.
-            ValueError: If the file is damaged.
+            ValueError: If the file is damaged, or is none of `torch.save`.
+            UnpicklingError: If it holds objects that `weights_only` does not allow.
         """
         file = local_path(path)
         if file is None or not file.exists() or file.is_dir():
@@ -58,7 +60,14 @@ class FileIO(TorchCheckpointIO):
             checkpoint: dict[str, Any] = torch.load(
                 file, map_location or "cpu", mmap=mapped or None, weights_only=weights_only
             )
-        except (RuntimeError, EOFError, OSError) as error:
+        except Exception as error:  # whatever unpickling raises
+            if isinstance(error, pickle.UnpicklingError):
+                if zipfile.is_zipfile(file) or "Unsupported global" in str(error):
+                    raise pickle.UnpicklingError(f"The checkpoint {file}: {error}") from error
+                raise ValueError(
+                    f"{file}, {file.stat().st_size} bytes, is no checkpoint: it was not written by `torch.save`, or is"
+                    " damaged."
+                ) from error
             raise ValueError(
                 f"The checkpoint {file}, {file.stat().st_size} bytes, cannot be read: {type(error).__name__}: {error}"
                 " It is damaged, or was not written completely."

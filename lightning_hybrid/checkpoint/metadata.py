@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.mesh import Mesh
@@ -12,6 +14,30 @@ from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.version import __version__
 
 METADATA = "hybrid_parallel"  # its key in a checkpoint
+
+
+def check_kind(found: Any, path: Any) -> None:
+    """What a file holds is a checkpoint of Lightning.
+
+    Args:
+        found: What was read.
+        path: Where; a text or a path.
+
+    Raises:
+        ValueError: If it is something else, with what it is.
+    """
+    if isinstance(found, Mapping) and "pytorch-lightning_version" in found:
+        return
+    values = list(found.values()) if isinstance(found, Mapping) else []
+    weights = "its weights can be taken by HybridStrategy(initial_weights='...'), or `strategy.load_weights`"
+    if values and all(isinstance(value, Tensor) for value in values):
+        what = f"a plain state dict of {len(values)} tensors, which says nothing of training; {weights}"
+    elif isinstance(found, Mapping):
+        also = f"; {weights}" if isinstance(found.get("state_dict"), Mapping) else ""
+        what = f"a dict with the keys {list(found)[:5]}, and without Lightning's 'pytorch-lightning_version'{also}"
+    else:
+        what = f"a {type(found).__name__}"
+    raise ValueError(f"{path} is no checkpoint of a Trainer: it holds {what}.")
 
 
 def make_metadata(mesh: Mesh, settings: HybridConfig, stage_map: StageMap) -> dict[str, Any]:

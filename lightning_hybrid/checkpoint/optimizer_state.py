@@ -16,6 +16,8 @@ from lightning_hybrid.distributed.dtensor import distribute_like
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
 _State = dict[str, Any]
+_ADDED = {"params", "param_names", "initial_lr", "swa_lr", "foreach", "fused", "maximize", "capturable"}
+_ADDED |= {"differentiable", "amsgrad", "decoupled_weight_decay"}
 _Group = dict[str, list[Any]]  # what a parameter group has for each of its parameters: "params", maybe "param_names"
 
 
@@ -112,17 +114,18 @@ class OptimizerStates:
             clone: Whether tensors may belong to a file, so that the optimizer gets copies.
 
         Raises:
-            ValueError: If the groups are not those of this optimizer.
+            ValueError: If the groups are not those of this optimizer, or the state is one of another kind.
         """
         if "param_groups" not in saved:
             return
         optimizer = self._up_to_date(optimizer)
+        _check_kind(saved["param_groups"], optimizer)
         _check_groups([group["params"] for group in saved["param_groups"]], self._names_of(optimizer))
         local = {}
         for number, (name, parameter) in enumerate(self._local_of(optimizer)):
             if name in saved["state"]:
-                values = cloned(saved["state"][name]) if clone else saved["state"][name]
-                local[number] = {key: distribute_like(value, parameter) for key, value in values.items()}
+                values = saved["state"][name].items()
+                local[number] = {key: _placed(value, parameter, clone=clone) for key, value in values}
         numbers = itertools.count()
         groups = [
             {**saved_group, **_by_parameter(group), "params": [next(numbers) for _ in group["params"]]}
@@ -205,6 +208,17 @@ def _by_parameter(group: Mapping[str, Any]) -> _Group:
     return {key: list(group[key]) for key in ("params", "param_names") if key in group}
 
 
+def _check_kind(saved: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
+    """Each has options that the other has not: more than what versions of torch, and schedulers, add to groups."""
+    theirs, own = ({key for group in groups for key in group} - _ADDED for groups in (saved, optimizer.param_groups))
+    if theirs - own and own - theirs:
+        raise ValueError(
+            f"The checkpoint has the state of another optimizer than {type(optimizer).__name__}: its groups have"
+            f" {sorted(theirs - own)}, and not {sorted(own - theirs)}. Configure the one that it was saved with, or"
+            " take only the weights: HybridStrategy(initial_weights='...') without `ckpt_path`."
+        )
+
+
 def _check_groups(saved: list[list[str]], own: list[list[str]]) -> None:
     if [set(group) for group in saved] == [set(group) for group in own]:
         return
@@ -224,6 +238,12 @@ def _mismatch(saved: list[list[Any]], own: list[list[str]], difference: str = ""
         f"The checkpoint's optimizer has parameter groups of {list(map(len, saved))} parameters, this one of"
         f" {list(map(len, own))}. {difference}Configure it as it was when it was saved."
     )
+
+
+def _placed(value: Any, parameter: nn.Parameter, *, clone: bool) -> Any:
+    """What an optimizer keeps of a value of a parameter's state: of a sharded one its shard, which is its own."""
+    placed = distribute_like(value, parameter)
+    return cloned(value) if clone and placed is value else placed
 
 
 def _unwrap(optimizer: Optimizer) -> Optimizer:

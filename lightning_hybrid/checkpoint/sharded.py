@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -143,13 +143,21 @@ class ShardedCheckpoint:
                 if key != "state":
                     yield from (((root, key, *path), value) for path, value in flatten_with_path(state[key], _is_plain))
 
-    def load(self, path: Path, *, strict: bool, read_extra: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    def load(
+        self,
+        path: Path,
+        *,
+        strict: bool,
+        read_extra: Callable[[Path], dict[str, Any]],
+        load_value: Callable[[BinaryIO], Any] = torch.load,
+    ) -> dict[str, Any]:
         """Read the weights into the module, after everything was compared; the same outcome on every rank.
 
         Args:
             path: The directory.
             strict: Whether names that only one of module and checkpoint has are an error.
             read_extra: Reads a file that `torch.save` has written.
+            load_value: Reads a single value that it has written.
 
         Returns:
             The checkpoint: its state dict is that of the module, and its optimizers' states are not read yet.
@@ -158,7 +166,7 @@ class ShardedCheckpoint:
             FileNotFoundError, ValueError: If there is no complete checkpoint.
             RuntimeError: If names or shapes do not fit.
         """
-        directory = DistributedCheckpoint(path)
+        directory = DistributedCheckpoint(path, load_value=load_value)
         saved = {entry_path[0]: entry for entry_path, entry in directory.below(directory.module_root).items()}
         state = self._module.state_dict()
         sources = self._sources(state, saved)

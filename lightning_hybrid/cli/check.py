@@ -56,7 +56,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What :func:`check` found.
+    """What :func:`lightning_hybrid.check` found.
 
     Attributes:
         layout: The layout, in words.

@@ -17,6 +17,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def consolidate(
         raise IsADirectoryError(f"{file} is a directory; name a file.")
     if file.exists() and not overwrite:
         raise FileExistsError(f"{file} exists; it is replaced with --overwrite.")
-    directory = DistributedCheckpoint(path)
+    directory = DistributedCheckpoint(path, load_value=partial(torch.load, weights_only=False))
     directory.check_files()
     outline = read_outline(directory, weights_only=weights_only)
     total = sum(tensor.nbytes for tensor in outline.tensors.values())

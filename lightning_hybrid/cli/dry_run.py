@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,17 +28,20 @@ from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter, peak_
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.pipeline_parallel.body import Body
-from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
+from lightning_hybrid.strategy.summary import plan_table
+from lightning_hybrid.tensor_parallel.layers import original_classes
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.trainer.lightning_internals import set_device_mesh
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.results.logging import LogRecorder
+from lightning_hybrid.trainer.step_context import make_frame
 from lightning_hybrid.trainer.training_step import split_into
 
 Fake: Any
@@ -150,6 +153,7 @@ class _DryRunStrategy(SingleDeviceStrategy):
         super().__init__(device="cpu")
         self._config, self._sizes, self._with_values = config, sizes, with_values
         self._mode = Fake(allow_non_fake_inputs=True) if Fake is not None else None
+        self._plan_table = ""
         self.layout = ""
         self.memory: list[MemoryUsage] = []
 
@@ -181,7 +185,6 @@ class _DryRunStrategy(SingleDeviceStrategy):
         """Parallelize layers as a run does, and let the user configure optimizers."""
         module = self._module
         self._has_values = not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-        self.layout = layout.describe(module, self._config, self._sizes)
         self._body, self._stage_map = None, StageMap(None, (), (range(0),), 1)
         if self._sizes[2] > 1:
             self._body, self._stage_map = layout.find_stages(module, self._config, self._sizes[2])
@@ -192,6 +195,7 @@ class _DryRunStrategy(SingleDeviceStrategy):
                 mesh, device = self._mesh[AXES["tp"]], torch.device("cpu")
                 group = TensorGroup(mesh.get_group())
                 plan = layout.find_plan(module, self._config, self._sizes[1], self._body)
+                self._plan_table = plan_table(plan, module)
                 plan.apply(module, mesh, group, device)
             super().setup(trainer)
 
@@ -213,10 +217,8 @@ class _DryRunStrategy(SingleDeviceStrategy):
         if config.auto_microbatches:
             number = limit_microbatches(number, find_batch_size(batch), batch_norms(module))
         microbatches, _ = split_into(batch, number, find_hook(module, "split_batch"))
+        self._place_outside(microbatches[0], args)  # first: it leaves no trace, and metrics keep what is measured
         activations = self._activations(microbatches[0], args)
-        if self._body is not None and self._body.chain is None:
-            with suppress(Exception):  # what cannot be followed without values is counted on every stage
-                self._stage_map = replace(self._stage_map, outside=self._find_outside(microbatches[0], args))
         schedule = layout.find_schedule(config, pipeline, len(microbatches))
         for rank in range(pipeline):
             usage = estimate(
@@ -233,23 +235,43 @@ class _DryRunStrategy(SingleDeviceStrategy):
             self.memory.append(usage)
         raise _StopAfterFirstStepError
 
-    def _find_outside(self, microbatch: Any, args: Sequence[Any]) -> dict[str, frozenset[int]]:
-        """Where parameters outside of the layers will live once the first batch has shown which stages use them."""
-        module, body, stages = self._module, self._body, self._stage_map.stages
-        assert body is not None
-        frame = FrameCut(
+    def _place_outside(self, microbatch: Any, args: Sequence[Any]) -> None:
+        """Find where parameters outside of the layers will live once the first batch has been seen, and say it."""
+        module, reason = self._module, ""
+        if not self._stage_map.is_chain:
+            try:
+                outside = layout.find_outside(module, self._stage_map, self._find_use(microbatch, args))
+                self._stage_map = replace(self._stage_map, outside=outside)
+            except Exception as error:  # whatever it is, it is said
+                text = " ".join(f"{type(error).__name__}: {error}".split())
+                reason = f"The step cannot be followed, so what is outside is an estimate. {text}"
+        sizes = dict(zip(("dp", "tp", "pp"), self._sizes, strict=True))
+        table = layout.stages_text(module, self._config, sizes, self._body, self._stage_map, is_followed=not reason)
+        self.layout = "\n".join(filter(None, [table, reason, self._plan_table]))
+        if reason:
+            self._stage_map = layout.expect_outside(module, self._stage_map)
+
+    def _find_use(self, microbatch: Any, args: Sequence[Any]) -> dict[str, set[int]]:
+        """The stages that use each parameter outside of the layers."""
+        module = self._module
+        assert self._body is not None
+
+        @contextmanager
+        def around_discovery() -> Iterator[None]:
+            with original_classes(module), _real_buffers(module), LogRecorder(module)():
+                yield
+
+        frame = make_frame(
             module,
-            list(zip(body.names, body.layers, strict=True)),
-            stages,
-            self._sizes[2],
+            self._body,
+            self._stage_map,
             torch.device("cpu"),
-            holders={},
             remembers=False,
-            around_discovery=LogRecorder(module),
+            around_discovery=around_discovery,
         )
         with frame(), self.precision_plugin.train_step_context():
             plan = frame.find_plan(0, module.training_step, (microbatch, *args), seed=lambda number: None)
-        return layout.find_outside(module, self._stage_map, stages_by_parameter([plan]))
+        return stages_by_parameter([plan])
 
     def _activations(self, microbatch: Any, args: Sequence[Any]) -> dict[int, int] | None:
         """The bytes that autograd saves of a microbatch, by stage."""
@@ -283,6 +305,20 @@ class _DryRunStrategy(SingleDeviceStrategy):
             by_stage = _by_stage(meter, self._stage_map)
             del output
         return by_stage
+
+
+@contextmanager
+def _real_buffers(module: nn.Module) -> Iterator[None]:
+    """While this is entered, buffers without values are zeros: in a step that is followed only parameters have none."""
+    saved = [(part, dict(part._buffers)) for part in module.modules()]
+    for part, buffers in saved:
+        fakes = {name: buffer for name, buffer in buffers.items() if isinstance(buffer, FakeTensor)}
+        part._buffers.update({name: torch.zeros(fake.shape, dtype=fake.dtype) for name, fake in fakes.items()})
+    try:
+        yield
+    finally:
+        for part, buffers in saved:
+            part._buffers.update(buffers)
 
 
 def _in_mode(tensor: Tensor, mode: Any) -> Tensor:

@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from lightning_hybrid.checkpoint.storage.atomic import new_directory
 from lightning_hybrid.checkpoint.storage.dcp import MODEL, DistributedCheckpoint
+from lightning_hybrid.checkpoint.storage.unpickle import load_lenient
 from lightning_hybrid.checkpoint.weights.hugging_face import CONFIG, INDEX_SUFFIX, WEIGHTS
 from lightning_hybrid.cli.consolidate import read_outline
 from lightning_hybrid.cli.inspect import identity_of, read_mapped
@@ -128,10 +130,10 @@ def _open(path: Path) -> tuple[Mapping[str, Any], Callable[[Tensor], Tensor]]:
     if not DistributedCheckpoint.is_at(path):
         if not path.exists():
             raise FileNotFoundError(f"Checkpoint not found: {path}")
-        return read_mapped(path), lambda tensor: tensor
-    directory = DistributedCheckpoint(path)
+        return read_mapped(path, trusted=True), lambda tensor: tensor
+    directory = DistributedCheckpoint(path, load_value=partial(load_lenient, trusted=True))
     directory.check_files()
-    outline = read_outline(directory, device="meta", weights_only=True, read_extra=read_mapped)
+    outline = read_outline(directory, device="meta", weights_only=True, read_extra=partial(read_mapped, trusted=True))
     paths = {id(tensor): tree_path for tree_path, tensor in outline.tensors.items()}
 
     def read(tensor: Tensor) -> Tensor:

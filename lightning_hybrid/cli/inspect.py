@@ -1,13 +1,14 @@
-"""What a checkpoint holds, file or directory, as text; no tensor of the model or an optimizer is read."""
+"""What a checkpoint holds, file or directory, as text.
+
+No tensor of the model or an optimizer is read, and no code runs that a file names: this is for files nobody knows.
+"""
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lightning_hybrid.checkpoint.metadata import METADATA
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
+from lightning_hybrid.checkpoint.storage.unpickle import load_lenient
 from lightning_hybrid.cli.consolidate import read_outline
 from lightning_hybrid.distributed.module_names import fold_numbered
 from lightning_hybrid.distributed.pytree import flatten_with_path
@@ -79,18 +81,19 @@ def inspect_checkpoint(path: Path) -> Inspection:
         if not path.exists():
             raise FileNotFoundError(f"Checkpoint not found: {path}")
         return Inspection(path, "file", path.stat().st_size, read_mapped(path))
-    directory = DistributedCheckpoint(path)
+    directory = DistributedCheckpoint(path, load_value=load_lenient)
     directory.check_files()
     outline = read_outline(directory, device="meta", read_extra=read_mapped)
     sizes = [file.stat().st_size for file in directory.path.iterdir() if file.is_file()]
     return Inspection(path, f"directory of {len(sizes)} files", sum(sizes), outline.checkpoint)
 
 
-def read_mapped(file: Path) -> Mapping[str, Any]:
-    """What a file holds; tensors are mapped, not read, and classes that are not here have placeholders.
+def read_mapped(file: Path, *, trusted: bool = False) -> Mapping[str, Any]:
+    """What a file holds; tensors are mapped, not read, and other objects have stand-ins that know their class's name.
 
     Args:
         file: The file.
+        trusted: Whether objects are made whose classes are there.
 
     Raises:
         ValueError: If it is no checkpoint, or damaged.
@@ -101,36 +104,16 @@ def read_mapped(file: Path) -> Mapping[str, Any]:
             f"{file}, {size:,} bytes, is no checkpoint, or was not written completely: it has no list of its contents,"
             " which comes last."
         )
+    with zipfile.ZipFile(file) as archive:
+        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            raise ValueError(f"{file}, {size:,} bytes, is a program in TorchScript, not a checkpoint.")
     try:
-        tree = torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_LENIENT)
+        tree = load_lenient(file, mmap=True, trusted=trusted)
     except Exception as error:  # whatever unpickling raises
         raise ValueError(f"{file}, {size:,} bytes, cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(tree, Mapping):
         raise ValueError(f"{file} holds {_value(tree)}, not a checkpoint, which is a dictionary.")
     return tree
-
-
-class _Unknown:
-    """Stands for an object of a class that is not here, whatever its pickle does to it."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    __setstate__ = __setitem__ = append = extend = __init__
-
-    def __call__(self, *_: Any, **__: Any) -> _Unknown:
-        return self
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return super().find_class(module, name)
-        except (ImportError, AttributeError):
-            return type(name, (_Unknown,), {"__module__": module})
-
-
-_LENIENT = SimpleNamespace(Unpickler=_Unpickler, __name__="pickle")
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------

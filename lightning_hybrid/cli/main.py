@@ -8,14 +8,15 @@ import logging
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
@@ -37,6 +38,15 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _SIZES = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
 
 
+class SaveConfigBesideLogs(SaveConfigCallback):
+    """Saves the configuration where logs are; without a logger that is the folder of the user's own `config.yaml`."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save it when a run begins."""
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
+
+
 class HybridCLI(LightningCLI):
     """A `LightningCLI` whose configuration may name any model, data and strategy by ``class_path``.
 
@@ -48,6 +58,7 @@ class HybridCLI(LightningCLI):
 
     def __init__(self, *, model: str | None = None, data: str | None = None, **kwargs: Any) -> None:
         self._default_classes = {"model": model, "data": data}
+        kwargs.setdefault("save_config_callback", SaveConfigBesideLogs)
         kwargs.setdefault("save_config_kwargs", {"overwrite": True})
         super().__init__(**kwargs)
 
@@ -100,6 +111,21 @@ def _help_and_exit(command: str | None) -> None:
     raise SystemExit(0 if is_requested else 2)
 
 
+@contextmanager
+def _refusals(parser: argparse.ArgumentParser, *kinds: type[Exception], doing: str = "") -> Iterator[None]:
+    """Errors of these kinds, which the user can mend, end the program with their text and status 2.
+
+    Args:
+        parser: Of the command.
+        kinds: What may be raised inside.
+        doing: What comes before the text.
+    """
+    try:
+        yield
+    except kinds as error:
+        parser.exit(2, f"{parser.prog}: error: {doing}{error}\n")
+
+
 def _timeline(args: Sequence[str]) -> None:
     """Draw one step of a schedule."""
     parser = argparse.ArgumentParser(
@@ -117,19 +143,15 @@ def _timeline(args: Sequence[str]) -> None:
     default_chunks = 2 if options.schedule == "interleaved_1f1b" else 1
     chunks = default_chunks if options.chunks is None else options.chunks
     microbatches = 4 * options.ranks if options.microbatches is None else options.microbatches
-    try:
+    with _refusals(parser, ValueError):
         timeline = simulate(build(options.schedule, options.ranks, microbatches, chunks))
-    except ValueError as error:
-        parser.error(str(error))
     print(timeline.to_text(width=max(80, shutil.get_terminal_size((120, 24)).columns)))
     peaks = "  ".join(f"rank {rank}: {peak:g}" for rank, peak in enumerate(timeline.peak_in_flight))
     print(f"bubble          {timeline.bubble:.1%} of the step, {timeline.bubble_over_ideal:.1%} over the ideal")
     print(f"peak in flight  {peaks} (microbatches whose activations are kept)")
     if options.svg is not None:
-        try:
+        with _refusals(parser, OSError, doing=f"cannot write --svg {options.svg}: "):
             options.svg.write_text(timeline.to_svg(), encoding="utf-8")
-        except OSError as error:
-            parser.error(f"cannot write --svg {options.svg}: {error.strerror}")
 
 
 def _config_parser(command: str, description: str, example: str) -> argparse.ArgumentParser:
@@ -137,41 +159,48 @@ def _config_parser(command: str, description: str, example: str) -> argparse.Arg
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} {command}",
         description=description,
-        epilog=f"Other options, such as {example}, change the configuration as those of `fit` do.",
+        epilog="Other options change the configuration as those of `fit` do, so that the command line of a run is"
+        f" understood. Example: {PROGRAM} {command} --config FILE {example}",
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="the configuration")
+    parser.add_argument(
+        "--config",
+        required=True,
+        action="append",
+        metavar="FILE",
+        help="the configuration; of several, later ones change earlier ones",
+    )
     return parser
 
 
 def _load_config(
-    parser: argparse.ArgumentParser, config: str, overrides: Sequence[str]
+    parser: argparse.ArgumentParser, configs: Sequence[str], overrides: Sequence[str]
 ) -> tuple[HybridCLI, HybridStrategy]:
     """The module, the data and the Trainer of a configuration, and its strategy; nothing is started."""
-    saved, sys.argv = sys.argv, [PROGRAM, "--config", config, *overrides]  # where a LightningCLI looks
+    words = [word for config in configs for word in ("--config", config)]
+    saved, sys.argv = sys.argv, [PROGRAM, *words, *overrides]  # where a LightningCLI looks
     try:
-        cli = HybridCLI(run=False)
-    except (ValueError, MisconfigurationException) as error:
-        parser.error(str(error))
+        with _refusals(parser, ValueError, MisconfigurationException):
+            cli = HybridCLI(run=False)
     finally:
         sys.argv = saved
     strategy = cli.trainer.strategy
     if not isinstance(strategy, HybridStrategy):
-        parser.error(f"the strategy of {config} is a {type(strategy).__name__}, not a HybridStrategy")
+        parser.error(f"the strategy of {', '.join(configs)} is a {type(strategy).__name__}, not a HybridStrategy")
     return cli, strategy
 
 
 def _plan(args: Sequence[str]) -> None:
     """Show which rank would hold what."""
     description = "Show the layout, the stages and the tensor-parallel plan of a configuration; nothing is started."
-    parser = _config_parser("plan", description, "--trainer.devices 8")
+    parser = _config_parser(
+        "plan", description, "--trainer.devices 8 --trainer.strategy.init_args.partition parameters"
+    )
     options, overrides = parser.parse_known_args(args)
     cli, strategy = _load_config(parser, options.config, overrides)
     if is_overridden("configure_model", cli.model):
         cli.model.configure_model()
-    try:
+    with _refusals(parser, ValueError, TypeError):
         print(describe(cli.model, strategy.settings, strategy.sizes))
-    except (ValueError, TypeError) as error:
-        parser.error(str(error))
 
 
 def _memory(args: Sequence[str]) -> None:
@@ -194,7 +223,7 @@ def _memory(args: Sequence[str]) -> None:
         return loaded.model, loaded.datamodule
 
     trainer_arguments = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
-    try:
+    with _refusals(parser, ValueError, TypeError, MisconfigurationException):
         result = dry_run(
             make,
             strategy.settings,
@@ -202,8 +231,6 @@ def _memory(args: Sequence[str]) -> None:
             precision=strategy.precision_plugin,
             **{name: getattr(cli.trainer, name) for name in trainer_arguments},
         )
-    except (ValueError, TypeError, MisconfigurationException) as error:
-        parser.error(str(error))
     print(f"{result.layout}\n\n{memory_table(result.memory)}")
 
 
@@ -214,7 +241,7 @@ def _check(args: Sequence[str]) -> None:
         " machine, and compare losses, logged values, gradients and weights. Where they differ, say why. The exit"
         " status is 0 if they are equal, 1 if they differ, 2 if they could not be compared."
     )
-    parser = _config_parser("check", description, "--trainer.devices 2")
+    parser = _config_parser("check", description, "--trainer.devices 2 --model.batch_size 4 --steps 3")
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps (default: %(default)s)")
     parser.add_argument(
         "--time-limit", type=float, default=600.0, metavar="S", help="seconds a training may take (default: 600)"
@@ -228,7 +255,7 @@ def _check(args: Sequence[str]) -> None:
         layout["num_microbatches"] = "auto"
     names = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
     console = Console(stderr=True)
-    try:
+    with _refusals(parser, ValueError, TypeError, RuntimeError):
         result = check(
             lambda: cli.model,
             lambda: cli.datamodule,
@@ -239,8 +266,6 @@ def _check(args: Sequence[str]) -> None:
             progress=lambda text: console.print(f"Training {text}", style="dim") if console.is_terminal else None,
             **layout,
         )
-    except (ValueError, TypeError, RuntimeError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
     print(result)
     raise SystemExit(0 if result.equal else 1)
 
@@ -257,15 +282,13 @@ def _inspect(args: Sequence[str]) -> None:
         prog=f"{PROGRAM} inspect",
         description="Show what a checkpoint holds: tensors, optimizers, the layout it was written under. No tensor is"
         " read. Layers that are alike share a line.",
-        epilog="It unpickles what it reads: only use checkpoints that you trust.",
+        epilog="No code of the checkpoint runs: what is neither a tensor nor a plain container is shown by its class.",
     )
     parser.add_argument("path", type=Path, metavar="PATH", help="a file, or a directory of shards")
     parser.add_argument("--every-name", action="store_true", help="a line for each tensor")
     options = parser.parse_args(args)
-    try:
+    with _refusals(parser, OSError, ValueError):
         print(inspect_checkpoint(options.path).text(every_name=options.every_name))
-    except (OSError, ValueError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 def _consolidate(args: Sequence[str]) -> None:
@@ -281,19 +304,15 @@ def _consolidate(args: Sequence[str]) -> None:
     parser.add_argument("--weights-only", action="store_true", help="leave out optimizers, schedulers and callbacks")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     options = parser.parse_args(args)
-    with _progress_bar() as bar:
+    with _refusals(parser, OSError, ValueError), _progress_bar() as bar:
         task = bar.add_task(options.file.name, total=None)
-        try:
-            consolidate(
-                options.directory,
-                options.file,
-                weights_only=options.weights_only,
-                overwrite=options.overwrite,
-                progress=lambda done, total: bar.update(task, advance=done, total=total),
-            )
-        except (OSError, ValueError) as error:
-            bar.stop()
-            parser.exit(2, f"{parser.prog}: {error}\n")
+        consolidate(
+            options.directory,
+            options.file,
+            weights_only=options.weights_only,
+            overwrite=options.overwrite,
+            progress=lambda done, total: bar.update(task, advance=done, total=total),
+        )
     print(f"{options.file}: {options.file.stat().st_size:,} bytes")
 
 
@@ -323,21 +342,17 @@ def _export(args: Sequence[str]) -> None:
     parser.add_argument("--dtype", choices=_DTYPES, help="convert floating-point tensors")
     parser.add_argument("--config", type=Path, metavar="PATH", help="the model's config.json, or the folder of one")
     options = parser.parse_args(args)
-    with _progress_bar() as bar:
+    with _refusals(parser, OSError, ValueError), _progress_bar() as bar:
         task = bar.add_task(options.folder.name, total=None)
-        try:
-            result = export(
-                options.checkpoint,
-                options.folder,
-                prefix=options.prefix,
-                max_shard_size=options.max_shard_size,
-                dtype=getattr(torch, options.dtype) if options.dtype else None,
-                config=options.config,
-                progress=lambda done, total: bar.update(task, advance=done, total=total),
-            )
-        except (OSError, ValueError) as error:
-            bar.stop()
-            parser.exit(2, f"{parser.prog}: {error}\n")
+        result = export(
+            options.checkpoint,
+            options.folder,
+            prefix=options.prefix,
+            max_shard_size=options.max_shard_size,
+            dtype=getattr(torch, options.dtype) if options.dtype else None,
+            config=options.config,
+            progress=lambda done, total: bar.update(task, advance=done, total=total),
+        )
     size = sum((options.folder / file).stat().st_size for file in result.files)
     print(f"{options.folder}: {', '.join(result.files)}; {size:,} bytes\n{_export_text(result)}")
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import resource
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from lightning_hybrid.checkpoint.file_io import FileIO
+from lightning_hybrid.distributed.dtensor import to_local
+from lightning_hybrid.memory.account import storage_bytes
 from tests.pool import Pools
 from tests.training_jobs import (
     LAYOUTS,
@@ -264,3 +271,101 @@ def test_one_process_takes_optimizer_states_as_lightning_does(
 def test_no_optimizer_is_no_state_in_a_pipeline(ranks: Pools, tmp_path: Path) -> None:
     results = ranks(2, lightning=True).run(saved_and_resumed, WithoutOptimizer, str(tmp_path / "c.ckpt"), PP2)
     assert [result["epochs"] for result in results] == [2, 2]
+
+
+def stored_bytes(layout: dict[str, Any], path: str) -> tuple[int, int]:
+    """What the optimizer's states of this rank take after they were resumed, and what their elements need."""
+    found = []
+
+    class AtStart(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
+            found.append((storage_bytes(states), sum(to_local(value).nbytes for value in states)))
+
+    module = Regression()
+    make_trainer(layout, max_epochs=2, callbacks=[AtStart()]).fit(module, loader(), ckpt_path=path)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"tensor_parallel_size": 2}],
+    ids=["zero 1", "zero 2", "zero 3", "tp2"],
+)
+def test_a_rank_keeps_of_a_file_what_it_uses(ranks: Pools, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Views of what was loaded would keep all of it."""
+    trainer = make_trainer(None)
+    trainer.fit(Regression(), loader())
+    trainer.save_checkpoint(tmp_path / "file")
+    for stored, needed in ranks(2, lightning=True).run(stored_bytes, layout, str(tmp_path / "file")):
+        assert stored == needed
+
+
+def resumed(layout: dict[str, Any] | None, kind: type[Regression], path: str) -> str:
+    try:
+        make_trainer(layout, max_epochs=2).fit(kind(), loader(), ckpt_path=path)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class Momentum(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def write_foreign(kind: str, path: Path) -> None:
+    if kind == "noise":
+        path.write_bytes(b"\x80\x02" + bytes(range(256)) * 20)
+    elif kind == "text":
+        path.write_text("a page that says that the file was not found")
+    elif kind == "object":
+        torch.save({"state_dict": {}, "settings": Momentum}, path)
+    elif kind == "directory":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            dcp.save({"state_dict": Regression().state_dict()}, checkpoint_id=path, no_dist=True)
+    elif kind == "optimizer":
+        trainer = make_trainer(None)
+        trainer.fit(Regression(), loader())
+        trainer.save_checkpoint(path)
+    else:
+        state = Regression().state_dict()
+        torch.save({"weights": dict(state), "list": [1, 2], "empty": {}, "old": {"state_dict": state}}[kind], path)
+
+
+FOREIGN = {
+    "weights": "ValueError: {path} is no checkpoint of a Trainer: it holds a plain state dict of 16 tensors",
+    "list": "ValueError: {path} is no checkpoint of a Trainer: it holds a list.",
+    "empty": "ValueError: {path} is no checkpoint of a Trainer: it holds a dict with the keys []",
+    "old": "ValueError: {path} is no checkpoint of a Trainer: it holds a dict with the keys ['state_dict'], and ",
+    "directory": "ValueError: {path} is no checkpoint of a Trainer: it holds a dict with the keys ['state_dict'",
+    "noise": "ValueError: {path}, 5122 bytes, is no checkpoint: it was not written by `torch.save`, or is damaged.",
+    "text": "ValueError: The checkpoint {path}, 44 bytes, cannot be read: ",
+    "object": "UnpicklingError: The checkpoint {path}: Weights only load failed.",
+    "optimizer": "ValueError: The checkpoint has the state of another optimizer than Momentum's SGD",
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_is_no_checkpoint_is_named(ranks: Pools, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "x.ckpt"
+    write_foreign(kind, path)
+    first, second = ranks(2, lightning=True).run(resumed, PP2, Momentum, str(path))
+    expected = FOREIGN[kind].format(path=path).replace("Momentum's ", "")
+    assert first.startswith(expected)
+    assert expected.partition(": ")[2] in second
+
+
+def test_a_full_disk_is_called_by_its_name(tmp_path: Path) -> None:
+    """torch's writer says only that it did not get as far as it wanted."""
+    path = tmp_path / "x.ckpt"
+    FileIO().save_checkpoint({"a": 1}, path)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))  # as where there is no more room
+    try:
+        with pytest.raises(OSError, match=r"what was there before is as it was. OSError: .*File too large"):
+            FileIO().save_checkpoint({"a": torch.zeros(1 << 16)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert FileIO().load_checkpoint(path) == {"a": 1}

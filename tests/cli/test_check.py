@@ -422,6 +422,18 @@ def test_command_says_equal(
 
 
 @pytest.mark.distributed
+def test_the_example_of_the_help_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert _command(monkeypatch, "--help") == 0
+    example = capsys.readouterr().out.split("Example:")[1].split("FILE")[1].split()
+    assert _command(monkeypatch, "--config", _config(tmp_path, "tests.modules.Around", devices=4), *example) == 0
+    out = capsys.readouterr().out
+    assert "data 1 x tensor 1 x pipeline 2 = 2 processes" in out
+    assert "   3  loss" in out
+
+
+@pytest.mark.distributed
 def test_command_on_a_model_of_hugging_face(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

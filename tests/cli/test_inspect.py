@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 import zipfile
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from lightning_hybrid.cli.consolidate import consolidate
 from lightning_hybrid.cli.inspect import inspect_checkpoint
 from lightning_hybrid.cli.main import main
@@ -189,3 +191,63 @@ def test_the_program_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "layer.* (2)  3      float32\n" in capsys.readouterr().out
     main(["inspect", str(path), "--every-name"])
     assert "layer.0  3      float32\nlayer.1" in capsys.readouterr().out
+
+
+class Evil:
+    """Runs a command wherever it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("place", ["file", "meta.pt", ".metadata", "value"])
+def test_no_code_of_a_checkpoint_runs(tmp_path: Path, place: str) -> None:
+    """What is looked into is what nobody knows yet."""
+    ran, path = tmp_path / "ran", tmp_path / "x.ckpt"
+    content = {"state_dict": {"a": torch.zeros(3)}, "hyper_parameters": {"width": 8, "evil": Evil(ran)}}
+    if place == "file":
+        torch.save(content, path)
+    else:
+        state: dict[str, Any] = {"state_dict": {"a": torch.zeros(3)}}
+        if place == "value":
+            state["note"] = Evil(ran)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            dcp.save(state, checkpoint_id=path, no_dist=True)
+        torch.save({**content, "state_dict": {}} if place == "meta.pt" else {}, path / "meta.pt")
+        if place == ".metadata":
+            (path / ".metadata").write_bytes(pickle.dumps(Evil(ran)))
+    if place == ".metadata":
+        with pytest.raises(ValueError, match="metadata cannot be read: TypeError: it holds no index, but a system"):
+            inspect_checkpoint(path)
+    else:
+        text = inspect_checkpoint(path).text()
+        assert "a     3      float32" in text
+        assert place == "value" or "width 8, evil <posix.system>" in text
+    assert not ran.exists()
+
+
+def test_a_program_in_torchscript_is_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is going
+        torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path)
+    with pytest.raises(ValueError, match="is a program in TorchScript, not a checkpoint"):
+        inspect_checkpoint(path)
+
+
+def test_the_index_of_a_directory_runs_no_code(tmp_path: Path) -> None:
+    """A run that resumes reads it too, and Lightning's `weights_only` says nothing of it."""
+    ran = tmp_path / "ran"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.save({"state_dict": {"a": torch.zeros(3)}, "note": Evil(ran)}, checkpoint_id=tmp_path / "x", no_dist=True)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        DistributedCheckpoint(tmp_path / "x").read({("note",): None})
+    (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(Evil(ran)))
+    with pytest.raises(ValueError, match="it holds no index"):
+        DistributedCheckpoint(tmp_path / "x")
+    assert not ran.exists()

@@ -62,6 +62,33 @@ def test_wrong_usage_is_explained(words: list[str], complaint: str, capsys: pyte
     assert complaint in capsys.readouterr().err
 
 
+def _commands(tmp_path: Path) -> dict[str, list[str]]:
+    """What each command refuses when it is at work."""
+    config, nothing = str(ROOT / "configs" / "gpt_hybrid.yaml"), str(tmp_path / "nothing")
+    wrong = ["--config", config, "--trainer.strategy.init_args.tensor_parallel_plan", "{body.9: colwise}"]
+    return {
+        "timeline": ["--ranks", "0"],
+        "plan": wrong,
+        "memory": wrong,
+        "check": ["--config", config, "--steps", "0"],
+        "inspect": [nothing],
+        "consolidate": [nothing, str(tmp_path / "file")],
+        "export": [nothing, str(tmp_path / "folder")],
+    }
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.usefixtures("words_only")
+def test_every_command_refuses_in_one_way(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([command, *_commands(tmp_path)[command]])
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"lightning-hybrid {command}: error: ")
+    assert "Traceback" not in captured.err
+
+
 def test_timeline_shows_picture_and_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     svg = tmp_path / "picture.svg"
     words = ["--schedule=interleaved_1f1b", "--ranks=4", "--microbatches=8", "--chunks=2"]
@@ -113,6 +140,19 @@ class Data(BoringDataModule):
 """
 
 
+@pytest.mark.usefixtures("words_only")
+def test_without_a_logger_the_users_configuration_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of logs is then the one where the program was started."""
+    configuration = "trainer: {logger: false, enable_checkpointing: false, enable_progress_bar: false, max_steps: 1}\n"
+    (tmp_path / "config.yaml").write_text(configuration)
+    monkeypatch.chdir(tmp_path)
+    demos = "lightning.pytorch.demos.boring_classes"
+    main(["fit", "--config", "config.yaml", "--model", f"{demos}.BoringModel", "--data", f"{demos}.BoringDataModule"])
+    assert (tmp_path / "config.yaml").read_text() == configuration
+
+
 def test_fit_launches_every_rank_and_finds_the_users_project(tmp_path: Path) -> None:
     """Lightning starts the other ranks by running the same command line again."""
     (tmp_path / "project.py").write_text(PROJECT)
@@ -137,6 +177,22 @@ def test_plan_shows_stages_and_shared_layers_without_starting_anything(capsys: p
     assert "0-3               4 x Block" in out
     assert "body.*.attention.qkv (8)  packed_colwise_3  192x64 192  96x64 96" in out
     assert sys.argv == before
+
+
+@pytest.mark.parametrize("command", ["plan", "memory", "check"])
+def test_help_says_by_example_how_to_change_a_configuration(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "change the configuration as those of `fit` do" in text
+    assert f"Example: lightning-hybrid {command} --config FILE --" in text
+
+
+def test_later_configurations_change_earlier_ones(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    more = tmp_path / "more.yaml"
+    more.write_text("{trainer: {devices: 8}}")
+    main(["plan", "--config", str(ROOT / "configs" / "vit_hybrid.yaml"), "--config", str(more)])
+    assert "= 8 processes" in capsys.readouterr().out
 
 
 def test_plan_of_another_strategy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, <fcntl.h> and <linux/fs.h>
 
+_SOME_MORE = 1 << 20  # bytes
 MARK = ".metadata"  # a directory that has this file is complete
 
 
@@ -57,6 +58,26 @@ def new_file(path: Path) -> Iterator[Path]:
         rollback(path)
         raise
     commit(path)
+
+
+@contextmanager
+def telling_why(file: Path) -> Iterator[None]:
+    """Around a writer that says that it could not write, but not why: the system is asked by writing some more.
+
+    Args:
+        file: The file.
+
+    Raises:
+        OSError: As the system says it, such as that the disk is full.
+    """
+    try:
+        yield
+    except RuntimeError:
+        with file.open("ab") as opened:
+            opened.write(bytes(_SOME_MORE))
+            opened.flush()
+            os.fsync(opened.fileno())
+        raise
 
 
 @contextmanager

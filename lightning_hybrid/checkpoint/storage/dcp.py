@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ from torch.futures import Future
 
 from lightning_hybrid.checkpoint.storage.atomic import MARK, commit, recover, resolve, rollback, unfinished
 from lightning_hybrid.checkpoint.storage.chunks import local_chunks
+from lightning_hybrid.checkpoint.storage.unpickle import read_harmless
 from lightning_hybrid.distributed.pytree import TreePath
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"  # what Lightning calls them in a checkpoint
@@ -166,6 +167,8 @@ class DistributedCheckpoint:
 
     Args:
         path: The directory.
+        load_value: Reads a value that is no tensor, which `torch.save` has written. By default what no code of the
+            checkpoint is run for.
 
     Attributes:
         entries: For each path of the tree the shape and dtype of a tensor, or nothing for another value.
@@ -188,8 +191,8 @@ class DistributedCheckpoint:
         found = resolve(path)
         return found.is_dir() and (or_unfinished or (found / MARK).is_file())
 
-    def __init__(self, path: Path) -> None:
-        self.path = resolve(path)
+    def __init__(self, path: Path, *, load_value: Callable[[BinaryIO], Any] = torch.load) -> None:
+        self.path, self._load_value = resolve(path), load_value
         if not self.path.exists():
             raise FileNotFoundError(f"Checkpoint not found: {path}")
         if not (self.path / MARK).is_file():
@@ -199,9 +202,13 @@ class DistributedCheckpoint:
             )
         self._reader = FileSystemReader(self.path)
         try:
-            self._metadata: Metadata = self._reader.read_metadata()
+            with (self.path / MARK).open("rb") as file:
+                metadata = read_harmless(file)
+            if not isinstance(metadata, Metadata):
+                raise TypeError(f"it holds no index, but a {type(metadata).__qualname__}")
         except Exception as error:  # whatever unpickling raises
             raise ValueError(f"The file {self.path / MARK} cannot be read: {type(error).__name__}: {error}") from error
+        self._metadata = metadata
         names = self._metadata.planner_data or {}
         self._names = {tuple(names.get(name, (name,))): name for name in self._metadata.state_dict_metadata}
         known = self._metadata.state_dict_metadata
@@ -257,7 +264,8 @@ class DistributedCheckpoint:
         Returns:
             The values by path, tensors too.
         """
-        planner = _LoadPlanner({self._names[path]: target for path, target in targets.items()}, self._metadata)
+        named = {self._names[path]: target for path, target in targets.items()}
+        planner = _LoadPlanner(named, self._metadata, self._load_value)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
         with torch.no_grad():
             self._reader.read_data(planner.create_local_plan(), planner).wait()
@@ -267,9 +275,10 @@ class DistributedCheckpoint:
 class _LoadPlanner(LoadPlanner):
     """Reads the local chunks of every target, whichever chunks were written."""
 
-    def __init__(self, targets: Mapping[str, Tensor | None], metadata: Metadata) -> None:
-        self._targets = targets
-        self._metadata = metadata
+    def __init__(
+        self, targets: Mapping[str, Tensor | None], metadata: Metadata, load_value: Callable[[BinaryIO], Any]
+    ) -> None:
+        self._targets, self._metadata, self._load_value = targets, metadata, load_value
         self._chunks: dict[MetadataIndex, Tensor] = {}
         self.values: dict[str, Any] = {}
 
@@ -301,7 +310,7 @@ class _LoadPlanner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take a value that is no tensor."""
-        self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
+        self.values[read_item.dest_index.fqn] = self._load_value(value)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """The part of a chunk that is read from one file."""

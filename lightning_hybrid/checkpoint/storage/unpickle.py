@@ -1,0 +1,118 @@
+"""Pickles of checkpoints, read where the classes of their objects are not there, or are not to be called.
+
+A pickle names functions and calls them, and whoever wrote it chooses which. A harmless reader gives it those of which
+tensors and plain containers are made, and a stand-in for every other name, which does nothing whatever is done to it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import torch
+
+_PLAIN = ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple")
+_NAMES = {
+    "__builtin__": _PLAIN,  # what Python 2 called it, and so do pickles of the second protocol, which torch writes
+    "builtins": _PLAIN,
+    "_codecs": ("encode",),  # bytes in these
+    "collections": ("Counter", "OrderedDict", "defaultdict", "deque"),
+    "lightning.fabric.utilities.data": ("AttributeDict",),
+    "torch": ("Size", "Tensor", "device"),
+    "torch._utils": (
+        "_rebuild_meta_tensor_no_storage",
+        "_rebuild_nested_tensor",
+        "_rebuild_parameter",
+        "_rebuild_qtensor",
+        "_rebuild_sparse_tensor",
+        "_rebuild_tensor",
+        "_rebuild_tensor_v2",
+        "_rebuild_tensor_v3",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.nn.parameter": ("Buffer", "Parameter"),
+    "torch.serialization": ("_get_layout",),
+    "torch.storage": ("TypedStorage", "UntypedStorage"),
+}
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+
+
+def read_harmless(file: BinaryIO) -> Any:
+    """What a pickle holds."""
+    return _Unpickler(file).load()
+
+
+def load_lenient(file: Path | BinaryIO, *, mmap: bool | None = None, trusted: bool = False) -> Any:
+    """What a file holds that `torch.save` has written; its tensors are on the host.
+
+    Args:
+        file: The file.
+        mmap: As for `torch.load`.
+        trusted: Whether its objects are made where their classes are there; otherwise all of them have stand-ins.
+    """
+    module = SimpleNamespace(Unpickler=_TrustingUnpickler if trusted else _Unpickler, __name__="pickle")
+    return torch.load(file, map_location="cpu", mmap=mmap, weights_only=False, pickle_module=module)
+
+
+class _StandIn:
+    """An object of a class that is not called, whatever its pickle does to it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = __init__
+
+    def __call__(self, *_: Any, **__: Any) -> _StandIn:
+        return self
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _NAMES.get(module, ()):
+            found = importlib.import_module("builtins" if module == "__builtin__" else module)
+            return getattr(found, name)
+        if module == "torch" and isinstance(constant := getattr(torch, name, None), _CONSTANTS):
+            return constant
+        return _OWN.get((module, name)) or _stand_in(module, name)
+
+
+class _TrustingUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError):
+            return _stand_in(module, name)
+
+
+def _stand_in(module: str, name: str) -> type:
+    return type(name, (_StandIn,), {"__module__": module})
+
+
+def _without_attributes(rebuild: Callable[..., Any], kind: Any, arguments: tuple[Any, ...], state: Any) -> Any:
+    """Of a tensor of a class of its own, or with attributes, the tensor."""
+    return rebuild(*arguments)
+
+
+def _without_state(tensor: Any, requires_grad: bool, hooks: Any, state: Any) -> Any:
+    """Of a parameter with attributes, the parameter."""
+    return torch.nn.Parameter(tensor, requires_grad)
+
+
+_OWN: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
+    ("torch._utils", "_rebuild_parameter_with_state"): _without_state,
+}
