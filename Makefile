@@ -14,7 +14,7 @@ READY  := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/.installed)
 export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test check lint types gpu clean
+.PHONY: help demo test check lint types docs gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -26,7 +26,7 @@ demo: $(READY)  ## Train a Vision Transformer on handwritten digits, tensor 2 x 
 test: $(READY)  ## Run the tests
 	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-check: lint types test  ## Run everything that a change must pass
+check: lint types docs test  ## Run everything that a change must pass
 
 lint: $(READY)  ## Check style and formatting
 	$(PYTHON) -m ruff check .
@@ -35,6 +35,9 @@ lint: $(READY)  ## Check style and formatting
 
 types: $(READY)  ## Check types
 	$(PYTHON) -m mypy
+
+docs: $(READY)  ## Make the site, into build/docs
+	$(PYTHON) -m sphinx --builder html --fail-on-warning --keep-going --quiet docs build/docs
 
 gpu: $(READY)  ## Run the GPU tests and the benchmark of the whole strategy
 	$(PYTHON) -m pytest -rs tests/gpu
@@ -47,5 +50,5 @@ clean:  ## Remove everything that these targets made
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || python3 -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[dev,examples]"
+	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[dev,docs,examples]"
 	touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -10,10 +11,21 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.strategies import StrategyRegistry
 
-TESTS = Path(__file__).parent
-DOCS = TESTS.parent / "docs"
-README = TESTS.parent / "README.md"
+import lightning_hybrid
+from lightning_hybrid import HybridStrategy
+from lightning_hybrid.cli.main import COMMANDS
+from lightning_hybrid.pipeline_parallel.schedules import build
+from lightning_hybrid.pipeline_parallel.timeline import simulate
+from tests.documents import DOCS, PAGES, README, ROOT, page_id
+
+TESTS = ROOT / "tests"
+PACKAGE = ROOT / "lightning_hybrid"
+# Words of our own for what the field has others for.
+JARGON = re.compile(
+    r"\b(wholes|twins?|trays?|wish(es)?|reckon(s|ed|ing)?|stand-ins?)\b|`(Division|Placement)`", re.IGNORECASE
+)
 
 
 def marked() -> dict[int, list[str]]:
@@ -41,10 +53,79 @@ def test_each_feature_of_lightning_has_its_row_and_each_row_its_tests() -> None:
         assert number in tests or "| waits |" in line, f"row {number} has no test"
 
 
-@pytest.mark.parametrize("path", [README, *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
-def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text()):
-        assert (path.parent / target).exists(), f"{path.name}: {target}"
+def anchors(page: Path) -> set[str]:
+    """What can follow a ``#``: headings, as a browser is given them."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{page_id(page)}: {target}"
+        assert not anchor or anchor in anchors(found), f"{page_id(page)}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_pages_speak_the_language_of_the_field(page: Path) -> None:
+    assert [match[0] for match in JARGON.finditer(page.read_text())] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 120
+
+
+def test_each_argument_stands_in_one_group_of_the_reference() -> None:
+    text = (DOCS / "reference" / "strategy.md").read_text()
+    named = " ".join(re.findall(r"^```\{strategy-arguments\} (.*)", text, re.MULTILINE)).split()
+    assert sorted(named) == sorted(inspect.signature(HybridStrategy).parameters)
+
+
+def test_each_public_name_is_in_the_reference() -> None:
+    text = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    for name in lightning_hybrid.__all__:
+        assert name == "__version__" or f"lightning_hybrid.{name}" in text, name
+
+
+def test_each_command_has_its_section_in_the_reference() -> None:
+    text = (DOCS / "reference" / "commands.md").read_text()
+    assert sorted(re.findall(r"^```\{program-help\} (\w+)$", text, re.MULTILINE)) == sorted(COMMANDS)
+
+
+def test_names_of_strategies_in_the_documents_are_registered() -> None:
+    for page in PAGES:
+        for name in re.findall(r"[\"' ](hybrid(?:_(?:tp|pp|zero)\d+)*)[\"'}]", page.read_text()):
+            assert name in StrategyRegistry, f"{page_id(page)}: {name}"
+
+
+def texts_of_the_package() -> list[str]:
+    """The texts in its source, with ``…`` for values, without marks of code."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return [text.replace("`", "") for text in found]
+
+
+def test_errors_in_the_reference_are_those_of_the_program() -> None:
+    page, texts = (DOCS / "reference" / "errors.md").read_text(), texts_of_the_package()
+    own = page[: page.index("## Of other origin")]
+    rows = re.findall(r"^\| `(.*?)` \|", own, re.MULTILINE)
+    assert len(rows) >= 30
+    for row in rows:
+        pattern = re.compile(".*".join(re.escape(part.strip()) for part in row.split("…")), re.DOTALL)
+        assert any(pattern.search(text) for text in texts), row
+
+
+def test_pictures_are_what_the_program_draws() -> None:
+    picture = (DOCS / "images" / "interleaved_1f1b.svg").read_text()
+    assert picture == simulate(build("interleaved_1f1b", 4, 8, 2)).to_svg()
 
 
 def test_the_house_is_drawn_as_it_is() -> None:
@@ -53,11 +134,10 @@ def test_the_house_is_drawn_as_it_is() -> None:
 
 
 def test_files_that_documents_name_exist() -> None:
-    """Files of the package, in the tables of ways and in the README's reading order."""
-    package = TESTS.parent / "lightning_hybrid"
-    for path in (README, DOCS / "architecture.md"):
+    """Files of the package, in the tables of ways and in the reading order."""
+    for path in (DOCS / "understand" / "house.md", DOCS / "architecture.md"):
         names = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", path.read_text())
         assert names
         for name in names:
-            root = TESTS.parent if (TESTS.parent / name.split("/")[0]).exists() else package
+            root = ROOT if (ROOT / name.split("/")[0]).exists() else PACKAGE
             assert (root / name).exists(), f"{path.name}: {name}"
