@@ -48,6 +48,8 @@ ONLY_IN = {"_iterator": "trainer/dataloader.py"}
 #: Names of attributes that are no secrets of a library.
 OTHERS = {
     "_copied_to_tp": "a mark of this package on tensors",
+    "_current_frames": "the documented function of `sys` that says where every thread is",
+    "_exit": "the documented function of `os` that ends a process at once",
     "_fields": "the public name of the fields of named tuples",
     "_gathered_from_sp": "a mark of this package on tensors",
     "_tp_plan": "the plan that a model of transformers has of itself; its public name may be another thing elsewhere",

@@ -12,7 +12,7 @@ FILE = Path(__file__).parent.parent / "docs" / "lightning-internals.md"
 
 _HEAD = """# What this package uses of Lightning's insides
 
-Lightning has no public door for some things that a strategy with a pipeline has to know or to change. All that is
+Lightning has no public API for some things that a strategy with a pipeline has to know or to change. All that is
 private is in one file,
 [`trainer/lightning_internals.py`](../lightning_hybrid/trainer/lightning_internals.py), and
 [`tests/test_lightning_contract.py`](../tests/test_lightning_contract.py) tries each function of it alone: when a new

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from tests.pool import Pools, RankError
-from tests.transparency import Case, OracleKey, Record, oracle_of, train
+from tests.transparency import MIN_STEPS, Case, OracleKey, Record, oracle_of, train
 
 #: Trainings in one call of the ranks: starting costs more than a training, and a hang should not cost too many.
 BATCH = 12
@@ -52,6 +54,24 @@ class Results:
             else:  # one by one, to see which it is
                 for job in jobs:
                     self._run(size, [job])
+
+
+def run_alone(ranks: Pools, case: Case) -> list[Record]:
+    """What the ranks of a case see, in a call of their own."""
+    return [record for (record,) in ranks(case.size, lightning=True).run(train, [case], timeout=90)]
+
+
+def assert_equal_under(ranks: Pools, subject: str, layouts: Iterable[str]) -> None:
+    """Under all of these layouts the same losses, logs, norms and weights: draws too are the same ones."""
+    (first, *_), *others = found = [run_alone(ranks, Case(subject, layout, "gpipe")) for layout in layouts]
+    weights, *other_weights = [
+        {name: value for record in records for name, value in record.parameters.items()} for records in found
+    ]
+    assert len(first.steps) >= MIN_STEPS
+    for (record, *_), parameters in zip(others, other_weights, strict=True):
+        for name in ("outputs", "steps", "norms"):
+            torch.testing.assert_close(getattr(record, name), getattr(first, name), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(parameters, weights, rtol=1e-10, atol=1e-12)
 
 
 def listed(differences: list[str], limit: int = 12) -> str:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
-from lightning_hybrid import HybridStrategy
+from tests import frame_modules
 from tests.pool import Pools
-from tests.results import Results, listed
+from tests.results import Results, assert_equal_under, listed, run_alone
+from tests.training_jobs import make_trainer
 from tests.transparency import (
     FRAME_LAYOUTS,
     FRAME_SUBJECTS,
     SCHEDULES,
     Case,
-    Layout,
     allowed,
+    arguments_of,
     compare,
     cover,
     layout_of,
+    oracle_of,
     subject_of,
     train,
 )
@@ -33,7 +36,8 @@ pytestmark = pytest.mark.timeout(900)
 
 def _possible(subject: str, layout: str, schedule: str) -> bool:
     """A layer that is called twice in a step must not let go of its parameters in between."""
-    return allowed(subject, layout, schedule) and (subject, layout) != ("siamese", "frame_zero3_early")
+    is_called_twice = subject in ("siamese", "two_views")
+    return allowed(subject, layout, schedule) and not (is_called_twice and layout == "frame_zero3_early")
 
 
 CASES = [Case(*triple) for triple in cover(FRAME_SUBJECTS, FRAME_LAYOUTS, SCHEDULES, _possible)]
@@ -53,51 +57,46 @@ def test_double_precision(results: Results, case: Case) -> None:
     assert not differences, listed(differences)
 
 
+def _refused() -> str:
+    """What is said of an `nn.Sequential` that is called twice, if nobody has said that its layers are units."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with pytest.raises(ValueError, match="called 2 times") as error:
+        make_trainer({"pipeline_parallel_size": 2}).fit(frame_modules.TwoViews().double())
+    return str(error.value)
+
+
+@pytest.mark.distributed
+def test_a_sequential_that_is_called_twice_trains_as_it_is_told(ranks: Pools) -> None:
+    """How often it is called is known in the first step; what is said then, taken at its word, trains."""
+    first, second = ranks(2, lightning=True).run(_refused, timeout=90)
+    assert first == second
+    advice = re.search(r"HybridStrategy\(body=(.*)\)", first)
+    assert advice is not None
+    assert ast.literal_eval(advice[1]) == subject_of("two_views").strategy["body"]
+    case = Case("two_views", "frame_pp2_chunks2", "interleaved_1f1b")
+    (oracle,) = train([oracle_of(case)])
+    differences = compare(case, run_alone(ranks, case), [oracle])
+    assert not differences, listed(differences)
+
+
 @pytest.mark.distributed
 def test_random_numbers_do_not_depend_on_the_layout(ranks: Pools) -> None:
     """Dropout, LayerDrop and stochastic depth: every stage draws what every other one does."""
-    found = []
-    for layout in ("frame_pp2", "frame_pp2_chunks2", "frame_pp3", "frame_pp4"):
-        case = Case("frame_drops", layout, "gpipe")
-        records = [record for (record,) in ranks(layout_of(layout).size, lightning=True).run(train, [case], timeout=90)]
-        found.append((records[0], {name: value for record in records for name, value in record.parameters.items()}))
-    (first, weights), *others = found
-    assert len(first.steps) >= 10
-    for record, parameters in others:
-        for name in ("outputs", "steps", "norms"):
-            torch.testing.assert_close(getattr(record, name), getattr(first, name), rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(parameters, weights, rtol=1e-10, atol=1e-12)
+    assert_equal_under(ranks, "frame_drops", ("frame_pp2", "frame_pp2_chunks2", "frame_pp3", "frame_pp4"))
 
 
 def _train_on(name: str, path: str, layout: str | None, steps: int, resume: str | None) -> dict[str, torch.Tensor]:
     """Train, save, and give what the checkpoint holds; in one process where there is no layout."""
-    subject = subject_of(name)
-    sizes = Layout("one") if layout is None else layout_of(layout)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(7)
-    module = subject.module(batch_size=8 // sizes.data).double()
-    if layout is None:
-        strategy: Any = "auto"
-    else:
-        strategy = HybridStrategy(
-            pipeline_parallel_size=sizes.pipeline,
-            data_parallel_size=sizes.data,
-            tensor_parallel_size=sizes.tensor,
-            num_chunks=sizes.chunks,
-            num_microbatches=2,
-            schedule="gpipe",
-            zero_stage=sizes.zero,
-            save_distributed_checkpoint=path.endswith("directory"),
-        )
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=sizes.size,
-        strategy=strategy,
+    replicas = 1 if layout is None else layout_of(layout).data
+    module = subject_of(name).module(batch_size=8 // replicas).double()
+    sharded = {"save_distributed_checkpoint": path.endswith("directory")}
+    arguments = {"num_microbatches": 2, "schedule": "gpipe", **sharded}
+    trainer = make_trainer(
+        None if layout is None else arguments_of(layout_of(layout)) | arguments,
         max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        max_epochs=-1,
         limit_val_batches=0,
     )
     trainer.fit(module, ckpt_path=resume)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ast
 import copy
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
@@ -23,9 +26,10 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
@@ -791,6 +795,91 @@ def test_connect_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert dist.get_backend() == "gloo"
     finally:
         dist.destroy_process_group()
+
+
+class Signalled(Small):
+    """Gets a signal in its first batch, under SLURM."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def on_fit_start(self) -> None:
+        environment = mock.Mock(spec=SLURMEnvironment, auto_requeue=True, requeue_signal=signal.SIGUSR1)
+        self.trainer._accelerator_connector.cluster_environment = environment
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+def test_signal_handlers_are_replaced_and_restored() -> None:
+    found: list[str] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        trainer = quiet_trainer()
+        internals.replace_signal_handlers(
+            trainer, lambda signum: found.append(f"end {signum}"), lambda signum: found.append(f"requeue {signum}")
+        )
+        trainer.fit(Signalled(number), samples())  # to its end
+        assert not trainer.received_sigterm
+    assert found == [f"end {signal.SIGTERM}", f"requeue {signal.SIGUSR1}"]
+    internals.restore_signal_handlers(trainer)
+    trainer.fit_loop.epoch_loop.max_steps = 3
+    with pytest.raises(SIGTERMException):
+        trainer.fit(Signalled(signal.SIGTERM), samples())
+    assert len(found) == 2
+
+
+def test_sigterm_is_what_loops_are_told() -> None:
+    class Stopping(Small):
+        def on_train_batch_end(self, *args: Any) -> None:
+            internals.set_received_sigterm(self.trainer)  # type: ignore[arg-type]
+
+    trainer = quiet_trainer(max_steps=5)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(Stopping(), samples())
+    assert trainer.received_sigterm
+    assert trainer.global_step == 1
+
+
+def test_a_job_is_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Requeued(Small):
+        def on_train_batch_end(self, *args: Any) -> None:
+            internals.requeue(self.trainer, signal.SIGUSR1)  # type: ignore[arg-type]
+
+    commands: list[list[str]] = []
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(signal_connector, "call", lambda command: commands.append(command) or 0)
+    quiet_trainer(default_root_dir=tmp_path).fit(Requeued(), samples())
+    assert commands == [["scontrol", "requeue", "7"]]
+    assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
+
+
+def asked() -> tuple[int, list[str], int]:
+    """Batches with an agreement of ours, and without it."""
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    calls: list[str] = []
+    internals.replace_sigterm_broadcast(trainer, lambda: calls.append("asked"))
+    trainer.fit(Small(), samples(12))
+    internals.restore_sigterm_broadcast(trainer)
+    before = len(calls)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(Small(), samples(12))
+    return trainer.global_step, calls[:before], len(calls) - before
+
+
+def test_another_function_says_before_each_batch_whether_to_stop(ranks: Pools) -> None:
+    for _, calls, later in ranks(2, lightning=True).run(asked):
+        assert calls == ["asked"] * 3
+        assert later == 0
 
 
 def test_strategy_members() -> None:

@@ -535,12 +535,12 @@ def test_metrics_of_callbacks_count_each_sample_once(ranks: Pools, name: str) ->
         assert_same(result, expected)
 
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+LOGGING = (Path(__file__).parent.parent / "docs" / "logging.md").read_text()
 
 
-def readme_example(layout: Layout, batch_size: int) -> dict[str, Any]:
-    """The code block of the README's section, as it stands there, in a fit."""
-    section = README.split("## Metrics in callbacks\n")[1].split("\n## ")[0]
+def documented_example(layout: Layout, batch_size: int) -> dict[str, Any]:
+    """The code block of the section, as it stands there, in a fit."""
+    section = LOGGING.split("### Metrics in callbacks\n")[1].split("\n## ")[0]
     namespace: dict[str, Any] = {"num_classes": CLASSES}
     exec(section.split("```python\n")[1].split("```")[0], namespace)
     callback = next(cls for cls in namespace.values() if isinstance(cls, type) and cls.__module__ == "builtins")
@@ -549,9 +549,9 @@ def readme_example(layout: Layout, batch_size: int) -> dict[str, Any]:
 
 @pytest.mark.rows(25)
 @pytest.mark.parametrize("name", ["pp2", "pp2 x dp2"])
-def test_the_readmes_callback_is_that_of_one_process(ranks: Pools, name: str) -> None:
+def test_the_documented_callback_is_that_of_one_process(ranks: Pools, name: str) -> None:
     size, replicas, layout = LAYOUTS[name]
-    expected = readme_example(None, 8 * replicas)
+    expected = documented_example(None, 8 * replicas)
     assert 0.2 < expected["fitted"]["val_accuracy"] < 1.0
-    for result in ranks(size, lightning=True).run(readme_example, layout, 8):
+    for result in ranks(size, lightning=True).run(documented_example, layout, 8):
         assert_same(result, expected)

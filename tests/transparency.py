@@ -39,7 +39,7 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.random import derive_seed, seed_generators
 from lightning_hybrid.pipeline_parallel.body import find_body
 from lightning_hybrid.pipeline_parallel.frame.graph import METADATA
-from lightning_hybrid.pipeline_parallel.partition import partition
+from lightning_hybrid.strategy.layout import find_stages
 from tests import frame_modules as frame_zoo
 from tests import hf_modules as hf_zoo
 from tests import modules as zoo
@@ -265,6 +265,7 @@ FRAME_SUBJECTS: dict[str, Subject] = _named(
         Subject("named", frame_zoo.Named),
         Subject("loop_accumulated", frame_zoo.Loop, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
         Subject("loop_recomputed", frame_zoo.Slices, strategy={"recompute": True}),
+        Subject("two_views", frame_zoo.TwoViews, strategy={"body": ["blocks"]}),
     ]
 )
 
@@ -586,9 +587,9 @@ def train(jobs: Sequence[Case | OracleKey]) -> list[Record]:
     return [_hybrid(job) if isinstance(job, Case) else _oracle(job) for job in jobs]
 
 
-def _hybrid(case: Case) -> Record:
-    subject, layout = subject_of(case.subject), layout_of(case.layout)
-    arguments = {
+def arguments_of(layout: Layout) -> dict[str, Any]:
+    """The arguments of a strategy that a layout names."""
+    return {
         "pipeline_parallel_size": layout.pipeline,
         "tensor_parallel_size": layout.tensor,
         "sequence_parallel": layout.sequence_parallel,
@@ -597,13 +598,21 @@ def _hybrid(case: Case) -> Record:
         "num_microbatches": layout.microbatches,
         "rank_order": layout.rank_order,
         "partition": layout.partition,
-        "schedule": case.schedule,
         "zero_stage": layout.zero,
         "zero_frees": layout.frees,
         "recompute": layout.recompute,
-        **subject.strategy,
     }
-    return _fit(subject, subject.module, HybridStrategy(**arguments), layout.size, layout.data, case.double)
+
+
+def strategy_of(case: Case) -> HybridStrategy:
+    """The strategy of a case."""
+    arguments = arguments_of(layout_of(case.layout)) | {"schedule": case.schedule}
+    return HybridStrategy(**arguments | subject_of(case.subject).strategy)
+
+
+def _hybrid(case: Case) -> Record:
+    subject, layout = subject_of(case.subject), layout_of(case.layout)
+    return _fit(subject, subject.module, strategy_of(case), layout.size, layout.data, case.double)
 
 
 def _oracle(key: OracleKey) -> Record:
@@ -797,8 +806,7 @@ def oracle_of(case: Case) -> OracleKey:
     body = find_body(subject.module(), subject.strategy.get("body"), layout.pipeline * layout.chunks)
     if body.chain is None:
         return replace(key, layers=body.names)
-    weights = [sum(p.numel() for p in layer.parameters()) for layer in body.layers]
-    return replace(key, stages=tuple(partition(layout.partition, weights, layout.pipeline * layout.chunks)))
+    return replace(key, stages=find_stages(subject.module(), strategy_of(case).settings, layout.pipeline)[1].stages)
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
