@@ -111,6 +111,12 @@ class FailureStore:
                 self._tell(CAUSE, json.dumps([kind, text]))
                 if self._rank == 0:
                     self._linger()
+            else:
+                self._needs_no_store()
+
+    def _needs_no_store(self) -> None:
+        """This rank has what it tells its user: whose process holds the store need not wait for it."""
+        self._store.set(self.key(f"read/{self._rank}"), "")
 
     def _linger(self) -> None:
         """The store often lives in the process of rank 0: the others read the text before that ends."""
@@ -134,6 +140,7 @@ class FailureStore:
             try:
                 if self._known is None and self._store.check([self.key(CAUSE)]):
                     self._known = self._store.get(self.key(CAUSE)).decode()
+                    self._needs_no_store()
             except Exception:  # the store died with the rank that hosts it: nobody knows any more
                 return None
             if self._known is not None:

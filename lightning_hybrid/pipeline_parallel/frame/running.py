@@ -175,7 +175,7 @@ class Running(TorchFunctionMode):
             if placeholder is None:
                 raise
             raise LateParameterError(placeholder) from error
-        if placeholder is not None and getattr(result, "is_meta", False) and not is_placeholder(result):
+        if placeholder is not None and getattr(result, "is_meta", False) and all(result is not leaf for leaf in leaves):
             raise LateParameterError(placeholder)
         return result
 
