@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,11 @@ try:
 except ImportError:
     Store = None
 
-_BEFORE, _AFTER = "before the body", "after the body"
+_S = TypeVar("_S", bound="DryRunStrategy")
+BEFORE, AFTER = "before the body", "after the body"
+
+Saved = dict[Hashable, dict[int, int]]
+"""What a step saves for its backward: the bytes of each storage, by position of the layer, `BEFORE` or `AFTER`."""
 
 
 @dataclass(frozen=True)
@@ -100,18 +105,43 @@ def dry_run(
         ValueError, TypeError: As at the start of training, or if a step needs values that a module on the meta device
             has not.
     """
+    strategy = run_first_step(make, partial(DryRunStrategy, config, sizes), precision=precision, **trainer)
+    return DryRun(strategy.layout, tuple(strategy.memory))
+
+
+def run_first_step(
+    make: Callable[[], tuple[LightningModule, LightningDataModule | None]],
+    make_strategy: Callable[..., _S],
+    *,
+    precision: Precision,
+    **trainer: Any,
+) -> _S:
+    """Let Lightning's loop come to the first training step, under a strategy that ends it there.
+
+    Args:
+        make: As for :func:`dry_run`.
+        make_strategy: Makes a strategy; it gets whether `configure_model` is to make values (``with_values``).
+        precision: The precision plugin.
+        trainer: Other arguments of the Trainer.
+
+    Returns:
+        The strategy, after its step.
+
+    Raises:
+        ValueError, TypeError: As :func:`dry_run`.
+    """
     trainer |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer |= {"logger": DummyLogger(), "num_sanity_val_steps": 0, "limit_val_batches": 0, "plugins": [precision]}
 
-    def attempt(module: LightningModule, data: LightningDataModule | None, *, with_values: bool) -> DryRun:
-        strategy = _DryRunStrategy(config, sizes, with_values=with_values)
+    def attempt(module: LightningModule, data: LightningDataModule | None, *, with_values: bool) -> _S:
+        strategy = make_strategy(with_values=with_values)
         dry = Trainer(accelerator="cpu", devices=1, strategy=strategy, **trainer)
-        with _fake_process_group(math.prod(sizes)), warnings.catch_warnings():
+        with _fake_process_group(math.prod(strategy.sizes)), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a run says them too
             try:
                 dry.fit(module, datamodule=data)
-            except _StopAfterFirstStepError:
-                return DryRun(strategy.layout, tuple(strategy.memory))
+            except StopAfterFirstStepError:
+                return strategy
         raise ValueError(
             f"{type(module).__name__} was not trained with any batch: its loader is empty, or limited to 0."
         )
@@ -137,21 +167,22 @@ def _fake_process_group(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _StopAfterFirstStepError(Exception):
+class StopAfterFirstStepError(Exception):
     """The first step has been run, and the dry run is over."""
 
 
-class _DryRunStrategy(SingleDeviceStrategy):
+class DryRunStrategy(SingleDeviceStrategy):
     """A strategy that measures the first training step, and stops there.
 
     Attributes:
+        sizes: (data, tensor, pipeline) parallel size.
         layout: The layout as text.
         memory: The estimates, by pipeline rank.
     """
 
     def __init__(self, config: HybridConfig, sizes: tuple[int, int, int], *, with_values: bool) -> None:
         super().__init__(device="cpu")
-        self._config, self._sizes, self._with_values = config, sizes, with_values
+        self._config, self.sizes, self._with_values = config, sizes, with_values
         self._mode = Fake(allow_non_fake_inputs=True) if Fake is not None else None
         self._plan_table = ""
         self.layout = ""
@@ -178,7 +209,7 @@ class _DryRunStrategy(SingleDeviceStrategy):
         """Give the module the mesh that it has in a run."""
         super().setup_environment()
         names = tuple(AXES[axis] for axis in ("dp", "tp", "pp"))
-        self._mesh = init_device_mesh("cpu", self._sizes, mesh_dim_names=names)
+        self._mesh = init_device_mesh("cpu", self.sizes, mesh_dim_names=names)
         set_device_mesh(self._module, self._mesh)
 
     def setup(self, trainer: Trainer) -> None:
@@ -186,15 +217,15 @@ class _DryRunStrategy(SingleDeviceStrategy):
         module = self._module
         self._has_values = not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         self._body, self._stage_map = None, StageMap(None, (), (range(0),), 1)
-        if self._sizes[2] > 1:
-            self._body, self._stage_map = layout.find_stages(module, self._config, self._sizes[2])
+        if self.sizes[2] > 1:
+            self._body, self._stage_map = layout.find_stages(module, self._config, self.sizes[2])
         with nullcontext() if self._has_values else self._without_memory():
             if not self._has_values:
                 _replace_meta_tensors(module)
-            if self._sizes[1] > 1:
+            if self.sizes[1] > 1:
                 mesh, device = self._mesh[AXES["tp"]], torch.device("cpu")
                 group = TensorGroup(mesh.get_group())
-                plan = layout.find_plan(module, self._config, self._sizes[1], self._body)
+                plan = layout.find_plan(module, self._config, self.sizes[1], self._body)
                 self._plan_table = plan_table(plan, module)
                 plan.apply(module, mesh, group, device)
             super().setup(trainer)
@@ -209,10 +240,10 @@ class _DryRunStrategy(SingleDeviceStrategy):
         """Run one microbatch, and estimate what each pipeline rank holds.
 
         Raises:
-            _StopAfterFirstStepError: Always.
+            StopAfterFirstStepError: Always.
         """
         module, config = self._module, self._config
-        data, _, pipeline = self._sizes
+        data, _, pipeline = self.sizes
         number = config.num_microbatches
         if config.auto_microbatches:
             number = limit_microbatches(number, find_batch_size(batch), batch_norms(module))
@@ -233,7 +264,7 @@ class _DryRunStrategy(SingleDeviceStrategy):
                 activations=None if activations is None else peak_activation_bytes(schedule, rank, activations),
             )
             self.memory.append(usage)
-        raise _StopAfterFirstStepError
+        raise StopAfterFirstStepError
 
     def _place_outside(self, microbatch: Any, args: Sequence[Any]) -> None:
         """Find where parameters outside of the layers will live once the first batch has been seen, and say it."""
@@ -245,7 +276,7 @@ class _DryRunStrategy(SingleDeviceStrategy):
             except Exception as error:  # whatever it is, it is said
                 text = " ".join(f"{type(error).__name__}: {error}".split())
                 reason = f"The step cannot be followed, so what is outside is an estimate. {text}"
-        sizes = dict(zip(("dp", "tp", "pp"), self._sizes, strict=True))
+        sizes = dict(zip(("dp", "tp", "pp"), self.sizes, strict=True))
         table = layout.stages_text(module, self._config, sizes, self._body, self._stage_map, is_followed=not reason)
         self.layout = "\n".join(filter(None, [table, reason, self._plan_table]))
         if reason:
@@ -275,36 +306,88 @@ class _DryRunStrategy(SingleDeviceStrategy):
 
     def _activations(self, microbatch: Any, args: Sequence[Any]) -> dict[int, int] | None:
         """The bytes that autograd saves of a microbatch, by stage."""
-        module = self._module
-        if not module.automatic_optimization:
+        if not self._module.automatic_optimization:
             return None  # its step is forward and backward, as often as it likes
+        saved = self._follow(microbatch, args, self._config, self._body, self._stage_map)
+        return {
+            stage: saved_bytes(saved, labels) for stage, labels in enumerate(labels_of_stages(self._stage_map.stages))
+        }
+
+    def _follow(
+        self,
+        microbatch: Any,
+        args: Sequence[Any],
+        config: HybridConfig,
+        body: Body | None,
+        stage_map: StageMap,
+        around: Callable[[SavedTensorMeter], AbstractContextManager[Any]] = lambda meter: nullcontext(),
+    ) -> Saved:
+        """Run the step with a microbatch, if it can be without numbers, and say what autograd saves.
+
+        Args:
+            microbatch: What it gets.
+            args: Its other arguments.
+            config: Says which layers run again.
+            body: Whose layers are told apart.
+            stage_map: The stages of these layers.
+            around: Entered around the step; gets the meter, which knows where the step is.
+        """
+        module = self._module
+        run = partial(self._measure, microbatch, args, config, body, stage_map, around)
         if self._mode is not None:
             try:
-                return self._measure(microbatch, args, self._mode)
+                return run(self._mode)
             except Exception as error:
                 if not self._has_values:
                     raise ValueError(
                         f"The training step of {type(module).__name__} cannot be run without numbers: {error} Make the"
                         " module's values in `__init__` for this."
                     ) from error
-        return self._measure(microbatch, args, nullcontext())
+        return run(nullcontext())
 
-    def _measure(self, microbatch: Any, args: Sequence[Any], mode: Any) -> dict[int, int]:
+    def _measure(
+        self,
+        microbatch: Any,
+        args: Sequence[Any],
+        config: HybridConfig,
+        body: Body | None,
+        stage_map: StageMap,
+        around: Callable[[SavedTensorMeter], AbstractContextManager[Any]],
+        mode: Any,
+    ) -> Saved:
         module = self._module
-        layers = layout.find_recomputed(module, self._config, self._body, self._stage_map)
-        is_selective = self._config.recompute == "selective"
-        recompute = ActivationCheckpointing(layers, torch.device("cpu"), selective=is_selective)
+        layers = layout.find_recomputed(module, config, body, stage_map)
+        recompute = ActivationCheckpointing(layers, torch.device("cpu"), selective=config.recompute == "selective")
         with mode, LogRecorder(module)(), recompute():
             leaves, spec = flatten(microbatch)
             leaves = [_in_mode(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             held = [to_local(tensor) for tensor in (*module.parameters(), *module.buffers())]
             inputs = (leaf for leaf in leaves if isinstance(leaf, Tensor))
             meter = SavedTensorMeter([*held, *(_in_mode(tensor, mode) for tensor in held), *inputs])
-            with self.precision_plugin.train_step_context(), meter(), _labelled_layers(self._body, meter):
+            step = self.precision_plugin.train_step_context()
+            with step, meter(), _labelled_layers(body, meter), around(meter):
                 output = to_plain_tensors(module.training_step(unflatten(leaves, spec), *args))
-            by_stage = _by_stage(meter, self._stage_map)
+            labels = (BEFORE, *range(len(body.layers) if body else 0), AFTER)
+            saved: Saved = {label: meter.storages(label) for label in labels}
             del output
-        return by_stage
+        return saved
+
+
+def labels_of_stages(stages: Sequence[range]) -> list[list[Hashable]]:
+    """What each stage runs of a step, by label.
+
+    Args:
+        stages: The layers of each stage.
+    """
+    labels: list[list[Hashable]] = [list(layers) for layers in stages]
+    labels[0].insert(0, BEFORE)
+    labels[-1] += [BEFORE, AFTER] if len(labels) > 1 else [AFTER]  # the last stage runs the step from its beginning, too
+    return labels
+
+
+def saved_bytes(saved: Saved, labels: Iterable[Hashable]) -> int:
+    """The bytes of what is saved under any of these labels; a storage counts once."""
+    return sum({key: size for label in labels for key, size in saved[label].items()}.values())
 
 
 @contextmanager
@@ -327,23 +410,16 @@ def _in_mode(tensor: Tensor, mode: Any) -> Tensor:
     return fake
 
 
-def _by_stage(meter: SavedTensorMeter, stage_map: StageMap) -> dict[int, int]:
-    stages: list[list[Any]] = [list(layers) for layers in stage_map.stages]
-    stages[0].insert(0, _BEFORE)
-    stages[-1] += [_BEFORE, _AFTER]  # the last stage runs the step from its beginning, too
-    return {stage: meter.saved_bytes(labels) for stage, labels in enumerate(stages)}
-
-
 @contextmanager
 def _labelled_layers(body: Body | None, meter: SavedTensorMeter) -> Iterator[None]:
     """While this is entered, what is saved is labelled with the position of the layer of the body that needs it."""
-    meter.label = _BEFORE
+    meter.label = BEFORE
 
     def begin(index: int) -> Callable[[nn.Module, Any], None]:
         return lambda layer, args: setattr(meter, "label", index)
 
     def end(layer: nn.Module, args: Any, output: Any) -> None:
-        meter.label = _AFTER
+        meter.label = AFTER
 
     with ExitStack() as hooks:
         for index, layer in enumerate(body.layers if body else ()):

@@ -26,6 +26,7 @@ from lightning_hybrid.cli.consolidate import consolidate
 from lightning_hybrid.cli.dry_run import dry_run
 from lightning_hybrid.cli.export import Export, export
 from lightning_hybrid.cli.inspect import inspect_checkpoint
+from lightning_hybrid.cli.suggest import command as suggestions
 from lightning_hybrid.distributed.module_names import fold_numbered
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES, build
 from lightning_hybrid.pipeline_parallel.timeline import simulate
@@ -234,6 +235,29 @@ def _memory(args: Sequence[str]) -> None:
     print(f"{result.layout}\n\n{memory_table(result.memory)}")
 
 
+def _suggest(args: Sequence[str]) -> None:
+    """Say which layouts are the fastest that fit."""
+    parser = _config_parser("suggest", suggestions.DESCRIPTION, "--ranks 8 --memory 40GiB")
+    suggestions.add_arguments(parser)
+    options, overrides = parser.parse_known_args(args)
+    _be_quiet()
+    # The sizes of the configuration give way to those that are tried.
+    sizes = {name: "1" for name in _SIZES} | {"num_chunks": "1", "zero_stage": "0"}
+    world = ["--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.num_nodes", "1"]
+    overrides += [*world, *(f"--trainer.strategy.init_args.{name}={value}" for name, value in sizes.items())]
+    cli, strategy = _load_config(parser, options.config, overrides)
+    unused = [cli]
+
+    def make() -> tuple[LightningModule, LightningDataModule | None]:
+        loaded = unused.pop() if unused else _load_config(parser, options.config, overrides)[0]
+        return loaded.model, loaded.datamodule
+
+    trainer_arguments = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
+    trainer = {name: getattr(cli.trainer, name) for name in trainer_arguments}
+    with _refusals(parser, ValueError, TypeError, MisconfigurationException):
+        print(suggestions.suggest(options, make, strategy, **trainer))
+
+
 def _check(args: Sequence[str]) -> None:
     """Say whether a layout trains with the numbers of one process."""
     description = (
@@ -399,6 +423,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "timeline": _timeline,
     "plan": _plan,
     "memory": _memory,
+    "suggest": _suggest,
     "check": _check,
     "inspect": _inspect,
     "consolidate": _consolidate,
@@ -416,6 +441,7 @@ Train a LightningModule with hybrid parallelism.
   predict      run on new data
   plan         show which rank would hold what:     {PROGRAM} plan --config FILE
   memory       estimate what each rank would hold:     {PROGRAM} memory --config FILE --ranks 8
+  suggest      say which layouts are the fastest that fit:     {PROGRAM} suggest --config FILE --ranks 8
   check        compare a layout with one process:     {PROGRAM} check --config FILE
   timeline     draw a pipeline schedule:     {PROGRAM} timeline --schedule 1f1b --ranks 4 --microbatches 8
   inspect      show what a checkpoint holds:     {PROGRAM} inspect PATH

@@ -178,7 +178,7 @@ class SavedTensorMeter:
         excluded: Parameters, buffers and batches, which are no activations.
 
     Attributes:
-        label: What :meth:`saved_bytes` knows the tensors by that are saved from now on.
+        label: What :meth:`storages` knows the tensors by that are saved from now on.
     """
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
@@ -198,11 +198,11 @@ class SavedTensorMeter:
         self._saved[self.label].add(saved)
         return saved
 
-    def saved_bytes(self, labels: Iterable[Hashable]) -> int:
-        """The bytes that were saved under any of these labels, and are needed still: what is dropped does not count."""
-        saved = (each for label in labels for each in self._saved.get(label, ()))
-        storages = {storage._cdata: storage for each in saved for storage in storages_of(each.tensor)}
-        return sum(storage.nbytes() for key, storage in storages.items() if key not in self._excluded)
+    def storages(self, label: Hashable) -> dict[int, int]:
+        """The storages that were saved under a label and are needed still, with their bytes: not what is dropped."""
+        saved = self._saved.get(label, ())
+        storages = {storage._cdata: storage.nbytes() for each in saved for storage in storages_of(each.tensor)}
+        return {key: size for key, size in storages.items() if key not in self._excluded}
 
 
 class _Saved:

@@ -1,0 +1,161 @@
+"""The options of ``lightning-hybrid suggest``, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from rich.console import Console
+
+from lightning_hybrid.cli.suggest.cost_model import CostModel, Machine, Step
+from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
+from lightning_hybrid.cli.suggest.report import as_data, as_text
+from lightning_hybrid.cli.suggest.search import search
+from lightning_hybrid.strategy.strategy import HybridStrategy
+
+DESCRIPTION = (
+    "Try every layout of so many ranks: sizes, microbatches, schedule, stage of ZeRO, recomputation. Print the fastest"
+    " that fit, by an account of their memory and a simulation of their steps, and why the others are not among them."
+    " Nothing is started, and no device is needed: the step runs on shapes. What a device and its links can do are"
+    " arguments; by default they are those of an A100 of 80 GiB."
+)
+_PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+# Arguments of a machine: option, what it is, the unit of its value.
+_MACHINE = {
+    "memory": ("memory of a device that a run may use", "B"),
+    "flops": ("operations in a second that products of matrices reach", "FLOP"),
+    "memory_bandwidth": ("between a device and its memory, in a second", "B"),
+    "node_bandwidth": ("what a rank sends inside a node in a second", "B"),
+    "network_bandwidth": ("what a rank sends to another node in a second", "B"),
+}
+_SECONDS = {
+    "operation_seconds": "the least that an operation takes",
+    "node_latency": "seconds until a message arrives inside a node",
+    "network_latency": "seconds until a message arrives in another node",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command.
+
+    Args:
+        parser: It gets them.
+    """
+    usual = Machine()
+    parser.add_argument("--ranks", type=_at_least_one, required=True, metavar="N", help="processes of the run")
+    parser.add_argument("--nodes", type=_at_least_one, metavar="K", help="nodes (default: of 8 ranks each)")
+    parser.add_argument(
+        "--samples", type=_at_least_one, metavar="N", help="of a step, over all replicas (default: a batch for each rank)"
+    )
+    parser.add_argument("--max-tensor", type=_at_least_one, metavar="N", help="default: the ranks of a node")
+    for name, (text, unit) in _MACHINE.items():
+        default = getattr(usual, name)
+        shown = f"{default / 2**30:g}GiB" if name == "memory" else f"{default / 1e9:g}G{unit}"
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=_quantity, default=default, metavar="X", help=f"{text} (default: {shown})"
+        )
+    for name, text in _SECONDS.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=_seconds, default=getattr(usual, name), metavar="S",
+            help=f"{text} (default: %(default)g)",
+        )
+    parser.add_argument(
+        "--overlap", type=_share, default=usual.overlap, metavar="X",
+        help="share of a backward beside which gradients are sent (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--measure", action="store_true",
+        help="time forwards in one process, here, on the processor; otherwise their operations are counted",
+    )
+    parser.add_argument("--json", action="store_true", help="print data instead of a table")
+
+
+def suggest(
+    options: argparse.Namespace,
+    make: Callable[[], tuple[LightningModule, LightningDataModule | None]],
+    strategy: HybridStrategy,
+    **trainer: Any,
+) -> str:
+    """Find layouts, and say which.
+
+    Args:
+        options: Of the command line.
+        make: Makes the user's module and its data.
+        strategy: Its arguments are what a layout leaves open.
+        trainer: Other arguments of the Trainer.
+
+    Raises:
+        ValueError, TypeError: As at the start of training, or if the ranks are not those of so many equal nodes.
+    """
+    machine = _machine(options)
+    console, settings = Console(stderr=True), strategy.settings
+    with console.status("Running the step on shapes") as status:
+        profile = ModuleProfile(
+            make,
+            settings,
+            options.ranks,
+            machine,
+            measure=options.measure,
+            precision=strategy.precision_plugin,
+            **trainer,
+        )
+        batch_size = profile.batch_size
+        step = Step(
+            options.samples or batch_size * options.ranks,
+            trainer.get("accumulate_grad_batches", 1),
+            settings.rank_order,
+            settings.zero_frees,
+        )
+        found = search(
+            CostModel(profile, machine, step), options.ranks, refuse=profile.refuse, progress=status.update
+        )
+    if options.json:
+        return json.dumps(as_data(found, machine, step, batch_size), indent=2)
+    return as_text(found, machine, step, batch_size)
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    nodes = options.nodes or -(-options.ranks // Machine.ranks_per_node)
+    if options.ranks % nodes:
+        raise ValueError(
+            f"{options.ranks} ranks are not {nodes} nodes of equally many; choose --nodes so that it divides --ranks."
+        )
+    given = {field.name: getattr(options, field.name) for field in fields(Machine) if hasattr(options, field.name)}
+    return Machine(**{**given, "ranks_per_node": options.ranks // nodes})
+
+
+def _quantity(text: str) -> float:
+    """A number with a unit such as ``80GiB``, ``300GB`` or ``156TFLOP``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([kmgtp])(i?))?(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no quantity such as 80GiB, 300GB or 156TFLOP")
+    return float(float(match[1]) * (1024 if match[3] else 1000) ** _PREFIXES[(match[2] or "").lower()])
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    return _number(text, lambda value: value >= 0, "no time of at least 0 seconds")
+
+
+def _share(text: str) -> float:
+    return _number(text, lambda value: 0 <= value <= 1, "no share between 0 and 1")
+
+
+def _number(text: str, is_good: Callable[[float], bool], what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not is_good(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is {what}")
+    return value
