@@ -381,7 +381,9 @@ def labels_of_stages(stages: Sequence[range]) -> list[list[Hashable]]:
     """
     labels: list[list[Hashable]] = [list(layers) for layers in stages]
     labels[0].insert(0, BEFORE)
-    labels[-1] += [BEFORE, AFTER] if len(labels) > 1 else [AFTER]  # the last stage runs the step from its beginning, too
+    labels[-1] += (
+        [BEFORE, AFTER] if len(labels) > 1 else [AFTER]
+    )  # the last stage runs the step from its beginning, too
     return labels
 
 

@@ -242,7 +242,7 @@ def _suggest(args: Sequence[str]) -> None:
     options, overrides = parser.parse_known_args(args)
     _be_quiet()
     # The sizes of the configuration give way to those that are tried.
-    sizes = {name: "1" for name in _SIZES} | {"num_chunks": "1", "zero_stage": "0"}
+    sizes = dict.fromkeys(_SIZES, "1") | {"num_chunks": "1", "zero_stage": "0"}
     world = ["--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.num_nodes", "1"]
     overrides += [*world, *(f"--trainer.strategy.init_args.{name}={value}" for name, value in sizes.items())]
     cli, strategy = _load_config(parser, options.config, overrides)

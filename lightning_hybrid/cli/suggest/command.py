@@ -50,26 +50,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=_at_least_one, required=True, metavar="N", help="processes of the run")
     parser.add_argument("--nodes", type=_at_least_one, metavar="K", help="nodes (default: of 8 ranks each)")
     parser.add_argument(
-        "--samples", type=_at_least_one, metavar="N", help="of a step, over all replicas (default: a batch for each rank)"
+        "--samples",
+        type=_at_least_one,
+        metavar="N",
+        help="of a step, over all replicas (default: a batch for each rank)",
     )
     parser.add_argument("--max-tensor", type=_at_least_one, metavar="N", help="default: the ranks of a node")
     for name, (text, unit) in _MACHINE.items():
         default = getattr(usual, name)
         shown = f"{default / 2**30:g}GiB" if name == "memory" else f"{default / 1e9:g}G{unit}"
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=_quantity, default=default, metavar="X", help=f"{text} (default: {shown})"
+            f"--{name.replace('_', '-')}",
+            type=_quantity,
+            default=default,
+            metavar="X",
+            help=f"{text} (default: {shown})",
         )
     for name, text in _SECONDS.items():
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=_seconds, default=getattr(usual, name), metavar="S",
+            f"--{name.replace('_', '-')}",
+            type=_seconds,
+            default=getattr(usual, name),
+            metavar="S",
             help=f"{text} (default: %(default)g)",
         )
     parser.add_argument(
-        "--overlap", type=_share, default=usual.overlap, metavar="X",
+        "--overlap",
+        type=_share,
+        default=usual.overlap,
+        metavar="X",
         help="share of a backward beside which gradients are sent (default: %(default)g)",
     )
     parser.add_argument(
-        "--measure", action="store_true",
+        "--measure",
+        action="store_true",
         help="time forwards in one process, here, on the processor; otherwise their operations are counted",
     )
     parser.add_argument("--json", action="store_true", help="print data instead of a table")
@@ -111,9 +125,7 @@ def suggest(
             settings.rank_order,
             settings.zero_frees,
         )
-        found = search(
-            CostModel(profile, machine, step), options.ranks, refuse=profile.refuse, progress=status.update
-        )
+        found = search(CostModel(profile, machine, step), options.ranks, refuse=profile.refuse, progress=status.update)
     if options.json:
         return json.dumps(as_data(found, machine, step, batch_size), indent=2)
     return as_text(found, machine, step, batch_size)
@@ -131,7 +143,9 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 def _quantity(text: str) -> float:
     """A number with a unit such as ``80GiB``, ``300GB`` or ``156TFLOP``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([kmgtp])(i?))?(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(
+        r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([kmgtp])(i?))?(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE
+    )
     if match is None or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no quantity such as 80GiB, 300GB or 156TFLOP")
     return float(float(match[1]) * (1024 if match[3] else 1000) ** _PREFIXES[(match[2] or "").lower()])

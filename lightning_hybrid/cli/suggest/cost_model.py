@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import prod
 from typing import Protocol
 
@@ -213,7 +213,7 @@ class Cost:
         return max(sum(part or 0 for part in vars(usage).values()) for usage in self.memory)
 
 
-@lru_cache(maxsize=None)
+@cache
 def schedule_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """The schedule of a step, made once."""
     return build(name, num_ranks, num_microbatches, num_chunks)

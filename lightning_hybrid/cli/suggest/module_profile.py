@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
+from time import perf_counter
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_hybrid.cli.dry_run import (
     DryRunStrategy,
@@ -303,7 +306,9 @@ class _Recorder(DryRunStrategy):
             )
         size = find_batch_size(batch)
         if not size:
-            raise ValueError(f"The number of samples of a {type(batch).__name__} is not known; return tensors or lists.")
+            raise ValueError(
+                f"The number of samples of a {type(batch).__name__} is not known; return tensors or lists."
+            )
         self.batch_size = size
         split = find_hook(module, "split_batch")
         microbatches = [split_into(batch, number, split)[0][0] for number in ((1, 2) if size > 1 else (1,))]
@@ -346,7 +351,9 @@ class _Recorder(DryRunStrategy):
     ) -> dict[Hashable, float]:
         """The seconds of each place in a forward with numbers: the shortest of some, after one that warms up."""
         if not self._has_values:
-            raise ValueError(f"{type(self._module).__name__} has no values to be measured with.")  # made, and tried again
+            raise ValueError(
+                f"{type(self._module).__name__} has no values to be measured with."
+            )  # made, and tried again
         config = replace(config, recompute=False)
         runs = []
         for _ in range(_TIMED + 1):
@@ -424,15 +431,15 @@ class _Stopwatch:
         Args:
             meter: It knows where the step is.
         """
-        label, start = meter.label, perf_counter()
+        start = perf_counter()
 
         def note(*_: Any) -> None:
-            nonlocal label, start
+            nonlocal start
             now = perf_counter()
-            self.seconds[label] += now - start
-            label, start = meter.label, now
+            self.seconds[meter.label] += now - start
+            start = now
 
-        # They come after the hooks of a layer that say where the step is now.
+        # Global hooks come before the layer's own, which say where the step will be from then on.
         before = register_module_forward_pre_hook(note)
         after = register_module_forward_hook(note, always_call=True)
         try:

@@ -32,8 +32,8 @@ def as_text(found: Suggestions, machine: Machine, step: Step, batch_size: int) -
         lines += [
             _best_table(found.best, step),
             "",
-            "batch: what the loader of each replica gives; GiB: of the fullest rank; sent: GiB that a rank sends in a step to",
-            "ranks that share its layers (tensor), to other stages (pipeline), to its replicas (data)",
+            "batch: what the loader of each replica gives; GiB: of the fullest rank; sent: GiB that a rank sends in a",
+            "step to ranks that share its layers (tensor), to other stages (pipeline), to its replicas (data)",
             "",
             "The first of them:",
             "",

@@ -129,7 +129,7 @@ def search(
         (fitting if cost.bytes <= machine.memory else too_big).append(cost)
         progress(f"{len(fitting)} layouts fit, {len(too_big)} do not")
     fitting.sort(key=lambda cost: cost.least)
-    best: list[Cost] = []
+    best: list[Cost] = []  # the fastest first
     simulated: list[Cost] = []
     for cost in fitting:
         if len(best) == num_best and cost.least > _seconds(best[-1]):
