@@ -330,20 +330,12 @@ class _Recorder(DryRunStrategy):
             stage_map = StageMap(cut.body.name, cut.body.names, (range(len(cut.body.layers)),), 1)
         traces = []
         for microbatch in microbatches:
-            outputs: dict[Hashable, int] = {}
-            counters: list[OperationCounter] = []
-
-            @contextmanager
-            def around(meter: SavedTensorMeter) -> Iterator[None]:
-                counters.append(OperationCounter(lambda: meter.label))
-                with counters[-1](), _measured_outputs(cut.body, outputs):
-                    yield
-
-            saved = self._follow(microbatch, args, config, cut.body, stage_map, around)
+            watch = _Watch(cut.body)
+            saved = self._follow(microbatch, args, config, cut.body, stage_map, watch)
             size = find_batch_size(microbatch)
             assert size is not None
             seconds = self._time(microbatch, args, config, cut.body, stage_map) if self._is_measured else {}
-            traces.append(Trace(size, counters[-1], saved, outputs, seconds))
+            traces.append(Trace(size, watch.counter, saved, watch.outputs, seconds))
         return tuple(traces)
 
     def _time(
@@ -412,6 +404,31 @@ class _Recorder(DryRunStrategy):
             )
             for rank in range(layout.pipeline)
         )
+
+
+class _Watch:
+    """Counts what a step does; a step that is tried again is counted anew.
+
+    Args:
+        body: Whose outputs are noted.
+
+    Attributes:
+        counter: Operations and messages.
+        outputs: The bytes that each layer returns, by position.
+    """
+
+    counter: OperationCounter
+
+    def __init__(self, body: Body | None) -> None:
+        self._body = body
+        self.outputs: dict[Hashable, int] = {}
+
+    @contextmanager
+    def __call__(self, meter: SavedTensorMeter) -> Iterator[None]:
+        """Enter it around the step."""
+        self.counter = OperationCounter(lambda: meter.label)
+        with self.counter(), _measured_outputs(self._body, self.outputs):
+            yield
 
 
 class _Stopwatch:
