@@ -26,8 +26,8 @@ A layout has ``d`` replicas, ``t`` ranks that share each layer and ``p`` pipelin
   Of these a share ``overlap`` of the backward hides what is sent beside it: of the last backward with ZeRO 0 and 1, of
   all with 2 and 3.
 - *Optimizer*: what it reads and writes, gradients, twice parameters and states, by the bandwidth of the memory.
-- *Memory*: parameters, gradients, states and buffers of the account of ``lightning-hybrid memory``; of activations, what
-  a microbatch saves in a stage, times the microbatches that the schedule has in flight there.
+- *Memory*: parameters, gradients, states and buffers of the account of ``lightning-hybrid memory``; of activations,
+  what a microbatch saves in a stage, times the microbatches that the schedule has in flight there.
 
 What it leaves out: that many links are used at once, loading of data, fragments of memory, and what single operations
 need while they run.
