@@ -396,10 +396,7 @@ class StepContext:
             coordinates: Of the random numbers that it draws.
         """
         streams = self.streams
-        # Numbers that the step keeps in attributes count once on each rank, however many of its stages run the step.
-        again = stage + self.num_ranks < self.num_stages
-        before = scalars(self.module) if again else {}
-        value = frame.run(
+        return frame.run(
             plan,
             stage,
             step,
@@ -409,8 +406,6 @@ class StepContext:
             random=lambda number: streams.layers(0, *coordinates, number),  # the same numbers under every layout
             fetched=fetched,
         )
-        vars(self.module).update(before)
-        return value
 
     def share(self, outputs: Callable[[], tuple[Any, list[Log]]]) -> Any:
         """Give what the last stage returned and logged to every rank, and log it there.

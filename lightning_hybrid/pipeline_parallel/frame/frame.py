@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import count, groupby
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.pipeline_parallel.frame.attributes import StatesOfStages, copied_arguments
 from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Discovery
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, absent_text
@@ -109,6 +111,7 @@ class FrameCut:
         self.holders = holders
         self._numbers = count()
         self._mode: Discovery | Running | None = None
+        self._states: StatesOfStages | None = None  # of the step that runs, if a rank has several stages
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -122,6 +125,7 @@ class FrameCut:
         try:
             yield
         finally:
+            self._states = None
             for module, before in zip(modules, outside, strict=True):
                 vars(module).pop("forward", None)
                 if before is not None:
@@ -244,7 +248,7 @@ class FrameCut:
                 torch.inference_mode(mode=False),
                 torch.set_grad_enabled(torch.is_grad_enabled()),
                 self._around_discovery(),
-                fake_module(self._module, units, discovery) as finish,
+                fake_module(self._module, units, arguments, discovery) as finish,
                 contextlib.redirect_stdout(io.StringIO()),
             ):
                 graph = discovery.run(step, arguments)
@@ -354,9 +358,35 @@ class FrameCut:
         Raises:
             WrongUseError: If the step does something else than what was discovered.
         """
+        run = partial(self._run, plan, stage, step, inputs=inputs, seed=seed, random=random, fetched=fetched or {})
+        if stage + self._num_ranks >= self._num_stages:
+            return run(arguments)
+        if self._states is None:
+            self._states = StatesOfStages(self._module, [unit for _, unit in self._units])
+        part = plan.parts[stage]
+        rewritten = [self._module.get_parameter(name) for name in part.rewritten]
+        with (
+            self._states.of(stage, part.places, rewritten),
+            copied_arguments(arguments, plan.graph.written_inputs) as copied,
+        ):
+            return run(copied)
+
+    def _run(
+        self,
+        plan: FramePlan,
+        stage: int,
+        step: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        inputs: Sequence[Tensor] | None,
+        seed: Callable[[int], None],
+        random: Callable[[int], AbstractContextManager[None]],
+        fetched: Mapping[str, Tensor],
+    ) -> Any:
+        """Run a stage's part of a step; as :meth:`run`, where no other stage of this rank comes after it."""
         part = plan.parts[stage]
         parameters = {name: self._module.get_parameter(name) for name in part.parameters}
-        running = Running(part, inputs or (), parameters, fetched or {}, self._device, seed, random)
+        running = Running(part, inputs or (), parameters, fetched, self._device, seed, random)
         if not part.is_last and not running.missing and not part.leaves_from:
             return running.sent
         present = _tensors(self._module.modules()) if part.is_last and plan.kept else set()
@@ -376,7 +406,6 @@ class FrameCut:
             raise WrongUseError(self._late_text(plan, *error.args)) from None
         finally:
             self._mode = None
-            running.uncount()
         if not part.is_last and not running.missing:
             return running.sent
         if any(isinstance(leaf, FakeTensor) for leaf in flatten(value)[0]):
