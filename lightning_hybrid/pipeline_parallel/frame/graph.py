@@ -323,3 +323,5 @@ DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.ba
 READS = frozenset(
     {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.__contains__}
 )
+#: These see the gradient of a tensor.
+HOOKS: frozenset[Callable[..., Any] | None] = frozenset({Tensor.register_hook, Tensor.retain_grad})

@@ -147,6 +147,21 @@ def hooked(self: Model, x: Tensor) -> Tensor:
     return self.head(x).pow(2).mean()
 
 
+def hooked_and_used_again(self: Model, x: Tensor) -> Tensor:
+    """What the hook sees is the gradient of all uses, though the last stage could make the tensor itself."""
+    first = self.embed(x)
+    first.register_hook(lambda gradient: gradient.clamp(-0.003, 0.003))
+    y = 2 * first
+    return (self.head(self.body(first)) + y).pow(2).mean()
+
+
+def hooked_and_written(self: Model, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    x.register_hook(lambda gradient: gradient.clamp(-0.003, 0.003))
+    x = x.mul_(2)
+    return (self.head(self.body(x)) + x).pow(2).mean()
+
+
 def written_by_data(self: Model, x: Tensor) -> Tensor:
     x = self.embed(x)
     for layer in self.blocks:
@@ -178,7 +193,7 @@ FRAMES = {
             detached,
             recomputed,
         ),
-        *(unpacked, after_the_model),
+        *(unpacked, after_the_model, hooked_and_used_again, hooked_and_written),
     )
 }
 SENDS = {"forward": 1, "twice": 2, "written": 1, "one_after_another": 1, "detached": 1, "recomputed": 1, "unpacked": 1}
@@ -822,6 +837,17 @@ def test_hooks_on_gradients_belong_to_parts_of_layers() -> None:
     model = Model(4)
     model.blocks[1].linear.register_full_backward_hook(lambda module, given, made: (given[0] * 0.5,))
     check(model, model, (inputs(),), 2)
+
+
+def test_a_hook_on_the_gradient_of_what_several_stages_must_make_is_refused() -> None:
+    model = Model()
+
+    def step(x: Tensor) -> Tensor:
+        x = model.embed(x).mul_(2)
+        x.register_hook(lambda gradient: gradient.clamp(-0.003, 0.003))
+        return (model.head(model.body(x)) + x).pow(2).mean()
+
+    refused(model, r"`register_hook` at test_frame.py:\d+ puts a hook .* stage 0 and 1 make", step)
 
 
 def test_checkpoints_of_several_layers_are_refused() -> None:
