@@ -29,6 +29,7 @@ from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.frame.routes import Travel, travel_text
+from lightning_hybrid.pipeline_parallel.p2p import MOST_FORMATS
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer, original_classes
@@ -198,7 +199,10 @@ class StepContext:
 
         Hashing a signature takes as long as a small layer, so it is done once a microbatch, and not at every message.
         """
-        return [self._keys[version, part] for part in parts]
+        numbers = [self._keys[version, part] for part in parts]
+        while len(self._keys) > MOST_FORMATS:  # on every rank at the same step
+            del self._keys[next(iter(self._keys))]
+        return numbers
 
     def range(self, name: str) -> AbstractContextManager[None]:
         """A range of what records this step, or else of the Trainer's profiler."""

@@ -14,6 +14,7 @@ from itertools import count, groupby
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
@@ -43,8 +44,10 @@ from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 
 _log = logging.getLogger(__name__)
 
-# Plans that are remembered for one signature: the step has as many paths through its own `if`s; and signatures.
-_MOST_PLANS, _MOST_KEYS = 32, 512
+# Plans that are remembered for one signature: the step has as many paths through its own `if`s; and in all.
+_MOST_OF_KEY, _MOST_PLANS = 32, 512
+# With so many paths for one signature a step seems to read another number each time.
+_MANY = 8
 
 
 class FrameCut:
@@ -110,6 +113,7 @@ class FrameCut:
         self._plans: dict[Hashable, list[FramePlan]] = {}
         self.holders = holders
         self._numbers = count()
+        self._warned = False
         self._mode: Discovery | Running | None = None
         self._states: StatesOfStages | None = None  # of the step that runs, if a rank has several stages
 
@@ -198,8 +202,6 @@ class FrameCut:
         Raises:
             WrongUseError: If the step cannot be divided in this way.
         """
-        if key not in self._plans and len(self._plans) == _MOST_KEYS:
-            del self._plans[next(iter(self._plans))]
         known = self._plans.setdefault(key, []) if self._remembers else []
         with torch.no_grad():
             plan = next((each for each in known if each.graph.decisions.hold(arguments, seed)), None)
@@ -220,10 +222,25 @@ class FrameCut:
             len(plan.graph.calls),
             [len(part.sent) for part in plan.parts[:-1]],
         )
-        if len(known) == _MOST_PLANS:
-            del known[0]
-        known.append(plan)
+        self._remember(known, plan, getattr(step, "__name__", type(step).__name__))
         return plan
+
+    def _remember(self, known: list[FramePlan], plan: FramePlan, step: str) -> None:
+        """Keep a plan; the oldest ones go where there are many."""
+        known.append(plan)
+        if len(known) > _MOST_OF_KEY:
+            del known[0]
+        while sum(map(len, self._plans.values())) > _MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
+        reader = known[0].graph.decisions.different if len(known) == _MANY else None
+        if reader is not None and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"`{step}` takes its {_MANY}th path with batches of the same shapes, as what it reads from the batch"
+                f" is something else each time: {known[0].graph.calls[reader]}. Each path is followed once, which takes"
+                " 10 to 200 ms. Read such numbers inside of one layer of the body; or let few values occur, such as"
+                " lengths rounded up to multiples of 64; or leave them in tensors (a mask instead of a slice)."
+            )
 
     def _discover(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
         """Follow a step; again where the first time has shown which tensors of the module are absent values too."""

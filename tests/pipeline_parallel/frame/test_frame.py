@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import re
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -405,6 +407,37 @@ def test_a_buffer_that_is_made_once_stays_a_buffer() -> None:
     assert "table" not in vars(model)
     assert torch.equal(model.table, torch.arange(WIDTH).cos())
     assert list(dict(model.named_buffers())) == ["table"]
+
+
+def sliced(self: Model, x: Tensor, length: Tensor) -> Tensor:
+    """A number of the batch decides about shapes, of values that other stages have too."""
+    number = int(length.item())
+    h = self.body(self.embed(x))[:number]
+    return (self.head(h) * torch.arange(len(h))[:, None]).mean()
+
+
+def test_numbers_of_the_batch_have_plans_of_their_own_and_the_user_is_told_once() -> None:
+    model = Model()
+    cut = cut_of(model, 2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(1, 41):
+            x, length = inputs(50), torch.tensor(number)
+            got = play(cut, model, lambda x, n: sliced(model, x, n), (x, length), 2).value
+            torch.testing.assert_close(got, sliced(model, x, length), rtol=1e-12, atol=1e-12)
+    (text,) = [str(each.message) for each in told if "path" in str(each.message)]
+    assert re.search(r"takes its 8th path .*`item` at test_frame.py:\d+", text)
+    assert len(cut.plans) == 32
+
+
+def test_plans_of_many_shapes_are_not_kept_forever() -> None:
+    model = Model(2)
+    cut = cut_of(model, 2)
+    with cut():
+        for number in range(515):
+            cut.find_plan(number, model, (inputs(2),), seed)
+        assert len(cut.plans) == 512
+        assert cut.find_plan(514, model, (inputs(2),), seed) is cut.plans[-1]
 
 
 def test_what_is_made_once_stays() -> None:
