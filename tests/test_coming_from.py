@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from examples.lamb import Lamb
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.cli.main import HybridCLI, main
+from lightning_hybrid.cli.hybrid_cli import HybridCLI
+from lightning_hybrid.cli.main import main
 from tests.pool import Pools
 from tests.test_logging_features import Memory
 from tests.training_jobs import Regression, assert_same, loader, make_trainer, plain, together, weights
