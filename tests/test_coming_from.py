@@ -747,4 +747,4 @@ def test_predictions_are_those_of_one_process(ranks: Pools) -> None:
 
 def test_the_effective_batch_is_told(ranks: Pools) -> None:
     first, _ = ranks(2, lightning=True).run(run_lines, row_of("BATCH_SIZE").lines)
-    assert "Effective batch: 256 samples x 1 replicas x 1 accumulated batches = 256 per optimizer step" in first["told"]
+    assert "Effective batch: 256 samples x 1 replica x 1 accumulated batch = 256 per optimizer step" in first["told"]

@@ -311,10 +311,14 @@ def batch_text(batch_size: int | None, replicas: int, accumulated: int, *, num_m
         accumulated: The number of batches of an optimizer step.
         num_microbatches: Into which a batch is split; ``None`` if it is not.
     """
-    parts = f"{replicas} replicas x {accumulated} accumulated batches"
+    parts = f"{_counted(replicas, 'replica')} x {_counted(accumulated, 'accumulated batch', 'es')}"
     if batch_size is None:
         return f"Effective batch: the loader's batch x {parts}"
     text = f"Effective batch: {batch_size} samples x {parts} = {batch_size * replicas * accumulated} per optimizer step"
     if num_microbatches is None:
         return text
     return f"{text}; microbatches of {-(-batch_size // num_microbatches)}"
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"
