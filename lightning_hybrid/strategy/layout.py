@@ -287,6 +287,7 @@ def stages_text(
     stage_map: StageMap,
     *,
     is_followed: bool = False,
+    num_microbatches: int | None = None,
 ) -> str:
     """The sizes, the schedule, and the table of stages if there is a body.
 
@@ -297,8 +298,9 @@ def stages_text(
         body: What is divided into stages, if anything is.
         stage_map: Which stage holds what.
         is_followed: Whether a step has been followed, so that no use of parameters has to be estimated.
+        num_microbatches: Of a batch that has been split: it may have fewer samples than there should be microbatches.
     """
-    schedule = find_schedule(settings, sizes["pp"], settings.num_microbatches)
+    schedule = find_schedule(settings, sizes["pp"], num_microbatches or settings.num_microbatches)
     line = layout_text(sizes, schedule, bubble=simulate(schedule).bubble)
     if body is None:
         return line
