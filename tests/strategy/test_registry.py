@@ -49,7 +49,7 @@ def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "late_registry.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(strategy, "_REGISTRY", "late_registry")
-    others = [each for each in sys.meta_path if type(each) is not strategy._RegistryFinder]  # one may wait for Lightning
+    others = [each for each in sys.meta_path if type(each) is not strategy._RegistryFinder]  # it may wait
     monkeypatch.setattr(sys, "meta_path", others)
     monkeypatch.delitem(sys.modules, "late_registry", raising=False)
 
