@@ -63,6 +63,7 @@ intersphinx_mapping = {name: (url, None) for name, url in _references.items()} i
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # the default underlines names of modules, as if they were links
 html_title = f"lightning_hybrid {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

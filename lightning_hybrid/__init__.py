@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from lightning_hybrid.cli.check import check
-from lightning_hybrid.strategy.strategy import HybridStrategy
-from lightning_hybrid.trainer.module_hooks import ModuleHooks, count_tokens
-from lightning_hybrid.trainer.results.hybrid_timeline import HybridTimeline
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_hybrid.strategy import register_with_lightning
 from lightning_hybrid.version import __version__
 
+if TYPE_CHECKING:
+    from lightning_hybrid.cli.check import check
+    from lightning_hybrid.strategy.strategy import HybridStrategy
+    from lightning_hybrid.trainer.module_hooks import ModuleHooks, count_tokens
+    from lightning_hybrid.trainer.results.hybrid_timeline import HybridTimeline
+
 __all__ = ["HybridStrategy", "HybridTimeline", "ModuleHooks", "__version__", "check", "count_tokens"]
+
+# Torch and Lightning take seconds to import, and not every command needs them: each name is imported when it is used.
+_HOMES = {
+    "HybridStrategy": "strategy.strategy",
+    "HybridTimeline": "trainer.results.hybrid_timeline",
+    "ModuleHooks": "trainer.module_hooks",
+    "check": "cli.check",
+    "count_tokens": "trainer.module_hooks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, once."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
     """What is public, and nothing else."""
     return __all__
+
+
+register_with_lightning()

@@ -35,7 +35,7 @@ __all__ = ["Pool", "Pools", "RankError"]
 
 DEFAULT_TIMEOUT = 60.0
 # How long the other ranks may take to tell their own story after one has failed.
-GRACE = 1.0
+GRACE = 4.0
 # A gloo group wakes up a hundred times a second for as long as it lives, and torch's caches and cycles keep groups of
 # runs that are over. Ranks are replaced before that costs more than to start them.
 RUNS = 10

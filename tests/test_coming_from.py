@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from examples.lamb import Lamb
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.cli.main import HybridCLI, main
+from lightning_hybrid.cli.hybrid_cli import HybridCLI
+from lightning_hybrid.cli.main import main
 from tests.pool import Pools
 from tests.test_logging_features import Memory
 from tests.training_jobs import Regression, assert_same, loader, make_trainer, plain, together, weights
@@ -746,4 +747,4 @@ def test_predictions_are_those_of_one_process(ranks: Pools) -> None:
 
 def test_the_effective_batch_is_told(ranks: Pools) -> None:
     first, _ = ranks(2, lightning=True).run(run_lines, row_of("BATCH_SIZE").lines)
-    assert "Effective batch: 256 samples x 1 replicas x 1 accumulated batches = 256 per optimizer step" in first["told"]
+    assert "Effective batch: 256 samples x 1 replica x 1 accumulated batch = 256 per optimizer step" in first["told"]

@@ -43,14 +43,26 @@ def marked() -> dict[int, list[str]]:
     return dict(found)
 
 
+def rows_of(page: str) -> dict[int, str]:
+    """The numbered rows of the tables of a page."""
+    lines = (DOCS / page).read_text().splitlines()
+    numbered = [line for line in lines if re.match(r"\| \d+ \|", line)]
+    assert [int(line.split("|")[1]) for line in numbered] == list(range(1, 77))
+    return {int(line.split("|")[1]): line for line in numbered}
+
+
 def test_each_feature_of_lightning_has_its_row_and_each_row_its_tests() -> None:
-    lines = (DOCS / "lightning-features.md").read_text().splitlines()
-    rows = {int(line.split("|")[1]): line for line in lines if re.match(r"\| \d+ \|", line)}
-    assert list(rows) == list(range(1, 77))
-    tests = marked()
-    for number, line in rows.items():
+    features, tests = rows_of("lightning-features.md"), marked()
+    for number, line in rows_of("project/lightning-features-tests.md").items():
         assert sorted(re.findall(r"`(test_\w+::\w+)`", line)) == sorted(tests.get(number, [])), f"row {number}: {line}"
-        assert number in tests or "| waits |" in line, f"row {number} has no test"
+        assert number in tests or "| waits |" in features[number], f"row {number} has no test"
+
+
+def test_each_feature_of_lightning_works_or_is_refused() -> None:
+    for line in rows_of("lightning-features.md").values():
+        _, _, behaviour, works, _, _ = line.split("|")
+        assert behaviour.strip()
+        assert re.match(r" (yes|refused|waits)\b", works), line
 
 
 def anchors(page: Path) -> set[str]:

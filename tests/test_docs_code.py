@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_hybrid.cli.main import COMMANDS, HybridCLI, main
+from lightning_hybrid.cli.hybrid_cli import HybridCLI
+from lightning_hybrid.cli.main import COMMANDS, main
 from tests.documents import BLOCKS, PAGES, README, ROOT, SCRIPTS, Block, blocks, page_id
 
 # In the text and in blocks of these kinds, a line may be a command.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,6 +90,15 @@ class CheckResult:
     def largest(self) -> Comparison:
         """The value with the largest relative difference."""
         return max(self.comparisons, key=lambda each: each.difference)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What programs ask for: numbers, texts, lists and dictionaries; a number that is not finite is ``None``."""
+        found = {"equal": self.equal, **asdict(self)}
+        for row in (*found["comparisons"], *found["experiments"]):
+            row.update(
+                {name: None for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+            )
+        return found
 
     def __str__(self) -> str:
         parts = [f"One process against {self.layout}", _table(self.comparisons, self.tolerance), *self.notes]

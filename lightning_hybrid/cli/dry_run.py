@@ -248,7 +248,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         if config.auto_microbatches:
             number = limit_microbatches(number, find_batch_size(batch), batch_norms(module))
         microbatches, _ = split_into(batch, number, find_hook(module, "split_batch"))
-        self._place_outside(microbatches[0], args)  # first: it leaves no trace, and metrics keep what is measured
+        self._place_outside(microbatches, args)  # first: it leaves no trace, and metrics keep what is measured
         activations = self._activations(microbatches[0], args)
         schedule = layout.find_schedule(config, pipeline, len(microbatches))
         for rank in range(pipeline):
@@ -260,24 +260,32 @@ class DryRunStrategy(SingleDeviceStrategy):
                 config,
                 rank=rank,
                 num_replicas=data,
-                num_backwards=config.num_microbatches * module.trainer.accumulate_grad_batches,
+                num_backwards=len(microbatches) * module.trainer.accumulate_grad_batches,
                 activations=None if activations is None else peak_activation_bytes(schedule, rank, activations),
             )
             self.memory.append(usage)
         raise StopAfterFirstStepError
 
-    def _place_outside(self, microbatch: Any, args: Sequence[Any]) -> None:
+    def _place_outside(self, microbatches: Sequence[Any], args: Sequence[Any]) -> None:
         """Find where parameters outside of the layers will live once the first batch has been seen, and say it."""
         module, reason = self._module, ""
         if not self._stage_map.is_chain:
             try:
-                outside = layout.find_outside(module, self._stage_map, self._find_use(microbatch, args))
+                outside = layout.find_outside(module, self._stage_map, self._find_use(microbatches[0], args))
                 self._stage_map = replace(self._stage_map, outside=outside)
             except Exception as error:  # whatever it is, it is said
                 text = " ".join(f"{type(error).__name__}: {error}".split())
                 reason = f"The step cannot be followed, so what is outside is an estimate. {text}"
         sizes = dict(zip(("dp", "tp", "pp"), self.sizes, strict=True))
-        table = layout.stages_text(module, self._config, sizes, self._body, self._stage_map, is_followed=not reason)
+        table = layout.stages_text(
+            module,
+            self._config,
+            sizes,
+            self._body,
+            self._stage_map,
+            is_followed=not reason,
+            num_microbatches=len(microbatches),
+        )
         self.layout = "\n".join(filter(None, [table, reason, self._plan_table]))
         if reason:
             self._stage_map = layout.expect_outside(module, self._stage_map)

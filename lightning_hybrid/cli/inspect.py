@@ -1,10 +1,11 @@
-"""What a checkpoint holds, file or directory, as text.
+"""What a checkpoint holds, file or directory, as text or as data.
 
 No tensor of the model or an optimizer is read, and no code runs that a file names: this is for files nobody knows.
 """
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -51,13 +52,11 @@ class Inspection:
         """
         tree = self.checkpoint
         head = f"{self.path}: {self.kind}, {filesize.decimal(self.num_bytes)}"
-        state = tree.get("state_dict")
-        if not isinstance(state, Mapping):  # not of Lightning
-            leaves = flatten_with_path(tree)
-            state = {".".join(map(str, path)): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
-            others = [key for key, value in tree.items() if not _tensors(value)]
-        else:
+        if isinstance(tree.get("state_dict"), Mapping):
             others = [key for key in tree if key not in _KNOWN]
+        else:  # not of Lightning
+            others = [key for key, value in tree.items() if not _tensors(value)]
+        state = _state_of(tree)
         sections = ["\n".join([head, _columns(_origin(tree))]).strip(), _table(state, every_name=every_name)]
         rest = [*_optimizers(tree.get("optimizer_states", [])), *_schedulers(tree.get("lr_schedulers", []))]
         rest += [(name, ", ".join(map(str, tree[name]))) for name in ("callbacks", "loops") if tree.get(name)]
@@ -65,6 +64,38 @@ class Inspection:
             rest.append(("hyper-parameters", _values(_public(tree["hyper_parameters"]))))
         rest += [(str(key), _value(tree[key])) for key in others]
         return "\n\n".join(section for section in (*sections, _columns(rest)) if section)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What programs ask for: numbers, texts, lists and dictionaries."""
+        tree, record = self.checkpoint, self.checkpoint.get(METADATA, {})
+        first: dict[Any, str] = {}
+        tensors = []
+        for name, value in _state_of(tree).items():
+            if isinstance(value, Tensor):
+                stored = first.setdefault(identity_of(value), name)
+                dtype = str(value.dtype).removeprefix("torch.")
+                tied_to = stored if stored != name else None
+                tensors.append({"name": name, "shape": list(value.shape), "dtype": dtype, "tied_to": tied_to})
+        return {
+            "path": str(self.path),
+            "kind": self.kind,
+            "num_bytes": self.num_bytes,
+            "versions": {**record.get("versions", {}), "lightning": tree.get("pytorch-lightning_version")},
+            "layout": _plain(record.get("layout")),
+            "epoch": tree.get("epoch"),
+            "global_step": tree.get("global_step"),
+            "tensors": tensors,
+            "optimizers": [
+                {
+                    "num_states": len(state.get("state", {})),
+                    "param_groups": _plain(state.get("param_groups")),
+                }
+                for state in tree.get("optimizer_states", [])
+            ],
+            "lr_schedulers": _plain(tree.get("lr_schedulers", [])),
+            "callbacks": [str(name) for name in tree.get("callbacks", {})],
+            "hyper_parameters": _plain(tree.get("hyper_parameters")),
+        }
 
 
 def inspect_checkpoint(path: Path) -> Inspection:
@@ -114,6 +145,14 @@ def read_mapped(file: Path, *, trusted: bool = False) -> Mapping[str, Any]:
     if not isinstance(tree, Mapping):
         raise ValueError(f"{file} holds {_value(tree)}, not a checkpoint, which is a dictionary.")
     return tree
+
+
+def _state_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict; of what is not Lightning's, all tensors by their places."""
+    state = tree.get("state_dict")
+    if isinstance(state, Mapping):
+        return state
+    return {".".join(map(str, path)): leaf for path, leaf in flatten_with_path(tree) if isinstance(leaf, Tensor)}
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------
@@ -216,6 +255,16 @@ def _public(values: Any) -> Any:
     if not isinstance(values, Mapping):
         return values
     return {key: value for key, value in values.items() if not str(key).startswith("_")}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it; what it has not is shown as in the text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    is_plain = value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
+    return value if is_plain else _value(value)
 
 
 def _value(value: Any) -> str:

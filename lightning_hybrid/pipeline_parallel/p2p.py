@@ -74,6 +74,10 @@ class Recv:
         return leaves, meta.spec
 
 
+#: Formats that a channel remembers; of messages with older keys the meta is sent again.
+MOST_FORMATS = 4096
+
+
 class Channel:
     """One direction between two ranks, for one kind of message (activations or gradients).
 
@@ -146,7 +150,7 @@ class Channel:
         known = None if self._dynamic else self._formats.get(key)
         try:
             if known is None:
-                known = self._formats[key] = self._send_meta(TreeMeta.of(leaves, spec), send)
+                known = self._remember(key, self._send_meta(TreeMeta.of(leaves, spec), send))
             elif not known.meta.fits(leaves, spec):
                 _check_equal(known.meta, TreeMeta.of(leaves, spec))
         except TypeError as error:
@@ -183,7 +187,7 @@ class Channel:
             first = self._unread.popleft()
             known = None if self._dynamic else self._formats.get(first.key)
             if known is None:
-                known = self._formats[first.key] = _Format.of(self._receive_meta(), self._wire)
+                known = self._remember(first.key, _Format.of(self._receive_meta(), self._wire))
             self._start(first, known)
         # Behind a meta that has just been read, up to the next unknown one.
         while self._unread and not self._dynamic:
@@ -197,6 +201,13 @@ class Channel:
         """A tensor that has arrived, moved from where the backend left it to where the sender's was."""
         # Pinned memory needs no wait: its allocator keeps it until the copy is done.
         return tensor.to("cpu") if on_host else tensor.to(self._device, non_blocking=True)
+
+    def _remember(self, key: Hashable, new: _Format) -> _Format:
+        """Keep a format; the oldest one goes where there are many, at the same message on both sides."""
+        if len(self._formats) >= MOST_FORMATS and key not in self._formats:
+            del self._formats[next(iter(self._formats))]
+        self._formats[key] = new
+        return new
 
     def _start(self, recv: Recv, known: _Format) -> None:
         recv.format = known

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -22,6 +23,7 @@ from lightning_hybrid.strategy.summary import (
     layout_text,
     outside_parts,
     outside_text,
+    plan_rows,
     plan_table,
     stage_rows,
     stage_table,
@@ -60,11 +62,46 @@ def describe(module: LightningModule, settings: HybridConfig, sizes: tuple[int, 
         ValueError, TypeError: As at the start of training.
     """
     _, tensor, pipeline = sizes
-    body, stage_map = None, StageMap(None, (), (range(0),), 1)
-    if pipeline > 1:
-        body, stage_map = find_stages(module, settings, pipeline)
+    body, stage_map = _find_stages_if_any(module, settings, pipeline)
     text = stages_text(module, settings, dict(zip(("dp", "tp", "pp"), sizes, strict=True)), body, stage_map)
     return text if tensor == 1 else f"{text}\n{plan_table(find_plan(module, settings, tensor, body), module)}"
+
+
+def outline(module: LightningModule, settings: HybridConfig, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """What :func:`describe` says, for programs: numbers, texts, lists and dictionaries.
+
+    Args:
+        module: The user's module, whole.
+        settings: The settings.
+        sizes: (data, tensor, pipeline) parallel size.
+
+    Raises:
+        ValueError, TypeError: As at the start of training.
+    """
+    data, tensor, pipeline = sizes
+    body, stage_map = _find_stages_if_any(module, settings, pipeline)
+    schedule = find_schedule(settings, pipeline, settings.num_microbatches)
+    stages = [] if body is None else stage_rows(module, body.layers, expect_outside(module, stage_map))
+    return {
+        "data_parallel_size": data,
+        "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": pipeline,
+        "schedule": schedule.name,
+        "num_microbatches": schedule.num_microbatches,
+        "num_chunks": schedule.num_chunks,
+        "bubble": simulate(schedule).bubble,
+        "body": None if body is None else body.name,
+        "stages": [asdict(row) | {"layers": list(row.layers), "num_parameters": row.num_parameters} for row in stages],
+        "tensor_parallel_plan": [] if tensor == 1 else plan_rows(find_plan(module, settings, tensor, body)),
+    }
+
+
+def _find_stages_if_any(
+    module: LightningModule, settings: HybridConfig, num_ranks: int
+) -> tuple[Body | None, StageMap]:
+    if num_ranks > 1:
+        return find_stages(module, settings, num_ranks)
+    return None, StageMap(None, (), (range(0),), 1)
 
 
 def find_stages(module: LightningModule, settings: HybridConfig, num_ranks: int) -> tuple[Body, StageMap]:
@@ -250,6 +287,7 @@ def stages_text(
     stage_map: StageMap,
     *,
     is_followed: bool = False,
+    num_microbatches: int | None = None,
 ) -> str:
     """The sizes, the schedule, and the table of stages if there is a body.
 
@@ -260,8 +298,9 @@ def stages_text(
         body: What is divided into stages, if anything is.
         stage_map: Which stage holds what.
         is_followed: Whether a step has been followed, so that no use of parameters has to be estimated.
+        num_microbatches: Of a batch that has been split: it may have fewer samples than there should be microbatches.
     """
-    schedule = find_schedule(settings, sizes["pp"], settings.num_microbatches)
+    schedule = find_schedule(settings, sizes["pp"], num_microbatches or settings.num_microbatches)
     line = layout_text(sizes, schedule, bubble=simulate(schedule).bubble)
     if body is None:
         return line

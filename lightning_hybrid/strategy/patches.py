@@ -12,6 +12,7 @@ the loop's automatic optimization                gradients zeroed before the ste
 `_on_before_batch_transfer`                      seeded                                 `trainer.batch_hooks`
 signal handlers, the broadcast of SIGTERM        no collective in a handler             `strategy.signals`
 `self.log`, `self.print`, `trainer.loggers`      recorded during a step                 `trainer.results`
+Lightning's console handlers, `showwarning`      lines beside progress bars             `trainer.results.terminal`
 `Metric.sync`, `compute`, `update`               over the replicas, on the last stage   `trainer.results.metrics`
 `body.forward`                                   the step is cut there                  `pipeline_parallel.body`
 ===============================================  =====================================  ===============================

@@ -50,6 +50,7 @@ from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvalua
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
 from lightning_hybrid.trainer.lightning_internals import set_device_mesh
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
+from lightning_hybrid.trainer.results.terminal import lines_beside_bars
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
 from lightning_hybrid.trainer.step_context import StepContext
 from lightning_hybrid.trainer.training_step import TrainingStep, UncutTrainingStep
@@ -390,6 +391,7 @@ class Run:
             trainer: The Trainer, whose optimizers are there.
         """
         world, module, undo = self._world, self._attached.module, self._installed
+        undo.enter_context(lines_beside_bars(world.mesh))
         self.grad_sync.zero.follow(trainer.strategy.optimizers)
         estimate = partial(self._attached.parallelizer.estimate_memory, trainer.strategy.optimizers)
         add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -636,16 +634,3 @@ class HybridStrategy(ReplicaCollectives):
         """Load this rank's part."""
         self.attached.checkpointer.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
         lightning_internals.move_optimizer_states(self.optimizers, self.root_device)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``"hybrid"`` and presets such as ``"hybrid_pp2"`` and ``"hybrid_tp2_pp2"``."""
-        for tensor, pipeline in itertools.product((1, 2, 4, 8), repeat=2):
-            parts = [f"{axis}{size}" for axis, size in (("tp", tensor), ("pp", pipeline)) if size > 1]
-            sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline} if parts else {}
-            text = f"Pipeline of {pipeline} stages, layers shared by {tensor} ranks, data parallel over the rest"
-            strategy_registry.register("_".join(["hybrid", *parts]), cls, description=text, **sizes)
-
-
-HybridStrategy.register_strategies(StrategyRegistry)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
+from typing import Any
 
 from torch import nn
 
@@ -14,6 +15,7 @@ from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.schedules import Schedule
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
 from lightning_hybrid.tensor_parallel.plan import Plan
+from lightning_hybrid.tensor_parallel.styles import PlanRow
 
 _MOST = 5  # kinds of blocks that a line lists
 
@@ -207,13 +209,43 @@ def plan_table(plan: Plan, module: nn.Module) -> str:
     """
     rows: list[tuple[str, ...]] = []
     for row in plan.rows:
-        shapes = [(plan.shapes[name], split.dim) for name, split in row.parameters().items()]
-        local = [(*shape[:dim], shape[dim] // plan.size, *shape[dim + 1 :]) for shape, dim in shapes]
-        rows.append((row.name, row.style, " ".join(_shape(shape) for shape, _ in shapes), " ".join(map(_shape, local))))
+        shapes = _shapes(plan, row).values()
+        full, local = (" ".join(_shape(pair[at]) for pair in shapes) for at in (0, 1))
+        rows.append((row.name, row.style, full, local))
     rows = fold_numbered(rows) + [(name, type(style).__name__, "", "") for name, style in plan.torch_styles.items()]
     table = text_table([("module", "style", "full", "local"), *rows])
     share = f"divided: {100 * divided_share(plan, module):.1f} % of the parameters"
     return "\n".join([table, share, *_whole(plan, module)])
+
+
+def plan_rows(plan: Plan) -> list[dict[str, Any]]:
+    """How layers are shared by the tensor-parallel ranks, for programs: numbers, texts, lists and dictionaries.
+
+    Args:
+        plan: The plan.
+    """
+    rows = [
+        {
+            "module": row.name,
+            "style": row.style,
+            "parameters": {
+                name: {"shape": list(full), "local_shape": list(local)}
+                for name, (full, local) in _shapes(plan, row).items()
+            },
+        }
+        for row in plan.rows
+    ]
+    torch_styles = plan.torch_styles.items()
+    return rows + [{"module": name, "style": type(style).__name__, "parameters": {}} for name, style in torch_styles]
+
+
+def _shapes(plan: Plan, row: PlanRow) -> dict[str, tuple[Sequence[int], Sequence[int]]]:
+    """The full and the local shape of the parameters that a row divides."""
+    found: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
+    for name, split in row.parameters().items():
+        full, dim = plan.shapes[name], split.dim
+        found[name] = full, (*full[:dim], full[dim] // plan.size, *full[dim + 1 :])
+    return found
 
 
 def _whole(plan: Plan, module: nn.Module) -> list[str]:
@@ -279,10 +311,14 @@ def batch_text(batch_size: int | None, replicas: int, accumulated: int, *, num_m
         accumulated: The number of batches of an optimizer step.
         num_microbatches: Into which a batch is split; ``None`` if it is not.
     """
-    parts = f"{replicas} replicas x {accumulated} accumulated batches"
+    parts = f"{_counted(replicas, 'replica')} x {_counted(accumulated, 'accumulated batch', 'es')}"
     if batch_size is None:
         return f"Effective batch: the loader's batch x {parts}"
     text = f"Effective batch: {batch_size} samples x {parts} = {batch_size * replicas * accumulated} per optimizer step"
     if num_microbatches is None:
         return text
     return f"{text}; microbatches of {-(-batch_size // num_microbatches)}"
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"

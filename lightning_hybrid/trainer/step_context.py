@@ -29,6 +29,7 @@ from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.frame.routes import Travel, travel_text
+from lightning_hybrid.pipeline_parallel.p2p import MOST_FORMATS
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer, original_classes
@@ -198,7 +199,10 @@ class StepContext:
 
         Hashing a signature takes as long as a small layer, so it is done once a microbatch, and not at every message.
         """
-        return [self._keys[version, part] for part in parts]
+        numbers = [self._keys[version, part] for part in parts]
+        while len(self._keys) > MOST_FORMATS:  # on every rank at the same step
+            del self._keys[next(iter(self._keys))]
+        return numbers
 
     def range(self, name: str) -> AbstractContextManager[None]:
         """A range of what records this step, or else of the Trainer's profiler."""
@@ -396,10 +400,7 @@ class StepContext:
             coordinates: Of the random numbers that it draws.
         """
         streams = self.streams
-        # Numbers that the step keeps in attributes count once on each rank, however many of its stages run the step.
-        again = stage + self.num_ranks < self.num_stages
-        before = scalars(self.module) if again else {}
-        value = frame.run(
+        return frame.run(
             plan,
             stage,
             step,
@@ -409,8 +410,6 @@ class StepContext:
             random=lambda number: streams.layers(0, *coordinates, number),  # the same numbers under every layout
             fetched=fetched,
         )
-        vars(self.module).update(before)
-        return value
 
     def share(self, outputs: Callable[[], tuple[Any, list[Log]]]) -> Any:
         """Give what the last stage returned and logged to every rank, and log it there.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -427,10 +428,13 @@ def test_the_example_of_the_help_is_one(
 ) -> None:
     assert _command(monkeypatch, "--help") == 0
     example = capsys.readouterr().out.split("Example:")[1].split("FILE")[1].split()
-    assert _command(monkeypatch, "--config", _config(tmp_path, "tests.modules.Around", devices=4), *example) == 0
-    out = capsys.readouterr().out
-    assert "data 1 x tensor 1 x pipeline 2 = 2 processes" in out
-    assert "   3  loss" in out
+    config = _config(tmp_path, "tests.modules.Around", devices=4)
+    assert _command(monkeypatch, "--config", config, *example, "--json") == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["equal"]
+    assert "data 1 x tensor 1 x pipeline 2 = 2 processes" in found["layout"]
+    (loss,) = (each for each in found["comparisons"] if (each["step"], each["name"]) == (3, "loss"))
+    assert loss["actual"] == pytest.approx(loss["expected"], rel=found["tolerance"])
 
 
 @pytest.mark.distributed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import warnings
@@ -191,6 +192,27 @@ def test_the_program_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "layer.* (2)  3      float32\n" in capsys.readouterr().out
     main(["inspect", str(path), "--every-name"])
     assert "layer.0  3      float32\nlayer.1" in capsys.readouterr().out
+
+
+def test_programs_get_it_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, shared = tmp_path / "x.ckpt", torch.zeros(3, 2)
+    state = {"a": shared, "b": shared, "half": torch.zeros((), dtype=torch.float16)}
+    groups = [{"lr": 0.1, "eps": float("nan"), "params": [0]}]
+    optimizer = {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": groups}
+    parameters = {"width": 8, "path": tmp_path}
+    torch.save({"state_dict": state, "epoch": 3, "optimizer_states": [optimizer], "hyper_parameters": parameters}, path)
+    main(["inspect", str(path), "--json"])
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["tensors"] == [
+        {"name": "a", "shape": [3, 2], "dtype": "float32", "tied_to": None},
+        {"name": "b", "shape": [3, 2], "dtype": "float32", "tied_to": "a"},
+        {"name": "half", "shape": [], "dtype": "float16", "tied_to": None},
+    ]
+    assert (found["epoch"], found["global_step"], found["kind"]) == (3, None, "file")
+    assert found["num_bytes"] == path.stat().st_size
+    assert found["optimizers"] == [{"num_states": 1, "param_groups": [{"lr": 0.1, "eps": "nan", "params": [0]}]}]
+    assert found["hyper_parameters"]["width"] == 8
+    assert "PosixPath" in found["hyper_parameters"]["path"]
 
 
 class Evil:

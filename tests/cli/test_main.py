@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -8,9 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_hybrid.cli.main import COMMANDS, HybridCLI, main
+from lightning_hybrid.cli.hybrid_cli import HybridCLI
+from lightning_hybrid.cli.main import COMMANDS, LIGHTNING_COMMANDS, main
 from lightning_hybrid.pipeline_parallel.schedules import build
 from lightning_hybrid.pipeline_parallel.timeline import simulate
+from lightning_hybrid.version import __version__
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -32,11 +35,65 @@ def words_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["--help"])
-    assert exit_.value.code == 0
+    main(["--help"])
     out = capsys.readouterr().out
-    assert all(f"\n  {command} " in out for command in (*HybridCLI.subcommands(), *COMMANDS))
+    assert all(f"\n  {command} " in out for command in (*LIGHTNING_COMMANDS, *COMMANDS))
+    assert list(LIGHTNING_COMMANDS) == list(HybridCLI.subcommands())
+
+
+def test_each_command_has_its_file() -> None:
+    files = (ROOT / "lightning_hybrid" / "cli" / "commands").glob("*.py")
+    assert {file.stem for file in files} == {"__init__", *COMMANDS}
+
+
+# What each of these may do without: seconds of work for every call.
+HEAVY = ("torch", "lightning", "numpy", "rich", "jsonargparse")
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["timeline"], ["timeline", "--json"], *([each, "--help"] for each in COMMANDS)]
+)
+def test_what_computes_nothing_imports_no_torch(words: list[str]) -> None:
+    """How long it takes depends on the machine; what is imported does not."""
+    script = (
+        "import runpy, sys\n"
+        f"sys.argv = ['lightning-hybrid', *{words!r}]\n"
+        "try:\n    runpy.run_module('lightning_hybrid', run_name='__main__')\n"
+        f"finally:\n    print(sorted({set(HEAVY)!r} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stderr == "[]\n"
+    assert found.stdout
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert capsys.readouterr().out == f"lightning-hybrid {__version__}\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--help"], ["timeline"], ["timeline", "--json"]])
+def test_a_closed_pipe_ends_the_program_without_a_word(words: list[str], unbuffered: str) -> None:
+    """Who reads may stop at the first line, as ``head -1`` does; here it has stopped before that."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        found = subprocess.run(
+            [sys.executable, "-m", "lightning_hybrid", *words],
+            cwd=ROOT, env=environment, stdout=closed, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert found.stderr == ""
+    assert found.returncode == 141  # as of a program that SIGPIPE has ended
+
+
+def test_another_closed_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def fail(args: object) -> None:
+        raise BrokenPipeError("of a worker")
+
+    monkeypatch.setattr("lightning_hybrid.cli.commands.timeline.run", fail)
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        main(["timeline"])
 
 
 @pytest.mark.parametrize(
@@ -45,7 +102,14 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "usage: lightning-hybrid COMMAND"),
         (["fitt"], "there is no command 'fitt'; did you mean 'fit'?"),
         (["--config", "x.yaml"], "there is no command '--config'"),
-        (["timeline", "--schedule", "1f2b"], "invalid choice: '1f2b'"),
+        (["--verson"], "there is no command '--verson'; did you mean '--version'?"),
+        (["timeline", "--schedule", "1f2b"], "(choose from gpipe, 1f1b, interleaved_1f1b); did you mean '1f1b'?"),
+        (["timeline", "--rankss", "4"], "unrecognized arguments: --rankss 4; did you mean '--ranks'?"),
+        (["timeline", "--colour", "red"], "unrecognized arguments: --colour red\n"),
+        (
+            ["fit", "--trainer.devicess", "2"],
+            "unrecognized arguments: --trainer.devicess 2; did you mean '--trainer.devices'?",
+        ),
         (["timeline", "--ranks", "0"], "num_ranks is 0"),
         (["timeline", "--chunks", "0"], "num_chunks is 0"),
         (["timeline", "--schedule", "1f1b", "--chunks", "2"], "num_chunks is 2"),
@@ -105,6 +169,20 @@ def test_timeline_shows_picture_and_figures(capsys: pytest.CaptureFixture[str], 
 def test_timeline_chooses_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     main(["timeline", "--schedule", "interleaved_1f1b", "--ranks", "2"])
     assert "2 ranks, 2 chunks, 8 microbatches" in capsys.readouterr().out
+
+
+def test_timeline_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["timeline", "--schedule=gpipe", "--ranks=2", "--microbatches=4", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert {name: found[name] for name in ("schedule", "ranks", "microbatches", "chunks")} == {
+        "schedule": "gpipe", "ranks": 2, "microbatches": 4, "chunks": 1,
+    }  # fmt: skip
+    # GPipe (https://arxiv.org/abs/1811.06965): all are kept, and (p - 1) / (m + p - 1) of the step is idle.
+    assert found["peak_in_flight"] == [4, 4]
+    assert found["bubble"] == pytest.approx(1 / 5)
+    # A forward takes 1, a backward 2: rank 1 waits for the first forward of rank 0.
+    assert found["makespan"] == (4 + 1) * (1 + 2)
+    assert found["computing"][1][0] == {"action": "1F0", "start": 1.0, "end": 2.0}
 
 
 FIT_SMALL = [
@@ -177,6 +255,29 @@ def test_plan_shows_stages_and_shared_layers_without_starting_anything(capsys: p
     assert "0-3               4 x Block" in out
     assert "body.*.attention.qkv (8)  packed_colwise_3  192x64 192  96x64 96" in out
     assert sys.argv == before
+
+
+def test_plan_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--json", "--config", str(ROOT / "configs" / "vit_hybrid.yaml"), "--trainer.devices", "8"])
+    found = json.loads(capsys.readouterr().out)
+    assert [found[f"{axis}_parallel_size"] for axis in ("data", "tensor", "pipeline")] == [2, 2, 2]
+    assert [stage["layers"] for stage in found["stages"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for stage in found["stages"]:  # a block: two norms, the attention's two layers and the MLP's
+        block = 2 * (64 + 64) + (64 * 192 + 192) + (64 * 64 + 64) + (64 * 128 + 128) + (128 * 64 + 64)
+        assert stage["in_layers"] == 4 * block
+        assert stage["num_parameters"] == stage["in_layers"] + stage["outside"]
+    (qkv,) = (row for row in found["tensor_parallel_plan"] if row["module"] == "body.0.attention.qkv")
+    assert qkv["parameters"]["body.0.attention.qkv.weight"] == {"shape": [192, 64], "local_shape": [96, 64]}
+
+
+def test_memory_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["memory", "--json", "--config", str(ROOT / "configs" / "vit_pipeline.yaml"), "--ranks", "4"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["pipeline_parallel_size"] == 2
+    for rank in found["bytes_of_pipeline_ranks"]:
+        parts = [rank[name] for name in ("parameters", "gradients", "optimizer", "activations", "buffers")]
+        assert rank["total"] == sum(parts)
+        assert rank["optimizer"] >= 2 * rank["parameters"]  # AdamW has two moments
 
 
 @pytest.mark.parametrize("command", ["plan", "memory", "check"])

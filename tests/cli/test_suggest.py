@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.cli.dry_run import dry_run
 from lightning_hybrid.cli.main import main
-from lightning_hybrid.cli.suggest.cost_model import CostModel, Layout, Machine, StageCost, Step
+from lightning_hybrid.cli.suggest.cost_model import CostModel, Layout, StageCost, Step
+from lightning_hybrid.cli.suggest.machine import Machine
 from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
 from lightning_hybrid.cli.suggest.search import search
 from lightning_hybrid.config import HybridConfig

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.pipeline_parallel import p2p
 from lightning_hybrid.pipeline_parallel.p2p import Channel
 from tests.pipeline_parallel.channels import open_channel
 from tests.pool import Pools
@@ -235,6 +236,30 @@ def overtake() -> list[tuple[str, int]]:
 
 def test_receive_does_not_overtake_an_unread_meta(ranks: Pools) -> None:
     ranks(2).run(overtake)
+
+
+def exchange_with_few_formats() -> tuple[int, int]:
+    """More keys than are remembered, in two batches, so that receives are posted with and without an unread meta."""
+    sizes = [1, 2, 3, 1, 1, 4, 2, 4, 3, 1, 3]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(p2p, "MOST_FORMATS", 2)
+        opened = open_channel(0, 1)
+        assert opened is not None
+        channel, group = opened
+        for part in (sizes[:5], sizes[5:]):
+            if dist.get_rank() == 0:
+                for message in [channel.send(size, [torch.full((size,), float(size))], None) for size in part]:
+                    message.wait()
+            else:
+                receives = [channel.post(size) for size in part]
+                assert [each.wait()[0][0].tolist() for each in receives] == [[float(size)] * size for size in part]
+            dist.barrier()
+    return len(group.calls), len(channel._formats)
+
+
+def test_formats_are_forgotten_on_both_sides_at_the_same_message(ranks: Pools) -> None:
+    # 1 2 3(-1) 1(-2) 1 4(-3) 2(-1) 4 3(-4) 1(-2) 3: eight of eleven are sent with a length and a meta before them.
+    assert ranks(2).run(exchange_with_few_formats) == [(11 + 2 * 8, 2)] * 2
 
 
 def test_gloo_keeps_the_order_of_many_messages(ranks: Pools) -> None:

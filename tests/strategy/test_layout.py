@@ -127,6 +127,17 @@ def columns(table: str) -> list[list[str]]:
     return [row[-4:-1] for row in rows if row and row[0].isdigit()]
 
 
+# -- a batch that has fewer samples ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Language, Chain])
+def test_microbatches_and_bubble_are_those_of_the_batch_that_was_split(kind: type[Language]) -> None:
+    """The loader's batches have 8 samples: they make no 32 microbatches."""
+    first = dry(lambda: kind(100, 8, 4), 2, num_microbatches=32).layout.splitlines()[0]
+    assert "8 microbatches" in first
+    assert f"bubble {100 * (2 - 1) / (8 + 2 - 1):.1f} %" in first  # (p - 1) / (m + p - 1)
+
+
 # -- balance -----------------------------------------------------------------------------------------------------------
 
 

@@ -133,6 +133,7 @@ def test_the_effective_batch_in_one_line() -> None:
     assert batch_text(10, 2, 3, num_microbatches=None) == expected
     assert batch_text(10, 2, 3, num_microbatches=4) == f"{expected}; microbatches of 3"
     assert batch_text(None, 2, 3, num_microbatches=4).startswith("Effective batch: the loader's batch x 2 replicas")
+    assert "8 samples x 1 replica x 1 accumulated batch = 8 per" in batch_text(8, 1, 1, num_microbatches=None)
 
 
 def pair() -> nn.Sequential:

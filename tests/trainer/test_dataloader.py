@@ -158,7 +158,7 @@ def iterated_before() -> Any:
 
 
 def test_a_loader_that_was_iterated_before_is_divided(ranks: Pools) -> None:
-    assert ranks(2).run(iterated_before) == [(4, [[0], [2]], 4), (4, [[1], [3]], 4)]
+    assert ranks(2).run(iterated_before, timeout=150) == [(4, [[0], [2]], 4), (4, [[1], [3]], 4)]
 
 
 def with_other_batch_samplers() -> str:

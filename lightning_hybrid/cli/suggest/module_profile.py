@@ -23,7 +23,8 @@ from lightning_hybrid.cli.dry_run import (
     run_first_step,
     saved_bytes,
 )
-from lightning_hybrid.cli.suggest.cost_model import MOST_CHUNKS, RECOMPUTE, Layout, Machine, StageCost
+from lightning_hybrid.cli.suggest.cost_model import MOST_CHUNKS, RECOMPUTE, Layout, StageCost
+from lightning_hybrid.cli.suggest.machine import Machine
 from lightning_hybrid.cli.suggest.operations import OperationCounter
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.pytree import flatten

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightning_hybrid.cli.suggest.cost_model import Cost, Layout, Machine, Step
+from lightning_hybrid.cli.suggest.cost_model import Cost, Layout, Step
+from lightning_hybrid.cli.suggest.machine import Machine
 from lightning_hybrid.cli.suggest.search import Suggestions
 from lightning_hybrid.strategy.summary import text_table
 
@@ -47,7 +48,7 @@ def as_text(found: Suggestions, machine: Machine, step: Step, batch_size: int) -
 
 def _best_table(best: Sequence[Cost], step: Step) -> str:
     titles = ("", "data", "tensor", "pipeline", "microbatches", "schedule", "zero", "recompute", "batch")
-    rows = [(*titles, "ms a step", "bubble", "GiB", "sent: tensor", "pipeline", "data")]
+    rows: list[tuple[str, ...]] = [(*titles, "ms a step", "bubble", "GiB", "sent: tensor", "pipeline", "data")]
     for number, cost in enumerate(best, 1):
         layout = cost.layout
         assert cost.seconds is not None
@@ -85,7 +86,7 @@ def _schedule(layout: Layout) -> str:
 
 
 def _recompute(layout: Layout) -> str:
-    return {False: "no", True: "all"}.get(layout.recompute, str(layout.recompute))
+    return {"False": "no", "True": "all"}.get(str(layout.recompute), str(layout.recompute))
 
 
 def _in_words(layout: Layout) -> str:

@@ -57,9 +57,11 @@ class Decisions:
 
     Attributes:
         read_states: Whether tensors are read that are not made of the batch, and may differ from rank to rank.
+        different: The number of the call that read something else when they were last compared; ``None`` if none did.
     """
 
     def __init__(self, calls: Mapping[int, RealCall], outcomes: Mapping[int, list[Any]]) -> None:
+        self.different: int | None = None
         varying = _varying(calls)
         self._outcomes = {number: outcome for number, outcome in outcomes.items() if number in varying}
         self._calls = _leading_to(self._outcomes, calls)
@@ -77,6 +79,7 @@ class Decisions:
             arguments: Of the step.
             seed: Seeds the generators for the call of a number.
         """
+        self.different = None
         if not self._outcomes:
             return True
         inputs, _ = flatten(list(arguments))
@@ -101,6 +104,7 @@ class Decisions:
             ]
             result = apply(call.function, *unflatten(leaves, call.spec))
             if number in self._outcomes and not _same(outcome_of(result), self._outcomes[number]):
+                self.different = number
                 return False
             results[number] = flatten(result)[0]
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,10 @@ from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
     run_on_zeros,
 )
 from lightning_hybrid.pipeline_parallel.frame.graph import (
+    DERIVATIVES,
+    DETACHES,
     METADATA,
+    READS,
     AbsentTensor,
     Argument,
     Call,
@@ -31,22 +33,13 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     Value,
     call_unit,
     check_backward,
+    find_checkpoint,
     function_name,
-    getters,
     gives_back,
     users_line,
 )
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
-
-#: Results of these are cut off from the graph, whatever they are made from.
-_DETACHES = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_}) | getters("data")
-#: These differentiate.
-_DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
-#: These read numbers without an operator that says so.
-_READS = frozenset(
-    {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.__contains__}
-)
 
 _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
 # Leaves of a call beyond those of its result: what it wrote.
@@ -215,7 +208,7 @@ class Discovery(TorchFunctionMode):
         call.states = tuple(map(id, states))
         self.graph.states.update(zip(call.states, states, strict=True))
         if any(isinstance(leaf, Tensor) and self._is_absent(leaf) for leaf in leaves):
-            if func in _DERIVATIVES:
+            if func in DERIVATIVES:
                 raise WrongUseError(
                     f"{call} differentiates in the step, through layers that live on"
                     " several stages: no rank has the whole graph."
@@ -225,8 +218,7 @@ class Discovery(TorchFunctionMode):
         with self._operators.watch() as seen:
             result = func(*args, **kwargs)
         call.draws = seen.draws
-        own = [(place, leaf) for place, leaf in enumerate(leaves) if id(leaf) in self._originals]
-        call.counts = tuple(place for place, leaf in own if memory_of(leaf) in seen.written)
+        call.counts = self._note_writes(seen.written)
         self._check_checkpoint(call)
         self._remember(number, call, leaves, spec, result, seen)
         return result
@@ -308,7 +300,7 @@ class Discovery(TorchFunctionMode):
             result, seen = run_on_zeros(self._units[call.unit][1], fakes, run, self._operators, self.fake)
         call.draws = seen.draws
         self._check_checkpoint(call)
-        requires_grad &= torch.is_grad_enabled() and call.function not in _DETACHES
+        requires_grad &= torch.is_grad_enabled() and call.function not in DETACHES
         for place, fake in real.items():
             if memory_of(fake) in seen.written:
                 call.written[place] = Value(number, _WRITTEN + place)
@@ -318,10 +310,22 @@ class Discovery(TorchFunctionMode):
                     self._name(alias, Value(number, _ALIASES + 100 * place + position))
                 call.is_in_place |= bool(aliases) or (requires_grad and memory_of(fake) not in seen.statistics)
         self._name_own(number, call, seen.written)
+        known = [(reference(), fake) for reference, fake in self._stand_ins.values() if seen.written]
+        call.fills = self._note_writes(
+            {memory_of(own) for own, fake in known if own is not None and memory_of(fake) in seen.written}
+        )
         outputs = self._name_results(number, call, leaves, fakes, result, seen.written, requires_grad=requires_grad)
         self._rename(number, call, seen.written)
         self._note_parameters(call, leaves, seen.written)
         return outputs
+
+    def _note_writes(self, written: set[int]) -> tuple[int, ...]:
+        """Which tensors of the module a call has written in some memory; and which arguments of the step."""
+        if not written:
+            return ()
+        inputs = self._inputs.values()
+        self.graph.written_inputs |= {place for copied, place in inputs if memory_of(copied) in written}
+        return tuple(id(tensor) for copied, tensor in self._originals.values() if memory_of(copied) in written)
 
     def _name_own(self, number: int, call: Call, written: set[int]) -> None:
         """Tensors with values that a call has written through something that shares their memory are absent too."""
@@ -420,14 +424,10 @@ class Discovery(TorchFunctionMode):
         """What is made again in backward must draw what it drew: one unit can, as its numbers begin where it begins."""
         if call.unit is None and not call.draws and not call.parameters:
             return
-        frame = inspect.currentframe()
-        while frame is not None and not frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
-            frame = frame.f_back
+        frame = find_checkpoint()
         call.is_made_again = frame is not None
         if frame is None or (call.unit is None and not call.draws):
             return
-        while frame.f_back is not None and frame.f_back.f_code.co_filename == frame.f_code.co_filename:
-            frame = frame.f_back
         self._checkpoints[id(frame)] = frame, self._checkpoints.get(id(frame), (frame, 0))[1] + 1
         if self._checkpoints[id(frame)][1] > 1 or call.unit is None:
             raise WrongUseError(
@@ -483,7 +483,7 @@ class Discovery(TorchFunctionMode):
         sources = [self._source(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         touched = frozenset(memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
         self._real_calls[number] = RealCall(call.function, sources, spec, seen.draws, touched, frozenset(seen.written))
-        if seen.reads or seen.shapes or call.function in _READS:
+        if seen.reads or seen.shapes or call.function in READS:
             self._outcomes[number] = outcome_of(result)
         for position, leaf in enumerate(flatten(result)[0]):
             if isinstance(leaf, Tensor):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import random
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,19 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.pipeline_parallel.frame.attributes import Copies, find_owners, find_places, restore, tables_of
 from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
 
 
 @contextmanager
-def fake_module(module: nn.Module, units: Iterable[nn.Module], discovery: Discovery) -> Iterator[Callable[[], bool]]:
+def fake_module(
+    module: nn.Module, units: Sequence[nn.Module], arguments: Sequence[Any], discovery: Discovery
+) -> Iterator[Callable[[], bool]]:
     """Inside, parameters are fake tensors; whatever the step changes in the module is as before afterwards.
+
+    So is what it changes in objects of the user's that the module has, or that are among the arguments.
 
     Args:
         module: The user's module.
         units: The units, whose buffers are fake too.
+        arguments: Of the step.
         discovery: Makes the fake tensors.
 
     Yields:
@@ -35,14 +40,19 @@ def fake_module(module: nn.Module, units: Iterable[nn.Module], discovery: Discov
             that the step makes once, for itself and all later ones, have been made. These stay.
     """
     of_units = {id(part) for unit in units for part in unit.modules()}  # a metric's hash depends on its state
-    stand_ins = _StandIns(discovery)
-    saved = [(part, dict(vars(part))) for part in _all_parts(module)]
+    copies, fakes = Copies(), _Fakes(discovery)
+    owners = find_owners([module])
+    given = find_owners(flatten(list(arguments))[0]).values()
+    of_batch = [owner for owner in given if not any(owner is other for other in owners.values())]
+    saved = [(part, dict(vars(part))) for part in (*owners.values(), *of_batch)]
     # What the module's own code uses comes first: what is tied to it is no part of a unit.
     for part, attributes in sorted(saved, key=lambda entry: id(entry[0]) in of_units):
-        in_unit = id(part) in of_units
+        tensor = (
+            torch.clone if any(part is other for other in of_batch) else partial(fakes, in_unit=id(part) in of_units)
+        )
         for name, value in attributes.items():
-            vars(part)[name] = stand_ins(value, in_unit=in_unit)
-    swapped = [(part, vars(part) | part._buffers) for part, _ in saved]
+            vars(part)[name] = copies(value, tensor)
+    swapped = [(part, _held(part)) for part, _ in saved]
     generators = [
         (f"{name!r} of {type(part).__name__}", value, _state_of(value))
         for part, attributes in saved
@@ -60,58 +70,48 @@ def fake_module(module: nn.Module, units: Iterable[nn.Module], discovery: Discov
                     " a seed of its own then, which is the same on every stage."
                 )
         for part, attributes in swapped:
-            for name, value in (vars(part) | part._buffers).items():
+            for name, value in _held(part).items():
                 before = attributes.get(name)
                 if isinstance(before, Tensor) and value is not before:
                     discovery.replaced(before, value)
                 if before is None and isinstance(value, Tensor) and discovery.has_values(value):
                     lazy.setdefault(id(part), {})[name] = value
+        discovery.graph.changed = copies.changed()
         return bool(lazy)
 
     for part, _ in saved:
-        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+        for hooks in (part._forward_pre_hooks, part._forward_hooks) if isinstance(part, nn.Module) else ():
             for key in [key for key, hook in hooks.items() if _is_own(hook)]:
                 del hooks[key]
     try:
         yield finish
     finally:
         for part, attributes in saved:
-            vars(part).clear()
-            vars(part).update(attributes)
+            restore(vars(part), attributes)
             for name, value in lazy.get(id(part), {}).items():
                 setattr(part, name, value)  # a buffer stays one
         for _, generator, state in generators:
             _restore(generator, state)
+        graph = discovery.graph
+        written = graph.changed.union(*((*call.counts, *call.fills) for call in graph.calls))
+        graph.places = find_places(find_owners([module], units), written)
 
 
-class _StandIns:
-    """What stands for the attributes of modules: fake tensors, copies of tensors, containers of these."""
+class _Fakes:
+    """What stands for tensors: what is tied stays tied."""
 
     def __init__(self, discovery: Discovery) -> None:
         self._discovery = discovery
-        self._known: dict[int, Tensor] = {}  # what is tied stays tied
-        self._containers: dict[int, Any] = {}
 
-    def __call__(self, value: Any, *, in_unit: bool) -> Any:
-        """What stands for an attribute; itself, if the step cannot change it."""
-        if isinstance(value, Tensor):
-            if id(value) not in self._known:
-                self._known[id(value)] = self._of_tensor(value, in_unit=in_unit)
-            return self._known[id(value)]
-        if type(value) not in _CONTAINERS:
-            return value
-        if id(value) in self._containers:
-            return self._containers[id(value)]
-        other = self._containers[id(value)] = copy.copy(value)
-        if not isinstance(other, (set, deque)):
-            for key, entry in other.items() if isinstance(other, dict) else enumerate(other):
-                other[key] = self(entry, in_unit=in_unit)
-        return other
-
-    def _of_tensor(self, tensor: Tensor, *, in_unit: bool) -> Tensor:
+    def __call__(self, tensor: Tensor, *, in_unit: bool) -> Tensor:
         if isinstance(tensor, nn.Parameter):
             return self._discovery.parameter(tensor, in_unit=in_unit)
         return self._discovery.fake(tensor) if in_unit else self._discovery.copy(tensor)
+
+
+def _held(part: Any) -> dict[str, Any]:
+    """What a module or an object has by name."""
+    return {name: value for table in tables_of(part) for name, value in table.items()}
 
 
 def _state_of(generator: Any) -> bytes:
@@ -138,16 +138,3 @@ def _restore(generator: Any, state: bytes) -> None:
 def _is_own(hook: Callable[..., Any]) -> bool:
     """Whether a hook is one of this package, and no part of the user's step."""
     return (getattr(hook, "__module__", None) or type(hook).__module__).startswith("lightning_hybrid.")
-
-
-def _all_parts(module: nn.Module) -> list[nn.Module]:
-    """The parts of a module, and those that they have in plain lists and dictionaries."""
-    parts: dict[nn.Module, None] = dict.fromkeys(module.modules())
-    for part in list(parts):
-        for value in vars(part).values():
-            if type(value) in (list, tuple, dict):
-                entries = value.values() if isinstance(value, dict) else value
-                for entry in entries:
-                    if isinstance(entry, nn.Module):
-                        parts |= dict.fromkeys(entry.modules())
-    return list(parts)

@@ -9,14 +9,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import count, groupby
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.pipeline_parallel.frame.attributes import StatesOfStages, copied_arguments
 from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Discovery
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, absent_text
@@ -41,8 +44,10 @@ from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 
 _log = logging.getLogger(__name__)
 
-# Plans that are remembered for one signature: the step has as many paths through its own `if`s; and signatures.
-_MOST_PLANS, _MOST_KEYS = 32, 512
+# Plans that are remembered for one signature: the step has as many paths through its own `if`s; and in all.
+_MOST_OF_KEY, _MOST_PLANS = 32, 512
+# With so many paths for one signature a step seems to read another number each time.
+_MANY = 8
 
 
 class FrameCut:
@@ -108,7 +113,9 @@ class FrameCut:
         self._plans: dict[Hashable, list[FramePlan]] = {}
         self.holders = holders
         self._numbers = count()
+        self._warned = False
         self._mode: Discovery | Running | None = None
+        self._states: StatesOfStages | None = None  # of the step that runs, if a rank has several stages
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -122,6 +129,7 @@ class FrameCut:
         try:
             yield
         finally:
+            self._states = None
             for module, before in zip(modules, outside, strict=True):
                 vars(module).pop("forward", None)
                 if before is not None:
@@ -194,8 +202,6 @@ class FrameCut:
         Raises:
             WrongUseError: If the step cannot be divided in this way.
         """
-        if key not in self._plans and len(self._plans) == _MOST_KEYS:
-            del self._plans[next(iter(self._plans))]
         known = self._plans.setdefault(key, []) if self._remembers else []
         with torch.no_grad():
             plan = next((each for each in known if each.graph.decisions.hold(arguments, seed)), None)
@@ -216,10 +222,25 @@ class FrameCut:
             len(plan.graph.calls),
             [len(part.sent) for part in plan.parts[:-1]],
         )
-        if len(known) == _MOST_PLANS:
-            del known[0]
-        known.append(plan)
+        self._remember(known, plan, getattr(step, "__name__", type(step).__name__))
         return plan
+
+    def _remember(self, known: list[FramePlan], plan: FramePlan, step: str) -> None:
+        """Keep a plan; the oldest ones go where there are many."""
+        known.append(plan)
+        if len(known) > _MOST_OF_KEY:
+            del known[0]
+        while sum(map(len, self._plans.values())) > _MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
+        reader = known[0].graph.decisions.different if len(known) == _MANY else None
+        if reader is not None and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"`{step}` takes its {_MANY}th path with batches of the same shapes, as what it reads from the batch"
+                f" is something else each time: {known[0].graph.calls[reader]}. Each path is followed once, which takes"
+                " 10 to 200 ms. Read such numbers inside of one layer of the body; or let few values occur, such as"
+                " lengths rounded up to multiples of 64; or leave them in tensors (a mask instead of a slice)."
+            )
 
     def _discover(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
         """Follow a step; again where the first time has shown which tensors of the module are absent values too."""
@@ -244,7 +265,7 @@ class FrameCut:
                 torch.inference_mode(mode=False),
                 torch.set_grad_enabled(torch.is_grad_enabled()),
                 self._around_discovery(),
-                fake_module(self._module, units, discovery) as finish,
+                fake_module(self._module, units, arguments, discovery) as finish,
                 contextlib.redirect_stdout(io.StringIO()),
             ):
                 graph = discovery.run(step, arguments)
@@ -354,9 +375,35 @@ class FrameCut:
         Raises:
             WrongUseError: If the step does something else than what was discovered.
         """
+        run = partial(self._run, plan, stage, step, inputs=inputs, seed=seed, random=random, fetched=fetched or {})
+        if stage + self._num_ranks >= self._num_stages:
+            return run(arguments)
+        if self._states is None:
+            self._states = StatesOfStages(self._module, [unit for _, unit in self._units])
+        part = plan.parts[stage]
+        rewritten = [self._module.get_parameter(name) for name in part.rewritten]
+        with (
+            self._states.of(stage, part.places, rewritten),
+            copied_arguments(arguments, plan.graph.written_inputs) as copied,
+        ):
+            return run(copied)
+
+    def _run(
+        self,
+        plan: FramePlan,
+        stage: int,
+        step: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        inputs: Sequence[Tensor] | None,
+        seed: Callable[[int], None],
+        random: Callable[[int], AbstractContextManager[None]],
+        fetched: Mapping[str, Tensor],
+    ) -> Any:
+        """Run a stage's part of a step; as :meth:`run`, where no other stage of this rank comes after it."""
         part = plan.parts[stage]
         parameters = {name: self._module.get_parameter(name) for name in part.parameters}
-        running = Running(part, inputs or (), parameters, fetched or {}, self._device, seed, random)
+        running = Running(part, inputs or (), parameters, fetched, self._device, seed, random)
         if not part.is_last and not running.missing and not part.leaves_from:
             return running.sent
         present = _tensors(self._module.modules()) if part.is_last and plan.kept else set()
@@ -376,7 +423,6 @@ class FrameCut:
             raise WrongUseError(self._late_text(plan, *error.args)) from None
         finally:
             self._mode = None
-            running.uncount()
         if not part.is_last and not running.missing:
             return running.sent
         if any(isinstance(leaf, FakeTensor) for leaf in flatten(value)[0]):

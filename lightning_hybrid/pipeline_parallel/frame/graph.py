@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -104,8 +105,8 @@ class Call:
         written: Tensors that are on every rank (buffers, states of metrics), and that it writes: their positions among
             the arguments, with the names that they have afterwards.
         is_in_place: Whether what it writes has to be written wherever it is needed, because it cannot be sent.
-        counts: Such tensors that a call without absent operands writes, by their positions among the arguments: every
-            stage does.
+        counts: Tensors of the module that a call without absent operands writes, by their identities: every stage does.
+        fills: Those that one with absent operands writes.
         is_effect: Whether it does something to its operands that is no value (a hook on a gradient).
         rewritten: The names of the parameters outside of units that it writes, which every stage does that has them;
             ``""`` for one that the module does not name.
@@ -129,6 +130,7 @@ class Call:
     written: dict[int, Value] = field(default_factory=dict)
     is_in_place: bool = False
     counts: tuple[int, ...] = ()
+    fills: tuple[int, ...] = ()
     is_effect: bool = False
     rewritten: frozenset[str] = frozenset()
     is_made_again: bool = False
@@ -161,6 +163,9 @@ class Graph:
             identities; with what the last of them is.
         needed: What needed the number of an absent value; ``None`` if the step was followed to its end.
         states: The tensors of the module that are among the arguments of calls, by their identities.
+        written_inputs: The positions of tensors among the leaves of the step's arguments that it writes.
+        changed: Containers and arrays of the module that it changes, by their identities.
+        places: The paths of the attributes and buffers that hold these, or tensors that it writes; by their identities.
         reads: What gives the parameters that not every stage has, one for each; their numbers are behind those of the
             calls. The user's code makes no such calls.
     """
@@ -171,6 +176,9 @@ class Graph:
     state_writes: dict[int, Value] = field(default_factory=dict)
     needed: str | None = None
     states: dict[int, Tensor] = field(default_factory=dict)
+    written_inputs: set[int] = field(default_factory=set)
+    changed: set[int] = field(default_factory=set)
+    places: dict[int, list[str]] = field(default_factory=dict)
 
     def texts(self) -> list[str]:
         """What must be the same on every rank, each as text: the calls, and what these and later stages use of them."""
@@ -268,6 +276,16 @@ def check_backward(tensor: Tensor) -> None:
     )
 
 
+def find_checkpoint() -> FrameType | None:
+    """The outermost call inside of `torch.utils.checkpoint` that what runs here is a part of."""
+    frame = inspect.currentframe()
+    while frame is not None and not frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+        frame = frame.f_back
+    while frame and frame.f_back and frame.f_back.f_code.co_filename == frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame
+
+
 def users_line() -> str:
     """The line of the user's code that runs, as ``file:line``."""
     frame = inspect.currentframe()
@@ -296,3 +314,14 @@ METADATA: frozenset[Callable[..., Any]] = getters(
         *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_grad_enabled),
     }
 )
+
+#: Results of these are cut off from the graph, whatever they are made from.
+DETACHES = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_}) | getters("data")
+#: These differentiate.
+DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+#: These read numbers without an operator that says so.
+READS = frozenset(
+    {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.__contains__}
+)
+#: These see the gradient of a tensor.
+HOOKS: frozenset[Callable[..., Any] | None] = frozenset({Tensor.register_hook, Tensor.retain_grad})

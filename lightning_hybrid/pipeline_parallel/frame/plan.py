@@ -75,7 +75,6 @@ class Action:
         unit: The position of the unit; ``None`` for anything else.
         draws: Whether it draws random numbers.
         draws_elsewhere: Whether it draws some of numpy or `random`.
-        counts: Arguments of this rank's own that it writes, and that another stage of this rank writes too.
         answer: What is returned where the call is not made; ``None`` where it is.
         sent: Leaves of the result, or arguments, that the next stage wants: (leaf, position among what is sent, whether
             a copy is sent, because it will be changed in place, or may be a view of a parameter).
@@ -86,7 +85,6 @@ class Action:
     unit: int | None
     draws: bool
     draws_elsewhere: bool
-    counts: tuple[int, ...]
     answer: Answer | None
     sent: tuple[tuple[int | Argument, int, bool], ...]
     call: Call
@@ -144,6 +142,8 @@ class Part:
         followed_to: From this call on nothing has to be looked at, if the call before it was a unit of this stage.
         is_guarded: Whether calls that were not followed may use parameters that this stage does not have.
         is_last: Whether the step runs to its end.
+        places: The paths of what holds something that this stage writes in place, and a later one of this rank too.
+        rewritten: The names of such parameters.
     """
 
     actions: list[Action]
@@ -158,6 +158,8 @@ class Part:
     followed_to: int | None
     is_guarded: bool
     is_last: bool
+    places: tuple[str, ...]
+    rewritten: tuple[str, ...]
 
     @property
     def parameters(self) -> list[str]:
@@ -197,13 +199,8 @@ def make_part(
     for number, call in enumerate(graph.calls):
         is_made = not call.is_absent or number in route.computed
         answer = None if is_made else _make_answer(number, call, received, number in made_here)
-        counts = call.counts if again else ()
-        if is_made and number in made_later:
-            counts += tuple(call.written)
         sends = tuple(own.get(number, ()))
-        actions.append(
-            Action(call.function, call.unit, _may_draw(call), call.draws_elsewhere, counts, answer, sends, call)
-        )
+        actions.append(Action(call.function, call.unit, _may_draw(call), call.draws_elsewhere, answer, sends, call))
         if call.unit is not None or answer is not None:
             free_from = number + 1
     passed = tuple((received[value], sent[value], value in changed) for value in sent if value in received)
@@ -227,7 +224,24 @@ def make_part(
         free_from if is_over else None,
         is_guarded,
         is_last,
+        *_written_again(graph, route.computed & made_later if again else None),
     )
+
+
+def _written_again(graph: Graph, made: set[int] | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The places of what a stage and a later one of its rank both write, and the names of such parameters.
+
+    Args:
+        graph: What the step does.
+        made: The calls with absent operands that both make; ``None`` if there is no later one.
+    """
+    if made is None:
+        return (), ()
+    calls = [graph.calls[number] for number in sorted(made)]
+    written = {*graph.changed, *(each for call in graph.calls for each in call.counts)}
+    written = written.union(*(call.fills for call in calls))
+    places = dict.fromkeys(path for each, paths in graph.places.items() if each in written for path in paths)
+    return tuple(places), tuple(sorted(set().union(*(call.rewritten for call in calls)) - {""}))
 
 
 def _parameters(graph: Graph, positions: Mapping[Value, int]) -> tuple[tuple[str, int], ...]:

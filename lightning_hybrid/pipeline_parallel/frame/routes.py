@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.pipeline_parallel.frame.graph import Graph, Value
+from lightning_hybrid.pipeline_parallel.frame.graph import HOOKS, Graph, Value
 
 #: What lets a parameter live on another stage too.
 KEEP_TEXT = (
@@ -162,6 +162,8 @@ class _Router:
         self._graph, self._calls = graph, graph.all_calls
         self._stage_of, self._holders = stage_of, holders
         self.routes = routes
+        hooks = [call for call in graph.calls if call.function in HOOKS]
+        self._hooked = {value.call for call in hooks for value in call.operands}
         self._can: list[dict[int, bool]] = [{} for _ in routes]
 
     def need(self, values: Sequence[Value], stage: int, needed_by: int | None) -> None:
@@ -211,6 +213,12 @@ class _Router:
             for route in self.routes:
                 if call.is_effect and all(value.call in route.computed for value in call.operands):
                     route.computed.add(number)
+            makers = [stage for stage, route in enumerate(self.routes) if number in route.computed]
+            if call.function in HOOKS and call.operands and len(makers) > 1:
+                raise WrongUseError(
+                    f"{call} puts a hook on the gradient of a tensor that {_stages(makers)} make, each of which has a"
+                    " part of it. Put it on a tensor that is not written in place before, such as `x = x * 1`."
+                )
 
     def check_writes(self) -> None:
         """A tensor that is written, and views of it that are used afterwards, must not arrive one by one."""
@@ -262,13 +270,14 @@ class _Router:
             for earlier in range(stage + 1):
                 if value.call in self.routes[earlier].computed:
                     return earlier
-        if self._makes(value.call, stage):
+        # A hook on a gradient has to see all of it, so the tensor is made once, and others get it from there.
+        if self._makes(value.call, stage) and (value.call not in self._hooked or call.is_in_place):
             return stage
         if call.is_in_place:  # the tensor itself has to be here
             return None
         # Of several stages that have a parameter the nearest one: what is between does not have it.
         is_parameter = self._graph.parameter_of(value) is not None
-        others = range(stage)[::-1] if is_parameter else range(stage)
+        others = range(stage)[::-1] if is_parameter else range(stage + 1)
         return next((each for each in others if self._makes(value.call, each)), None)
 
     def _makes(self, number: int, stage: int) -> bool:

@@ -82,7 +82,6 @@ class Running(TorchFunctionMode):
         if self.missing == 0 and not self._is_last:
             self._free_from = self._leaves_from
         self._prepare(0)
-        self._counted: list[tuple[Tensor, Tensor]] = []
         self._watched: Sequence[Tensor] = ()
         self._versions: list[int] = []
 
@@ -106,11 +105,6 @@ class Running(TorchFunctionMode):
         """The positions of those tensors that they have written."""
         versions = zip(self._versions, self._watched, strict=False)
         return [position for position, (before, tensor) in enumerate(versions) if tensor._version != before]
-
-    def uncount(self) -> None:
-        """Give back to tensors of this rank's own what they were before: a later stage of it counts once more."""
-        for tensor, before in reversed(self._counted):
-            tensor.data.copy_(before)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A call of frame code."""
@@ -142,9 +136,6 @@ class Running(TorchFunctionMode):
         if action.answer is None:
             if action.draws:
                 self._seed(number)
-            if action.counts:
-                leaves, _ = flatten((args, kwargs or {}))
-                self._counted += [(leaves[place], leaves[place].clone()) for place in action.counts]
             result = func(*args, **kwargs) if kwargs else func(*args)
         else:
             result = action.answer(self._inputs, args, kwargs or {})

@@ -59,8 +59,9 @@ def cut_of(
     holders: Mapping[str, Collection[int]] | None = None,
     leaf_modules: Sequence[tuple[str, nn.Module]] = (),
     agrees: Callable[[int], bool] = lambda number: True,
+    num_ranks: int | None = None,
 ) -> FrameCut:
-    """A cut with all stages on ranks of their own."""
+    """A cut; with all stages on ranks of their own, if nothing else is said."""
     units = units or find_units(module, num_stages)
     stages = uniform(len(units), num_stages)
     device = torch.device("cpu")
@@ -68,7 +69,7 @@ def cut_of(
         module,
         units,
         stages,
-        num_stages,
+        num_ranks or num_stages,
         device,
         holders=holders or {},
         remembers=True,

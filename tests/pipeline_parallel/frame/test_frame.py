@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import re
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,6 +149,21 @@ def hooked(self: Model, x: Tensor) -> Tensor:
     return self.head(x).pow(2).mean()
 
 
+def hooked_and_used_again(self: Model, x: Tensor) -> Tensor:
+    """What the hook sees is the gradient of all uses, though the last stage could make the tensor itself."""
+    first = self.embed(x)
+    first.register_hook(lambda gradient: gradient.clamp(-0.003, 0.003))
+    y = 2 * first
+    return (self.head(self.body(first)) + y).pow(2).mean()
+
+
+def hooked_and_written(self: Model, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    x.register_hook(lambda gradient: gradient.clamp(-0.003, 0.003))
+    x = x.mul_(2)
+    return (self.head(self.body(x)) + x).pow(2).mean()
+
+
 def written_by_data(self: Model, x: Tensor) -> Tensor:
     x = self.embed(x)
     for layer in self.blocks:
@@ -178,7 +195,7 @@ FRAMES = {
             detached,
             recomputed,
         ),
-        *(unpacked, after_the_model),
+        *(unpacked, after_the_model, hooked_and_used_again, hooked_and_written),
     )
 }
 SENDS = {"forward": 1, "twice": 2, "written": 1, "one_after_another": 1, "detached": 1, "recomputed": 1, "unpacked": 1}
@@ -390,6 +407,37 @@ def test_a_buffer_that_is_made_once_stays_a_buffer() -> None:
     assert "table" not in vars(model)
     assert torch.equal(model.table, torch.arange(WIDTH).cos())
     assert list(dict(model.named_buffers())) == ["table"]
+
+
+def sliced(self: Model, x: Tensor, length: Tensor) -> Tensor:
+    """A number of the batch decides about shapes, of values that other stages have too."""
+    number = int(length.item())
+    h = self.body(self.embed(x))[:number]
+    return (self.head(h) * torch.arange(len(h))[:, None]).mean()
+
+
+def test_numbers_of_the_batch_have_plans_of_their_own_and_the_user_is_told_once() -> None:
+    model = Model()
+    cut = cut_of(model, 2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(1, 41):
+            x, length = inputs(50), torch.tensor(number)
+            got = play(cut, model, lambda x, n: sliced(model, x, n), (x, length), 2).value
+            torch.testing.assert_close(got, sliced(model, x, length), rtol=1e-12, atol=1e-12)
+    (text,) = [str(each.message) for each in told if "path" in str(each.message)]
+    assert re.search(r"takes its 8th path .*`item` at test_frame.py:\d+", text)
+    assert len(cut.plans) == 32
+
+
+def test_plans_of_many_shapes_are_not_kept_forever() -> None:
+    model = Model(2)
+    cut = cut_of(model, 2)
+    with cut():
+        for number in range(515):
+            cut.find_plan(number, model, (inputs(2),), seed)
+        assert len(cut.plans) == 512
+        assert cut.find_plan(514, model, (inputs(2),), seed) is cut.plans[-1]
 
 
 def test_what_is_made_once_stays() -> None:
@@ -822,6 +870,17 @@ def test_hooks_on_gradients_belong_to_parts_of_layers() -> None:
     model = Model(4)
     model.blocks[1].linear.register_full_backward_hook(lambda module, given, made: (given[0] * 0.5,))
     check(model, model, (inputs(),), 2)
+
+
+def test_a_hook_on_the_gradient_of_what_several_stages_must_make_is_refused() -> None:
+    model = Model()
+
+    def step(x: Tensor) -> Tensor:
+        x = model.embed(x).mul_(2)
+        x.register_hook(lambda gradient: gradient.clamp(-0.003, 0.003))
+        return (model.head(model.body(x)) + x).pow(2).mean()
+
+    refused(model, r"`register_hook` at test_frame.py:\d+ puts a hook .* stage 0 and 1 make", step)
 
 
 def test_checkpoints_of_several_layers_are_refused() -> None:

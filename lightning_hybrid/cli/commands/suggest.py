@@ -1,29 +1,33 @@
-"""The options of ``lightning-hybrid suggest``, and what it prints."""
+"""``lightning-hybrid suggest``: which layouts of so many ranks are the fastest that fit."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING
 
-from lightning.pytorch import LightningDataModule, LightningModule
-from rich.console import Console
+from lightning_hybrid.cli.parser import ConfigParser, print_json
+from lightning_hybrid.cli.suggest.machine import Machine
 
-from lightning_hybrid.cli.suggest.cost_model import CostModel, Machine, Step
-from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
-from lightning_hybrid.cli.suggest.report import as_data, as_text
-from lightning_hybrid.cli.suggest.search import search
-from lightning_hybrid.strategy.strategy import HybridStrategy
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule
 
-DESCRIPTION = (
+_DESCRIPTION = (
     "Try every layout of so many ranks: sizes, microbatches, schedule, stage of ZeRO, recomputation. Print the fastest"
     " that fit, by an account of their memory and a simulation of their steps, and why the others are not among them."
     " Nothing is started, and no device is needed: the step runs on shapes. What a device and its links can do are"
     " arguments; by default they are those of an A100 of 80 GiB."
 )
+# The sizes of the configuration give way to those that are tried.
+_UNDIVIDED = {
+    "data_parallel_size": 1,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "num_chunks": 1,
+    "zero_stage": 0,
+}
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 # Arguments of a machine: option, what it is, the unit of its value.
 _MACHINE = {
@@ -40,12 +44,59 @@ _SECONDS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command.
+def run(args: Sequence[str]) -> None:
+    """Say which layouts are the fastest that fit."""
+    parser = ConfigParser("suggest", _DESCRIPTION, "--ranks 8 --memory 40GiB")
+    _add_arguments(parser)
+    parser.add_json()
+    options, overrides = parser.parse_known_args(args)
 
-    Args:
-        parser: It gets them.
-    """
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from rich.console import Console
+
+    from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config
+    from lightning_hybrid.cli.suggest.cost_model import CostModel, Step
+    from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
+    from lightning_hybrid.cli.suggest.report import as_data, as_text
+    from lightning_hybrid.cli.suggest.search import search
+
+    be_quiet()
+    overrides += ["--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.num_nodes", "1"]
+    overrides += [f"--trainer.strategy.init_args.{name}={value}" for name, value in _UNDIVIDED.items()]
+    cli, strategy = load_config(parser, options.config, overrides)
+    unused = [cli]
+
+    def make() -> tuple[LightningModule, LightningDataModule | None]:
+        loaded = unused.pop() if unused else load_config(parser, options.config, overrides)[0]
+        return loaded.model, loaded.datamodule
+
+    names = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
+    trainer = {name: getattr(cli.trainer, name) for name in names}
+    settings, console = strategy.settings, Console(stderr=True)
+    with parser.refusing(ValueError, TypeError, MisconfigurationException):
+        machine = _machine(options)
+        with console.status("Running the step on shapes") as status:
+            profile = ModuleProfile(
+                make,
+                settings,
+                options.ranks,
+                machine,
+                measure=options.measure,
+                precision=strategy.precision_plugin,
+                **trainer,
+            )
+            samples = options.samples or profile.batch_size * options.ranks
+            step = Step(samples, trainer["accumulate_grad_batches"], settings.rank_order, settings.zero_frees)
+            model = CostModel(profile, machine, step)
+            found = search(model, options.ranks, refuse=profile.refuse, progress=status.update)
+    if options.json:
+        print_json(as_data(found, machine, step, profile.batch_size))
+    else:
+        print(as_text(found, machine, step, profile.batch_size))
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
     usual = Machine()
     parser.add_argument("--ranks", type=_at_least_one, required=True, metavar="N", help="processes of the run")
     parser.add_argument("--nodes", type=_at_least_one, metavar="K", help="nodes (default: of 8 ranks each)")
@@ -86,49 +137,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="time forwards in one process, here, on the processor; otherwise their operations are counted",
     )
-    parser.add_argument("--json", action="store_true", help="print data instead of a table")
-
-
-def suggest(
-    options: argparse.Namespace,
-    make: Callable[[], tuple[LightningModule, LightningDataModule | None]],
-    strategy: HybridStrategy,
-    **trainer: Any,
-) -> str:
-    """Find layouts, and say which.
-
-    Args:
-        options: Of the command line.
-        make: Makes the user's module and its data.
-        strategy: Its arguments are what a layout leaves open.
-        trainer: Other arguments of the Trainer.
-
-    Raises:
-        ValueError, TypeError: As at the start of training, or if the ranks are not those of so many equal nodes.
-    """
-    machine = _machine(options)
-    console, settings = Console(stderr=True), strategy.settings
-    with console.status("Running the step on shapes") as status:
-        profile = ModuleProfile(
-            make,
-            settings,
-            options.ranks,
-            machine,
-            measure=options.measure,
-            precision=strategy.precision_plugin,
-            **trainer,
-        )
-        batch_size = profile.batch_size
-        step = Step(
-            options.samples or batch_size * options.ranks,
-            trainer.get("accumulate_grad_batches", 1),
-            settings.rank_order,
-            settings.zero_frees,
-        )
-        found = search(CostModel(profile, machine, step), options.ranks, refuse=profile.refuse, progress=status.update)
-    if options.json:
-        return json.dumps(as_data(found, machine, step, batch_size), indent=2)
-    return as_text(found, machine, step, batch_size)
 
 
 def _machine(options: argparse.Namespace) -> Machine:

@@ -1,0 +1,1 @@
+"""What recording a step with `HybridTimeline` costs."""

@@ -1,0 +1,54 @@
+"""``lightning-hybrid check``: whether a layout trains with the numbers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_hybrid.cli.parser import ConfigParser, print_json
+
+
+def run(args: Sequence[str]) -> None:
+    """Say whether a layout trains with the numbers of one process."""
+    description = (
+        "Train a few steps in one process and under the layout of a configuration, in float64 on the CPU of this"
+        " machine, and compare losses, logged values, gradients and weights. Where they differ, say why. The exit"
+        " status is 0 if they are equal, 1 if they differ, 2 if they could not be compared."
+    )
+    parser = ConfigParser("check", description, "--trainer.devices 2 --model.batch_size 4 --steps 3")
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--time-limit", type=float, default=600.0, metavar="S", help="seconds a training may take (default: 600)"
+    )
+    parser.add_json()
+    options, overrides = parser.parse_known_args(args)
+
+    from rich.console import Console
+
+    from lightning_hybrid.cli.check import check
+    from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config
+
+    be_quiet()
+    overrides += ["--trainer.accelerator", "cpu", "--trainer.precision", "64-true"]
+    cli, strategy = load_config(parser, options.config, overrides)
+    sizes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+    layout = vars(strategy.settings) | dict(zip(sizes, strategy.sizes, strict=True))
+    if layout.pop("auto_microbatches"):
+        layout["num_microbatches"] = "auto"
+    names = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+    console = Console(stderr=True)
+    with parser.refusing(ValueError, TypeError, RuntimeError):
+        result = check(
+            lambda: cli.model,
+            lambda: cli.datamodule,
+            steps=options.steps,
+            trainer={name: getattr(cli.trainer, name) for name in names},
+            time_limit=options.time_limit,
+            # No bar: its thread would be copied, half at work, with the process.
+            progress=lambda text: console.print(f"Training {text}", style="dim") if console.is_terminal else None,
+            **layout,
+        )
+    if options.json:
+        print_json(result.as_dict())
+    else:
+        print(result)
+    raise SystemExit(0 if result.equal else 1)

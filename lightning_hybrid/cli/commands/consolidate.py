@@ -1,0 +1,36 @@
+"""``lightning-hybrid consolidate``: one file of a checkpoint that is a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_hybrid.cli.parser import Parser
+
+
+def run(args: Sequence[str]) -> None:
+    """Make one file of a directory."""
+    parser = Parser(
+        "consolidate",
+        description="Turn a checkpoint that is a directory into one ordinary Lightning file. It may be larger than the"
+        " memory. Directories of Lightning's FSDPStrategy and ModelParallelStrategy are understood too.",
+        epilog="It unpickles what it reads: only use checkpoints that you trust.",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    parser.add_argument("file", type=Path, metavar="FILE", help="the file to write")
+    parser.add_argument("--weights-only", action="store_true", help="leave out optimizers, schedulers and callbacks")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    options = parser.parse_args(args)
+
+    from lightning_hybrid.cli.byte_progress import byte_progress
+    from lightning_hybrid.cli.consolidate import consolidate
+
+    with parser.refusing(OSError, ValueError), byte_progress(options.file.name) as progress:
+        consolidate(
+            options.directory,
+            options.file,
+            weights_only=options.weights_only,
+            overwrite=options.overwrite,
+            progress=progress,
+        )
+    print(f"{options.file}: {options.file.stat().st_size:,} bytes")

@@ -1,0 +1,56 @@
+"""``lightning-hybrid memory``: what each rank would hold of a configuration's training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from lightning_hybrid.cli.parser import ConfigParser, print_json
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+
+def run(args: Sequence[str]) -> None:
+    """Show what each rank would hold."""
+    description = (
+        "Estimate what the ranks of a configuration would hold of parameters, gradients, optimizer states, activations"
+        " and buffers. Nothing is started, and no device is needed: the step runs on shapes."
+    )
+    parser = ConfigParser("memory", description, "--data.batch_size 64")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes, instead of those of the configuration")
+    parser.add_json()
+    options, overrides = parser.parse_known_args(args)
+
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    from lightning_hybrid.cli.dry_run import dry_run
+    from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config
+    from lightning_hybrid.strategy.summary import memory_table
+
+    world = [] if options.ranks is None else ["--trainer.devices", str(options.ranks), "--trainer.num_nodes", "1"]
+    be_quiet()
+    overrides += ["--trainer.accelerator", "cpu", *world]
+    cli, strategy = load_config(parser, options.config, overrides)
+    unused = [cli]
+
+    def make() -> tuple[LightningModule, LightningDataModule | None]:
+        loaded = unused.pop() if unused else load_config(parser, options.config, overrides)[0]
+        return loaded.model, loaded.datamodule
+
+    trainer_arguments = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
+    with parser.refusing(ValueError, TypeError, MisconfigurationException):
+        result = dry_run(
+            make,
+            strategy.settings,
+            strategy.sizes,
+            precision=strategy.precision_plugin,
+            **{name: getattr(cli.trainer, name) for name in trainer_arguments},
+        )
+    if options.json:
+        sizes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+        ranks = [{**asdict(usage), "total": usage.total} for usage in result.memory]
+        print_json({**dict(zip(sizes, strategy.sizes, strict=True)), "bytes_of_pipeline_ranks": ranks})
+    else:
+        print(f"{result.layout}\n\n{memory_table(result.memory)}")

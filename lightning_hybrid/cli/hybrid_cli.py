@@ -1,0 +1,94 @@
+"""Training from YAML files, and the module, data and strategy that they describe."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any, NoReturn
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+from lightning_hybrid.cli.parser import PROGRAM, Parser, did_you_mean, with_advice
+from lightning_hybrid.strategy.strategy import HybridStrategy
+
+
+class SaveConfigBesideLogs(SaveConfigCallback):
+    """Saves the configuration where logs are; without a logger that is the folder of the user's own `config.yaml`."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save it when a run begins."""
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
+
+
+class HybridCLIParser(LightningArgumentParser):
+    """Adds to complaints which option was probably meant."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End the program."""
+        unknown = re.search(r"Option '(\w+)' is not accepted", message)
+        if unknown and HybridStrategy.__name__ in message:
+            message += f"\n{PROGRAM}: {unknown[1]!r}{did_you_mean(unknown[1], signature(HybridStrategy).parameters)}"
+        parser = getattr(ex, "subcommand_parser", None) or self
+        super().error(with_advice(message, parser.format_help()), ex)
+
+
+class HybridCLI(LightningCLI):
+    """A `LightningCLI` whose configuration may name any model, data and strategy by ``class_path``.
+
+    Args:
+        model: Class path of the model when neither command line nor configuration names one.
+        data: Class path of the data when neither command line nor configuration names one.
+        kwargs: Arguments of `LightningCLI`.
+    """
+
+    def __init__(self, *, model: str | None = None, data: str | None = None, **kwargs: Any) -> None:
+        self._default_classes = {"model": model, "data": data}
+        kwargs.setdefault("parser_class", HybridCLIParser)
+        kwargs.setdefault("save_config_callback", SaveConfigBesideLogs)
+        kwargs.setdefault("save_config_kwargs", {"overwrite": True})
+        super().__init__(**kwargs)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The default classes; a configuration may still name others."""
+        for key, path in self._default_classes.items():
+            if path is not None:
+                parser.set_defaults({key: {"class_path": path}})
+
+    def after_fit(self) -> None:
+        """Say what came out: progress bars vanish."""
+        if self.trainer.is_global_zero:
+            metrics = {name: float(value) for name, value in sorted(self.trainer.callback_metrics.items())}
+            print("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+
+
+def load_config(parser: Parser, configs: Sequence[str], overrides: Sequence[str]) -> tuple[HybridCLI, HybridStrategy]:
+    """The module, the data and the Trainer of a configuration, and its strategy; nothing is started.
+
+    Args:
+        parser: Of the command, which refuses what cannot be.
+        configs: Paths of files; later ones change earlier ones.
+        overrides: Options that change them.
+    """
+    words = [word for config in configs for word in ("--config", config)]
+    saved, sys.argv = sys.argv, [PROGRAM, *words, *overrides]  # where a LightningCLI looks
+    try:
+        with parser.refusing(ValueError, MisconfigurationException):
+            cli = HybridCLI(run=False)
+    finally:
+        sys.argv = saved
+    strategy = cli.trainer.strategy
+    if not isinstance(strategy, HybridStrategy):
+        parser.error(f"the strategy of {', '.join(configs)} is a {type(strategy).__name__}, not a HybridStrategy")
+    return cli, strategy
+
+
+def be_quiet() -> None:
+    """What a run says of its start is not to the point."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)

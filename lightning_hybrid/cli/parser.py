@@ -1,0 +1,118 @@
+"""How the commands read their options and refuse what cannot be."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from typing_extensions import override
+
+PROGRAM = "lightning-hybrid"
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """What to add to the complaint about a word: the nearest one of those that there are, if one is near.
+
+    Example:
+        >>> did_you_mean("fitt", ["fit", "plan"]), did_you_mean("xyz", ["fit", "plan"])
+        ("; did you mean 'fit'?", '')
+    """
+    close = difflib.get_close_matches(word, list(words), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def with_advice(message: str, known: str) -> str:
+    """A parser's complaint about options, with the option that was probably meant.
+
+    Args:
+        message: The complaint.
+        known: The help of the parser, which names all its options.
+    """
+    unknown = re.search(r"unrecognized arguments: (--[\w.-]+)", message)
+    return message + did_you_mean(unknown[1], re.findall(r"--[\w.-]+", known)) if unknown else message
+
+
+class Parser(argparse.ArgumentParser):
+    """The options of one command.
+
+    Args:
+        command: Its name.
+        kwargs: Arguments of `ArgumentParser`.
+    """
+
+    def __init__(self, command: str, **kwargs: Any) -> None:
+        super().__init__(prog=f"{PROGRAM} {command}", **kwargs)
+
+    def add_choice(self, option: str, words: Sequence[str], **kwargs: Any) -> None:
+        """An option whose value is one of these words.
+
+        Args:
+            option: Its name.
+            words: What it may be.
+            kwargs: Arguments of `add_argument`.
+        """
+
+        def parse(word: str) -> str:
+            if word in words:
+                return word
+            advice = did_you_mean(word, words)
+            raise argparse.ArgumentTypeError(f"invalid choice: {word!r} (choose from {', '.join(words)}){advice}")
+
+        self.add_argument(option, type=parse, metavar=f"{{{','.join(words)}}}", **kwargs)
+
+    def add_json(self) -> None:
+        """The option for programs that read what is printed."""
+        self.add_argument("--json", action="store_true", help="print JSON")
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and what may have been meant."""
+        super().error(with_advice(message, self.format_help()))
+
+    @contextmanager
+    def refusing(self, *kinds: type[Exception], doing: str = "") -> Iterator[None]:
+        """Errors of these kinds, which the user can mend, end the program with their text and status 2.
+
+        Args:
+            kinds: What may be raised inside.
+            doing: What comes before the text.
+        """
+        try:
+            yield
+        except kinds as error:
+            self.exit(2, f"{self.prog}: error: {doing}{error}\n")
+
+
+class ConfigParser(Parser):
+    """The options of a command that takes a configuration.
+
+    Args:
+        command: Its name.
+        description: What it does.
+        example: Other options of a typical call.
+    """
+
+    def __init__(self, command: str, description: str, example: str) -> None:
+        super().__init__(
+            command,
+            description=description,
+            epilog="Other options change the configuration as those of `fit` do, so that the command line of a run is"
+            f" understood. Example: {PROGRAM} {command} --config FILE {example}",
+        )
+        self.add_argument(
+            "--config",
+            required=True,
+            action="append",
+            metavar="FILE",
+            help="the configuration; of several, later ones change earlier ones",
+        )
+
+
+def print_json(value: Any) -> None:
+    """Print it for a program."""
+    print(json.dumps(value, indent=2, allow_nan=False))

@@ -1,0 +1,62 @@
+"""A machine's figures: what its devices and the links between them can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What ranks run on. The defaults are an A100 of 80 GiB in nodes of 8, with NVLink inside and InfiniBand between.
+
+    Attributes:
+        memory: Bytes of a device that a run may use.
+        ranks_per_node: Consecutive ranks that share a node.
+        flops: Operations in a second that products of matrices reach: half of what an A100 has in bfloat16.
+        memory_bandwidth: Bytes in a second between a device and its memory.
+        operation_seconds: The least that an operation takes: the launch of a kernel.
+        node_bandwidth: Bytes in a second that a rank sends inside a node.
+        node_latency: Seconds until a message arrives inside a node.
+        network_bandwidth: Bytes in a second that a rank sends to another node.
+        network_latency: Seconds until a message arrives in another node.
+        overlap: The share of a backward beside which gradients are sent.
+        max_tensor: The most ranks that may share a layer; ``None`` for those of a node.
+    """
+
+    memory: float = 80 * 2**30
+    ranks_per_node: int = 8
+    flops: float = 156e12
+    memory_bandwidth: float = 2e12
+    operation_seconds: float = 5e-6
+    node_bandwidth: float = 300e9
+    node_latency: float = 5e-6
+    network_bandwidth: float = 25e9
+    network_latency: float = 20e-6
+    overlap: float = 0.5
+    max_tensor: int | None = None
+
+    def link(self, stride: int, size: int, num_ranks: int) -> Link:
+        """The slowest link between neighbours of a group: every ``stride``-th of the ranks, ``size`` in all.
+
+        Args:
+            stride: From one rank of the group to the next.
+            size: The ranks of a group.
+            num_ranks: The ranks of the run.
+        """
+        span = stride * size
+        firsts = (rank for rank in range(num_ranks) if rank % span < stride)
+        if all(rank // self.ranks_per_node == (rank + span - stride) // self.ranks_per_node for rank in firsts):
+            return Link(self.node_bandwidth, self.node_latency)
+        return Link(self.network_bandwidth, self.network_latency)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between two ranks: bytes in a second, and seconds until a message arrives."""
+
+    bandwidth: float
+    latency: float
+
+    def seconds(self, sent: float, hops: float) -> float:
+        """How long it takes to send so many bytes in so many hops."""
+        return sent / self.bandwidth + hops * self.latency

@@ -1,0 +1,324 @@
+"""What modules hold beside their parameters: where it is, copies of it, and one of its own for each stage of a rank."""
+
+from __future__ import annotations
+
+import copy
+import io
+import operator
+import sys
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.module_names import join_names
+from lightning_hybrid.distributed.pytree import flatten, unflatten
+
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+# Objects of their classes are no state of a step: trainers, optimizers, generators, files, locks.
+_OF_OTHERS = sys.stdlib_module_names | {
+    *("torch", "numpy", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities", "lightning_hybrid")
+}
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an object of a class of the user's, which holds things in attributes as modules do."""
+    kind = type(value)
+    if kind in (SimpleNamespace, Namespace):
+        return True
+    if str(kind.__module__).partition(".")[0] in _OF_OTHERS or isinstance(value, (type, nn.Module, Dataset)):
+        return False
+    return type(getattr(value, "__dict__", None)) is dict and not isinstance(value, (Tensor, np.ndarray))
+
+
+def find_owners(values: Iterable[Any], outside: Collection[nn.Module] = ()) -> dict[str, Any]:
+    """The modules and objects of the user's among some values, and those that they have: in attributes, in containers.
+
+    Args:
+        values: Where to begin.
+        outside: Modules that are left out, with all that they have.
+
+    Returns:
+        What was found, by the path to it; nothing twice.
+    """
+    owners: dict[str, Any] = {}
+    seen: set[int] = set(map(id, outside))
+    waiting: list[tuple[str, Any]] = [("", value) for value in values]
+    while waiting:
+        path, value = waiting.pop()
+        if type(value) in _ATOMS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        entries: Iterable[tuple[str, Any]] = ()
+        if isinstance(value, nn.Module) or is_object(value):
+            owners[path if path not in owners else f"{path}#{len(owners)}"] = value
+            entries = ((join_names(path, name), entry) for name, entry in _attributes(value))
+        elif isinstance(value, (tuple, list, set, deque)):
+            entries = ((f"{path}[{position}]", entry) for position, entry in enumerate(value))
+        elif type(value) in _CONTAINERS:
+            entries = ((f"{path}[{key!r}]", entry) for key, entry in value.items())
+        waiting += reversed(list(entries))
+    return owners
+
+
+def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    """What a module or an object holds by name, beside tensors of a module."""
+    is_module = isinstance(owner, nn.Module)
+    yield from (entry for entry in vars(owner).items() if not is_module or entry[0] not in _INTERNAL)
+    yield from owner._modules.items() if is_module else ()
+
+
+def tables_of(owner: Any) -> list[dict[str, Any]]:
+    """What holds the attributes and the buffers of a module, or the attributes of an object."""
+    return [vars(owner), owner._buffers] if isinstance(owner, nn.Module) else [vars(owner)]
+
+
+def find_places(owners: Mapping[str, Any], ids: Collection[int]) -> dict[int, list[str]]:
+    """The paths of the attributes and buffers that hold some tensors, arrays and containers, by their identities."""
+    found: dict[int, list[str]] = {}
+    for path, owner in owners.items() if ids else ():
+        buffers = owner._buffers.items() if isinstance(owner, nn.Module) else ()
+        for name, value in (*_attributes(owner), *buffers):
+            for inner in _inside(value):
+                if id(inner) in ids:
+                    found.setdefault(id(inner), []).append(join_names(path, name))
+    return found
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """A value, and what it holds in containers."""
+    waiting, seen = [value], set()
+    while waiting:
+        value = waiting.pop()
+        if type(value) in _ATOMS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, (list, tuple)) or type(value) in _CONTAINERS:
+            waiting += value.values() if isinstance(value, dict) else value
+
+
+class Copies:
+    """Copies of what attributes hold; what is the same object in two places is so among the copies too."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
+        """A copy of containers, arrays and tensors; anything else itself.
+
+        Args:
+            value: Of an attribute.
+            tensor: Copies a tensor.
+        """
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        other: Any = value
+        if isinstance(value, Tensor):
+            other = tensor(value)
+        elif kind is np.ndarray:
+            other = value.copy()
+        elif kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+            entries = [self(entry, tensor) for entry in value]
+            if any(map(operator.is_not, entries, value)):
+                other = tuple(entries) if kind is tuple else kind(*entries)
+        elif kind in _CONTAINERS:
+            other = copy.copy(value)
+            self._known[id(value)] = value, other
+            if not isinstance(other, (set, deque)):
+                for key, entry in other.items() if isinstance(other, dict) else enumerate(other):
+                    other[key] = self(entry, tensor)
+        elif isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not is_object(value):
+            other = _NotTaken(value)
+        self._known[id(value)] = value, other
+        return other
+
+    def changed(self) -> set[int]:
+        """The identities of the containers and arrays whose copies have been changed."""
+        return {id(value) for value, other in list(self._known.values()) if self._is_changed(value, other)}
+
+    def _is_changed(self, value: Any, other: Any) -> bool:
+        if type(value) is np.ndarray:
+            return bool(value.tobytes() != other.tobytes())
+        if type(value) not in _CONTAINERS:
+            return False
+        if isinstance(value, set):
+            return bool(value != other)
+        if isinstance(value, dict):
+            if list(value) != list(other):
+                return True
+            value, other = value.values(), other.values()
+        pairs = zip(value, other, strict=False)
+        return len(value) != len(other) or any(self._known.get(id(a), (a, a))[1] is not b for a, b in pairs)
+
+
+class _NotTaken:
+    """What stands for an iterator: what is taken from it is gone, and each stage would take its own."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._kind = type(iterator).__name__
+
+    def __iter__(self) -> _NotTaken:
+        return self
+
+    def __next__(self) -> Any:
+        raise WrongUseError(
+            f"The step takes from an iterator ({self._kind}) that the module has as an attribute. Every stage runs the"
+            " step, and would take something else. Let the batch have it: a `CombinedLoader` reads several loaders"
+            " side by side."
+        )
+
+
+class StatesOfStages:
+    """What a step changes in a module, for each of several stages of a rank by itself.
+
+    Every stage runs the user's step, and so counts once for each microbatch, and has to see what it has counted itself.
+    The last stage of a rank works with what is there; earlier ones, which may be some microbatches ahead, have this::
+
+        attributes that it assigns              are kept for its next run, and are what they were in between
+        containers, arrays, buffers, tensors    it has copies, made when it first runs in a step
+          that it writes in place
+        parameters that it writes               are what it has made of them, and what they were in between
+        the batch                               what it writes in there, it writes into a copy
+
+    It is made when a step begins: what hooks write between two steps, all stages see.
+
+    Args:
+        module: The user's module.
+        units: Modules that are no part of it.
+    """
+
+    def __init__(self, module: nn.Module, units: Collection[nn.Module]) -> None:
+        owners = find_owners([module], units)
+        tables = [(path, table) for path, owner in owners.items() for table in tables_of(owner)]
+        self._tables = [table for _, table in tables]
+        self._positions = {
+            join_names(path, name): position for position, (path, table) in enumerate(tables) for name in table
+        }
+        self._containers = {
+            id(inner): (inner, join_names(path, name))
+            for path, owner in owners.items()
+            for name, value in _attributes(owner)
+            for inner in _inside(value)
+            if type(inner) in _CONTAINERS
+        }
+        self._own: dict[int, list[dict[str, Any]]] = {}
+        self._copies: dict[int, Copies] = {}
+        self._parameters: dict[tuple[int, int], Tensor] = {}
+
+    @contextmanager
+    def of(self, stage: int, places: Iterable[str], parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, an earlier stage of this rank runs the step.
+
+        Args:
+            stage: The stage.
+            places: The paths of what holds something that it writes in place.
+            parameters: Those that it writes.
+
+        Raises:
+            WrongUseError: If it changes a container that it did not change when it was first seen.
+        """
+        own = self._own.setdefault(stage, [{} for _ in self._tables])
+        self._add_copies(stage, own, places)
+        before = [table.copy() for table in self._tables]
+        lengths = [len(container) for container, _ in self._containers.values()]
+        for table, values in zip(self._tables, own, strict=True):
+            table.update(values)
+        with self._own_parameters(stage, parameters):
+            try:
+                yield
+            finally:
+                for table, values, resting in zip(self._tables, own, before, strict=True):
+                    _put_back(table, values, resting)
+        for (container, path), length in zip(self._containers.values(), lengths, strict=True):
+            if len(container) != length:
+                raise WrongUseError(
+                    f"The step changes `{path}`, and did not when it was first seen with a batch of these shapes, so"
+                    " that each of several stages on a rank would change it. Change it in a hook, such as"
+                    " `on_train_batch_end`, or use HybridStrategy(dynamic_shapes=True), which follows every step anew."
+                )
+
+    def _add_copies(self, stage: int, own: list[dict[str, Any]], places: Iterable[str]) -> None:
+        copies = self._copies.setdefault(stage, Copies())
+        for path in places:
+            position, name = self._positions.get(path), path.rpartition(".")[2]
+            if position is not None and name in self._tables[position] and name not in own[position]:
+                own[position][name] = copies(self._tables[position][name], _clone)
+
+    @contextmanager
+    def _own_parameters(self, stage: int, parameters: Sequence[Tensor]) -> Iterator[None]:
+        before = [parameter.detach().clone() for parameter in parameters]
+        for parameter in parameters:
+            if (stage, id(parameter)) in self._parameters:
+                parameter.data.copy_(self._parameters[stage, id(parameter)])
+        try:
+            yield
+        finally:
+            for parameter, value in zip(parameters, before, strict=True):
+                self._parameters[stage, id(parameter)] = parameter.detach().clone()
+                parameter.data.copy_(value)
+
+
+@contextmanager
+def copied_arguments(arguments: Sequence[Any], written: Collection[int]) -> Iterator[list[Any]]:
+    """The arguments of a step, for a stage after which another one of this rank runs it with them.
+
+    Args:
+        arguments: Of the step.
+        written: The positions of tensors among their leaves that it writes.
+
+    Yields:
+        The same, in containers of their own; objects of the user's are as before afterwards.
+    """
+    leaves, spec = flatten(list(arguments))
+    copies = Copies()
+    tables = [vars(owner) for owner in find_owners(leaves).values()]
+    before = [table.copy() for table in tables]
+    for table in tables:
+        table.update({name: copies(value, _clone) for name, value in table.items()})
+    own = [leaf if isinstance(leaf, Tensor) else copies(leaf, _clone) for leaf in leaves]
+    for position in written:
+        own[position] = own[position].clone()
+    try:
+        yield unflatten(own, spec)
+    finally:
+        for table, values in zip(tables, before, strict=True):
+            _put_back(table, {}, values)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    """A copy of a tensor; parameters are those of all stages."""
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+
+
+def _put_back(table: dict[str, Any], own: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """A table is as before; what is different, or has ever been, is kept."""
+    if not own and len(table) == len(before) and all(map(operator.is_, table.values(), before.values())):
+        return
+    for name in before.keys() - table.keys():
+        own.pop(name, None)
+    for name in [name for name, value in table.items() if name in own or before.get(name, own) is not value]:
+        own[name] = table[name]
+    restore(table, before)
+
+
+def restore(table: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Make a table what it was; what is the same is not touched, as other threads may look at it."""
+    for name in [name for name in table if name not in before]:
+        del table[name]
+    for name, value in before.items():
+        if table.get(name, before) is not value:
+            table[name] = value

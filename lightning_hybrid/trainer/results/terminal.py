@@ -1,0 +1,70 @@
+"""Lines for the terminal of a run, which stand above progress bars and not inside of them.
+
+::
+
+    Epoch 0:  20%|██        | 4/20 [00:01<00:04]      a bar of tqdm is cleared and drawn again
+    Epoch 0 ━━━━━━ 4/20 0:00:01                       a live bar of rich has replaced `sys.stderr`
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from lightning_hybrid.distributed.mesh import Mesh
+
+_LOGGERS = ("lightning", "lightning.pytorch", "lightning.fabric")
+_SYNC_ADVICE = "It is recommended to use `self.log("
+
+
+class _BesideBars:
+    """A stream that writes what it is given where `sys.stderr` is then, with bars out of the way."""
+
+    def write(self, text: str) -> int:
+        with tqdm.external_write_mode(file=sys.stderr):
+            return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+@contextmanager
+def lines_beside_bars(mesh: Mesh) -> Iterator[None]:
+    """While this is entered, what Lightning and we log, and warnings, have lines of their own.
+
+    Two kinds of warnings are left out. What is deprecated is said by the first rank: all run the same program. And
+    Lightning's advice to log with ``sync_dist=True`` is wrong where there is one replica: values are the same on all
+    ranks of it.
+
+    Args:
+        mesh: The ranks.
+    """
+    show, stream = warnings.showwarning, _BesideBars()
+
+    def show_beside_bars(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        if issubclass(category, (DeprecationWarning, FutureWarning)) and not mesh.is_first:
+            return
+        if mesh.data_parallel_size == 1 and str(message).startswith(_SYNC_ADVICE):
+            return
+        with tqdm.external_write_mode(file=sys.stderr):
+            show(message, category, *args, **kwargs)
+
+    with ExitStack() as undo:
+        for handler in _console_handlers():
+            undo.callback(handler.setStream, handler.stream)
+            handler.setStream(stream)  # type: ignore[arg-type]
+        warnings.showwarning = show_beside_bars
+        undo.callback(setattr, warnings, "showwarning", show)
+        yield
+
+
+def _console_handlers() -> list[logging.StreamHandler[TextIO]]:
+    """Those of Lightning that write to the terminal; where a user has put others, they are the user's."""
+    handlers = [handler for name in _LOGGERS for handler in logging.getLogger(name).handlers]
+    return [each for each in handlers if type(each) is logging.StreamHandler and each.stream is sys.__stderr__]
