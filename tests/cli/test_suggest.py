@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +25,11 @@ from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
 from lightning_hybrid.cli.suggest.search import search
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.memory.account import MemoryUsage
-from lightning_hybrid.pipeline_parallel.schedules import compute_order
-from tests.test_examples import CONFIGS
+from lightning_hybrid.pipeline_parallel.schedules import build
 
 # -- the search against all layouts, evaluated one by one by other code ------------------------------------------------
+
+CONFIG = str(Path(__file__).parent.parent.parent / "configs" / "gpt_hybrid.yaml")
 
 
 @dataclass(frozen=True)
@@ -170,20 +172,26 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
     talk = [s.tensor_sent / bandwidth + s.tensor_hops * latency if layout.tensor > 1 else 0.0 for s in stages]
     bandwidth, latency = naive_link(problem, layout, "pp")
     hop = microbatch * problem.output / bandwidth + latency if p > 1 else 0.0
-    # Longest paths through computations, by repeating until nothing moves.
-    order = compute_order(layout.schedule, p, m, layout.num_chunks)
+    # Longest paths through computations, by repeating until nothing moves. A message sets out when its receive has been
+    # posted.
+    order = build(layout.schedule, p, m, layout.num_chunks).actions
     end: dict[tuple[int, str, int], float] = {}
+    posted: dict[tuple[int, str, int], float] = {}
     changed = True
     while changed:
         changed = False
         for actions in order:
             free = 0.0
             for action in actions:
-                s, kind, i = action.stage, action.kind.value, action.microbatch
+                s, (way, _, kind), i = action.stage, action.kind.value.rpartition("_"), action.microbatch
+                if way == "RECV":
+                    posted[s, kind, i] = free
+                if way:
+                    continue
                 step = 1 if kind == "B" else -1
                 ready = free
-                if 0 <= s + step < len(stages):
-                    ready = max(ready, end.get((s + step, kind, i), 0.0) + (hop if p > 1 else 0.0))
+                if (s, kind, i) in posted:
+                    ready = max(ready, max(end.get((s + step, kind, i), 0.0), posted[s, kind, i]) + hop)
                 forward = stages[s].forward + talk[s]
                 backward = 2 * stages[s].forward + stages[s].recomputed + talk[s] * (1 + stages[s].tensor_repeated)
                 free = ready + (forward if kind == "F" else backward)
@@ -204,7 +212,7 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
         ends = [time for (s, _, _), time in end.items() if s % p == rank]
         finished.append((k - 1) * makespan + max(ends) + exposed + optimizer)
         alive = most = 0
-        for action in order[rank]:
+        for action in (each for each in order[rank] if each.kind.value in "FB"):
             alive += (1 if action.kind.value == "F" else -1) * int(stages[action.stage].saved)
             most = max(most, alive)
         usage = problem.held(layout)[rank]
@@ -398,8 +406,7 @@ def test_a_module_that_optimizes_by_hand_is_refused() -> None:
 
 
 def test_the_command_prints_the_best_and_why_the_others_are_not(capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(CONFIGS / "gpt_hybrid.yaml")
-    main(["suggest", "--config", config, "--ranks", "4", "--memory", "1GiB"])
+    main(["suggest", "--config", CONFIG, "--ranks", "4", "--memory", "1GiB"])
     text = capsys.readouterr().out
     assert "class_path: lightning_hybrid.HybridStrategy" in text
     assert "recompute" in text
@@ -408,8 +415,7 @@ def test_the_command_prints_the_best_and_why_the_others_are_not(capsys: pytest.C
 
 
 def test_the_command_gives_data_and_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(CONFIGS / "gpt_hybrid.yaml")
-    main(["suggest", "--config", config, "--ranks", "2", "--memory", "1MB", "--json"])
+    main(["suggest", "--config", CONFIG, "--ranks", "2", "--memory", "1MB", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["best"] == []
     assert any(group["why"] == "does not fit" for group in found["others"])
@@ -426,6 +432,6 @@ def test_the_command_gives_data_and_says_that_nothing_fits(capsys: pytest.Captur
 )
 def test_wrong_arguments_are_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["suggest", "--config", str(CONFIGS / "gpt_hybrid.yaml"), *arguments])
+        main(["suggest", "--config", CONFIG, *arguments])
     assert caught.value.code == 2
     assert text in capsys.readouterr().err
