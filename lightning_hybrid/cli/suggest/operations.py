@@ -98,7 +98,7 @@ class OperationCounter:
 
 
 def _count_flops(function: Any, args: Any, kwargs: Any, result: Any) -> int:
-    packet = function._overloadpacket
+    packet = function.overloadpacket
     if packet not in FLOPS and function._schema.name.startswith(f"aten::{_FUSED_ATTENTION}"):
         packet = getattr(torch.ops.aten, _FUSED_ATTENTION)  # the kernel of the CPU
     return FLOPS[packet](*args, **kwargs, out_val=result) if packet in FLOPS else 0
