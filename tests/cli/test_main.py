@@ -134,6 +134,7 @@ def _commands(tmp_path: Path) -> dict[str, list[str]]:
         "timeline": ["--ranks", "0"],
         "plan": wrong,
         "memory": wrong,
+        "suggest": ["--config", config, "--ranks", "8", "--nodes", "3"],
         "check": ["--config", config, "--steps", "0"],
         "inspect": [nothing],
         "consolidate": [nothing, str(tmp_path / "file")],
