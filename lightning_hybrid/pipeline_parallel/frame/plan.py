@@ -237,7 +237,7 @@ def _written_again(graph: Graph, made: set[int] | None) -> tuple[tuple[str, ...]
     """
     if made is None:
         return (), ()
-    calls = [graph.calls[number] for number in sorted(made)]
+    calls = [graph.all_calls[number] for number in sorted(made)]
     written = {*graph.changed, *(each for call in graph.calls for each in call.counts)}
     written = written.union(*(call.fills for call in calls))
     places = dict.fromkeys(path for each, paths in graph.places.items() if each in written for path in paths)
