@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from lightning_hybrid.cli.parser import PROGRAM, Parser, did_you_mean, with_advice
@@ -86,6 +86,26 @@ def load_config(parser: Parser, configs: Sequence[str], overrides: Sequence[str]
     if not isinstance(strategy, HybridStrategy):
         parser.error(f"the strategy of {', '.join(configs)} is a {type(strategy).__name__}, not a HybridStrategy")
     return cli, strategy
+
+
+def maker(
+    parser: Parser, configs: Sequence[str], overrides: Sequence[str], cli: HybridCLI
+) -> Callable[[], tuple[LightningModule, LightningDataModule | None]]:
+    """What makes the module and the data of a configuration, as often as it is called: a step may change them.
+
+    Args:
+        parser: Of the command.
+        configs: As of :func:`load_config`.
+        overrides: Likewise.
+        cli: The configuration, loaded once; the first call gives what it has.
+    """
+    unused = [cli]
+
+    def make() -> tuple[LightningModule, LightningDataModule | None]:
+        loaded = unused.pop() if unused else load_config(parser, configs, overrides)[0]
+        return loaded.model, loaded.datamodule
+
+    return make
 
 
 def be_quiet() -> None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from lightning_hybrid.cli.parser import ConfigParser, print_json
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule, LightningModule
 
 
 def run(args: Sequence[str]) -> None:
@@ -26,23 +22,17 @@ def run(args: Sequence[str]) -> None:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from lightning_hybrid.cli.dry_run import dry_run
-    from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config
+    from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config, maker
     from lightning_hybrid.strategy.summary import memory_table
 
     world = [] if options.ranks is None else ["--trainer.devices", str(options.ranks), "--trainer.num_nodes", "1"]
     be_quiet()
     overrides += ["--trainer.accelerator", "cpu", *world]
     cli, strategy = load_config(parser, options.config, overrides)
-    unused = [cli]
-
-    def make() -> tuple[LightningModule, LightningDataModule | None]:
-        loaded = unused.pop() if unused else load_config(parser, options.config, overrides)[0]
-        return loaded.model, loaded.datamodule
-
     trainer_arguments = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
     with parser.refusing(ValueError, TypeError, MisconfigurationException):
         result = dry_run(
-            make,
+            maker(parser, options.config, overrides, cli),
             strategy.settings,
             strategy.sizes,
             precision=strategy.precision_plugin,

@@ -6,13 +6,9 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from lightning_hybrid.cli.parser import ConfigParser, print_json
 from lightning_hybrid.cli.suggest.machine import Machine
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule, LightningModule
 
 _DESCRIPTION = (
     "Try every layout of so many ranks: sizes, microbatches, schedule, stage of ZeRO, recomputation. Print the fastest"
@@ -54,7 +50,7 @@ def run(args: Sequence[str]) -> None:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from rich.console import Console
 
-    from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config
+    from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config, maker
     from lightning_hybrid.cli.suggest.cost_model import CostModel, Step
     from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
     from lightning_hybrid.cli.suggest.report import as_data, as_text
@@ -64,12 +60,6 @@ def run(args: Sequence[str]) -> None:
     overrides += ["--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.num_nodes", "1"]
     overrides += [f"--trainer.strategy.init_args.{name}={value}" for name, value in _UNDIVIDED.items()]
     cli, strategy = load_config(parser, options.config, overrides)
-    unused = [cli]
-
-    def make() -> tuple[LightningModule, LightningDataModule | None]:
-        loaded = unused.pop() if unused else load_config(parser, options.config, overrides)[0]
-        return loaded.model, loaded.datamodule
-
     names = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
     trainer = {name: getattr(cli.trainer, name) for name in names}
     settings, console = strategy.settings, Console(stderr=True)
@@ -77,7 +67,7 @@ def run(args: Sequence[str]) -> None:
         machine = _machine(options)
         with console.status("Running the step on shapes") as status:
             profile = ModuleProfile(
-                make,
+                maker(parser, options.config, overrides, cli),
                 settings,
                 options.ranks,
                 machine,
