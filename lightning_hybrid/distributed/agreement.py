@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.distributed.process_group import world_device
+
 _T = TypeVar("_T")
 
 
@@ -29,7 +31,7 @@ def agree(check: Callable[[], _T]) -> _T:
         result = check()
     except Exception as raised:
         error = raised
-    failed = torch.tensor(error is not None, dtype=torch.int32, device=_device())
+    failed = torch.tensor(error is not None, dtype=torch.int32, device=world_device())
     dist.all_reduce(failed, dist.ReduceOp.MAX)  # a third of the time that texts take
     if not failed.item():
         return result
@@ -66,12 +68,6 @@ def check_equal(values: Mapping[str, str], advice: str) -> None:
                 for value, ranks in ranks_of.items()
             ]
             raise ValueError(f"`{name}` is not the same on every rank: {'; '.join(parts)}. {advice}")
-
-
-def _device() -> torch.device:
-    """Where the group of all ranks takes tensors: the host, if it can."""
-    has_host = "cpu:" in dist.get_backend_config()
-    return torch.device("cpu") if has_host else torch.device("cuda", torch.cuda.current_device())
 
 
 _MOST = 8  # ranks in one text

@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_hybrid.distributed.process_group import GroupRef
+from lightning_hybrid.distributed.process_group import GroupRef, device_backends, make_group, set_timeout
 
 #: Short names, as in ``rank_order``, and the names of the axes, as Lightning spells them.
 AXES = {"dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel"}
@@ -36,7 +37,7 @@ class _WorldCache:
         world = dist.group.WORLD
         assert world is not None
         if self._world() is not world:
-            self._entries.clear()
+            self.clear()
             _clear_sharding_cache()
             gc.collect()
             self._world = weakref.ref(world)
@@ -45,7 +46,10 @@ class _WorldCache:
         return self._entries[key]
 
     def clear(self) -> None:
-        """Drop everything: torch's mesh holds the group of all ranks."""
+        """Drop everything: torch's meshes hold their groups, and parameters that are sharded hold the meshes."""
+        for entry in self._entries.values():
+            if isinstance(entry, DeviceMesh):
+                getattr(entry, "_pg_registry", {}).clear()
         self._entries.clear()
 
 
@@ -80,13 +84,17 @@ class Mesh:
              pipeline    [0,4] [1,5] [2,6] [3,7]
              model       [0,1,4,5] [2,3,6,7]
 
+    Each line is one call of :func:`make_group`, if no line before it has the same ranks. The axes of torch's mesh are
+    these groups. All are made at once, and none when it is first needed: a rank that fails before would leave the
+    others waiting for it.
+
     Args:
         data_parallel_size: The number of replicas.
         tensor_parallel_size: The number of ranks that share each layer.
         pipeline_parallel_size: The number of ranks that share the layers.
         rank_order: The axes from the outermost to the innermost, joined by ``-``.
         device_type: ``"cpu"`` or ``"cuda"``.
-        timeout: Of the groups made here.
+        timeout: Of the groups made here, and of the group of all ranks where that is one of them.
     """
 
     def __init__(
@@ -105,34 +113,37 @@ class Mesh:
         self.data_parallel_size = data_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
         self.pipeline_parallel_size = pipeline_parallel_size
-        shape, names = tuple(sizes[axis] for axis in order), tuple(AXES[axis] for axis in order)
-        device_mesh: DeviceMesh = _WORLD_CACHE.get(
-            (device_type, shape, names), lambda: init_device_mesh(device_type, shape, mesh_dim_names=names)
-        )
-        self._device_mesh: DeviceMesh | None = device_mesh
+        shape = tuple(sizes[axis] for axis in order)
+        by_order = torch.arange(dist.get_world_size(), dtype=torch.int).view(shape)
+        self._ranks = by_order.permute([order.index(axis) for axis in ("pp", "dp", "tp")])
         self._requests: Counter[Hashable] = Counter()
-        self._ranks = device_mesh.mesh.permute([order.index(axis) for axis in ("pp", "dp", "tp")])
         self._timeout = timeout
-        self._shared_parameter_groups: dict[tuple[tuple[int, ...], bool], GroupRef | None] = {}
         coordinates = (self._ranks == dist.get_rank()).nonzero().flatten().tolist()
         self.pipeline_rank, self.data_rank, self.tensor_rank = coordinates
-        # Not the groups of torch's mesh: those do not have our timeout.
-        self._data_group = GroupRef(self.new_group_of(self._ranks_by_stage()))
-        self._tensor_group = GroupRef(self.new_group_of(self._ranks.reshape(-1, tensor_parallel_size).tolist()))
-        model_groups = [self.model_ranks(data_rank) for data_rank in range(data_parallel_size)]
-        self._model_group = GroupRef(self.new_group_of(model_groups))
-        self._control_group = GroupRef(self.new_group_of(model_groups, backend="gloo"))
-        # All at once, and none when it is first needed: a rank that fails before would leave the others waiting for it.
-        everyone = [list(range(dist.get_world_size()))]
-        self._world_group = GroupRef(self.new_group_of(everyone, backend="gloo"))
-        takes_host_tensors = "cpu:" in dist.get_backend_config()
-        self._decision_group = GroupRef(
-            dist.group.WORLD if takes_host_tensors else self.new_group_of(everyone, backend="gloo")
+
+        by_stage = self._ranks.permute(0, 2, 1).flatten(0, 1)
+        by_replica = self._ranks.transpose(0, 1).flatten(1)
+        everyone = by_order.view(1, -1)
+        self._data_group = self._group(by_stage)
+        self._tensor_group = self._group(self._ranks.flatten(0, 1))
+        self._model_group = self._group(by_replica)
+        # Nothing here uses it: who does, has it connected.
+        pipeline_group = self._group(self._ranks.permute(1, 2, 0).flatten(0, 1), connects_when_used=True)
+        self._control_group = self._group(by_replica, "gloo", use="control")
+        self._world_group = self._group(everyone, "gloo", use="beside training")
+        takes_host_tensors = "cpu" in device_backends()
+        self._decision_group = GroupRef(dist.group.WORLD) if takes_host_tensors else self._group(everyone, "gloo")
+        self._data_control_group = self._group(by_stage, "gloo") if data_parallel_size > 1 else None
+
+        groups = {"dp": self._data_group, "tp": self._tensor_group, "pp": pipeline_group}
+        names = tuple(AXES[axis] for axis in order)
+        device_mesh: DeviceMesh = _WORLD_CACHE.get(
+            (device_type, shape, names),
+            lambda: DeviceMesh.from_group(
+                [groups[axis]() for axis in order], device_type, mesh=by_order, mesh_dim_names=names
+            ),
         )
-        has_replicas = data_parallel_size > 1
-        self._data_control_group = (
-            GroupRef(self.new_group_of(self._ranks_by_stage(), backend="gloo")) if has_replicas else None
-        )
+        self._device_mesh: DeviceMesh | None = device_mesh
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -206,18 +217,14 @@ class Mesh:
         dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._data_control_group())
         return int(smallest)
 
-    def _ranks_by_stage(self) -> list[list[int]]:
-        """The ranks that hold the same part of the model, for every such part."""
-        ranks: list[list[int]] = self._ranks.permute(0, 2, 1).reshape(-1, self.data_parallel_size).tolist()
-        return ranks
-
     def rank(self, pipeline_rank: int, data_rank: int, tensor_rank: int) -> int:
         """The global rank at these coordinates."""
         return int(self._ranks[pipeline_rank, data_rank, tensor_rank])
 
     def model_ranks(self, data_rank: int) -> list[int]:
         """The global ranks of one replica, by pipeline rank, then tensor rank."""
-        return [int(rank) for rank in self._ranks[:, data_rank, :].flatten()]
+        ranks: list[int] = self._ranks[:, data_rank, :].flatten().tolist()
+        return ranks
 
     def model_group_rank(self, pipeline_rank: int, tensor_rank: int) -> int:
         """The rank inside of the model group, and of the control group, at these coordinates: torch sorts the ranks."""
@@ -236,53 +243,64 @@ class Mesh:
             of_replica: Whether it has the ranks of this replica only.
 
         Returns:
-            The group that this rank is in; ``None`` if it is in none. Ranks are ordered by pipeline rank, then
-            data rank.
+            The group that this rank is in; ``None`` if it is in none.
         """
-        stages = tuple(sorted(pipeline_ranks))
-        key = stages, of_replica
-        if key not in self._shared_parameter_groups:
-            replicas = range(self.data_parallel_size)
-            group = self._new_groups(stages, [range(d, d + 1) for d in replicas] if of_replica else [replicas])
-            self._shared_parameter_groups[key] = None if group is None else GroupRef(group)
-        reference = self._shared_parameter_groups[key]
+        ranks = self._ranks[sorted(pipeline_ranks)]
+        partition = ranks.permute(1, 2, 0).flatten(0, 1) if of_replica else ranks.permute(2, 0, 1).flatten(1)
+        reference = self._find_group(partition)
         return None if reference is None else reference()
 
-    def new_p2p_group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
+    def new_p2p_group(self, pairs: Iterable[tuple[int, int]]) -> dist.ProcessGroup | None:
         """A new group of two pipeline ranks of this rank's replica, the lower one first.
 
         Every rank of the world must call this with the same arguments in the same order. Each call makes another group:
         messages of different pairs, directions and kinds never wait for each other.
-        """
-        return self._new_groups(sorted((sender, receiver)), [range(d, d + 1) for d in range(self.data_parallel_size)])
-
-    def _new_groups(self, stages: Iterable[int], replicas: Sequence[range]) -> dist.ProcessGroup | None:
-        """For each of the sets of replicas and each tensor rank a group over these stages; the one of this rank."""
-        return self.new_group_of(
-            [
-                [self.rank(stage, data_rank, tensor_rank) for stage in stages for data_rank in data_ranks]
-                for data_ranks in replicas
-                for tensor_rank in range(self.tensor_parallel_size)
-            ]
-        )
-
-    def new_group_of(self, partition: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-        """Make disjoint groups, on every rank in the same order, and return the one that this rank is in.
 
         Args:
-            partition: The global ranks of each group, in their order inside it.
-            backend: Of the groups; ``None`` for the one of the world.
+            pairs: Pairs of pipeline ranks that have no rank in common: one call makes the groups of all of them.
+
+        Returns:
+            The group of the pair that this rank is in; ``None`` if it is in none.
         """
+        ranks = torch.cat([self._ranks[list(pair)].permute(1, 2, 0).flatten(0, 1) for pair in pairs])
+        reference = self._find_group(ranks, use="messages")
+        return None if reference is None else reference()
+
+    def _group(self, partition: Tensor, *args: Any, **kwargs: Any) -> GroupRef:
+        """As :meth:`_find_group`, of a partition of all ranks."""
+        reference = self._find_group(partition, *args, **kwargs)
+        assert reference is not None
+        return reference
+
+    def _find_group(
+        self, partition: Tensor, backend: str | None = None, *, use: str = "", connects_when_used: bool = False
+    ) -> GroupRef | None:
+        """The one of some disjoint groups that this rank is in, made where there is none of these ranks.
+
+        Args:
+            partition: The global ranks, shape (groups, ranks of each).
+            backend: Of the groups; ``None`` for the one of the world.
+            use: Groups of the same ranks for something else are others. Each request for ``"messages"`` is.
+            connects_when_used: As in :func:`make_group`.
+        """
+        ranks: list[list[int]] = partition.sort(1).values.tolist()
+        request = tuple(map(tuple, ranks)), backend, use, self._timeout
+        if use == "messages":
+            self._requests[request] += 1
 
         def make() -> GroupRef | None:
-            own: GroupRef | None = None
-            for ranks in partition:
-                group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
-                if dist.get_rank() in ranks:
-                    own = GroupRef(group)
-            return own
+            world = dist.group.WORLD
+            assert world is not None
+            if backend is None and not use and len(ranks[0]) == world.size() and set_timeout(world, self._timeout):
+                return GroupRef(world)
+            group = make_group(
+                ranks,
+                backend=backend,
+                timeout=self._timeout,
+                carries_messages=use == "messages",
+                connects_when_used=connects_when_used or len(ranks[0]) == 1,
+            )
+            return None if group is None else GroupRef(group)
 
-        request = (tuple(map(tuple, partition)), backend, self._timeout)
-        self._requests[request] += 1
         reference: GroupRef | None = _WORLD_CACHE.get((request, self._requests[request]), make)
-        return None if reference is None else reference()
+        return reference

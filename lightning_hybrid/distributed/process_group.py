@@ -1,15 +1,29 @@
-"""A process group, held weakly, and collectives whose names differ between versions of torch."""
+"""Process groups: how they are made, held weakly, and what their backends are."""
 
 from __future__ import annotations
 
+import inspect
+import os
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 # The names that torch 2.13 brought. The old ones are looked up only where there are no new ones: they may go.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+#: Thread blocks of a device that a pipeline message may take: NCCL would take up to 32 of an H100's 132 processors for
+#: as long as a posted receive waits.
+MESSAGE_CTAS = 8
+
+#: Ranks from which a gloo group connects two of them when they first talk: all at once, that is a socket to each.
+MOST_CONNECTED = 256
 
 
 class GroupRef:
@@ -48,3 +62,207 @@ class GroupRef:
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupRef:
         """Itself."""
         return self
+
+
+def device_backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """Which backend carries the tensors of which device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
+
+    However it was asked for: as ``"nccl"``, as ``"cpu:gloo,cuda:nccl"``, or not at all.
+
+    Args:
+        group: The group; ``None`` for that of all ranks.
+    """
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+
+
+def has_nccl(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether tensors on a device travel by NCCL, where waiting is done by the device, and a group can be aborted."""
+    return device_backends(group).get("cuda") == "nccl"
+
+
+def world_device() -> torch.device:
+    """Where the group of all ranks takes tensors: the host, if it can."""
+    return torch.device("cpu" if "cpu" in device_backends() else f"cuda:{torch.cuda.current_device()}")
+
+
+def make_group(
+    partition: Sequence[Sequence[int]],
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    carries_messages: bool = False,
+    connects_when_used: bool = False,
+) -> dist.ProcessGroup | None:
+    """Make disjoint groups, and return the one that this rank is in.
+
+    Every rank of the world calls this with the same arguments in the same order, also a rank that is in none of them.
+    It takes no call for each group::
+
+        NCCL that is bound to devices   all groups are split off the world's communicator by one collective
+        everything else                 the members of each group meet, and nobody else does anything
+
+    What is split off does not share resources with the world (``split_share``): NCCL runs the operations of such
+    communicators one after the other, so a receive that is posted early would hold up every collective behind it.
+
+    Args:
+        partition: The global ranks of each group. Inside it they are sorted.
+        backend: Of the groups; ``None`` for the one of the world.
+        timeout: Of the groups; ``None`` for that of torch.
+        carries_messages: Whether these are messages between stages: with NCCL they go before what the device computes
+            at the time, and take :data:`MESSAGE_CTAS` thread blocks at most.
+        connects_when_used: Whether NCCL makes the communicators, for which each takes memory of the device, only for
+            the first operation.
+    """
+    group = _make_group(partition, backend, timeout, carries_messages, connects_when_used)
+    if group is not None:
+        _MADE[:] = [*(made for made in _MADE if made() is not None), weakref.ref(group)]
+    return group
+
+
+#: What :func:`make_group` gave, in its order.
+_MADE: list[weakref.ref[dist.ProcessGroup]] = []
+
+
+def abort_groups() -> None:
+    """End what is under way in all groups, without any other rank.
+
+    Torch aborts them all at once: one after the other, an abort can wait for that of another communicator on a peer
+    (pytorch#119797). A torch that cannot gets the next best: the groups made here, latest first, which is one order on
+    all ranks.
+    """
+    abort_all = getattr(distributed_c10d, "_abort_process_group", None)
+    if abort_all is not None:
+        abort_all()
+        return
+    groups = [made for made in (reference() for reference in reversed(_MADE)) if made is not None]
+    for group in [*(group for group in groups if group is not _world()), _world()]:
+        group.abort()
+
+
+def _make_group(
+    partition: Sequence[Sequence[int]],
+    backend: str | None,
+    timeout: timedelta | None,
+    carries_messages: bool,
+    connects_when_used: bool,
+) -> dist.ProcessGroup | None:
+    rank = dist.get_rank()
+    own = next((list(ranks) for ranks in partition if rank in ranks), None)
+    options = _message_options(timeout) if carries_messages and backend is None and has_nccl() else None
+    if backend is None and _can_split() and not connects_when_used:
+        return _split_world(partition, timeout, options)
+    if not _can_meet(backend):  # then torch needs all ranks for each group
+        groups = [
+            dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options) for ranks in partition
+        ]
+        return next((group for group, ranks in zip(groups, partition, strict=True) if rank in ranks), None)
+    if any(len(ranks) > 1 for ranks in partition):
+        _even_out()
+    if own is None:
+        return None
+    with _unbound(), _connecting_lazily(len(own) > MOST_CONNECTED):
+        group: dist.ProcessGroup | None = dist.new_group(
+            own, timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
+        )
+    return group
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta | None) -> bool:
+    """Give a group that exists another timeout, and say whether this torch, and its backend, can."""
+    if timeout is None:
+        return True
+    if not hasattr(group, "set_timeout"):
+        return False
+    try:
+        group.set_timeout(timeout)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _can_split() -> bool:
+    """Whether the world's communicator is there, bound to devices, so that others can be split off it."""
+    return getattr(_world(), "bound_device_id", None) is not None and hasattr(dist, "split_group") and has_nccl()
+
+
+def _split_world(
+    partition: Sequence[Sequence[int]], timeout: timedelta | None, options: Any
+) -> dist.ProcessGroup | None:
+    arguments: dict[str, Any] = {"timeout": timeout, "pg_options": options}
+    if len(set(device_backends().values())) > 1 and "backend" in inspect.signature(dist.split_group).parameters:
+        arguments["backend"] = "cuda:nccl"  # of a world that has gloo as well
+    group: dist.ProcessGroup | None = dist.split_group(split_ranks=[list(ranks) for ranks in partition], **arguments)
+    return group
+
+
+def _message_options(timeout: timedelta | None) -> Any:
+    # Each of these groups is of two ranks and one direction: that its messages wait for each other is what is wanted.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options.config.max_ctas = MESSAGE_CTAS
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+def _can_meet(backend: str | None) -> bool:
+    """Whether the members of a group can make it without the other ranks."""
+    is_mpi = "mpi" in (backend or ",".join(device_backends().values()))
+    return _num_groups() is not None and not is_mpi
+
+
+def _num_groups() -> int | None:
+    """The number of groups that this process has; ``None`` if this torch does not tell."""
+    names = getattr(getattr(distributed_c10d, "_world", None), "pg_names", None)
+    return None if names is None else len(names)
+
+
+def _even_out() -> None:
+    """Have every rank have equally many groups.
+
+    Torch names a group that only its members make after its ranks and the number of groups that the process has: with
+    other numbers, members wait for each other under other names (torch 2.11 to 2.13).
+    """
+    own = _num_groups()
+    assert own is not None
+    most = torch.tensor(own, device=world_device())
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    with _unbound():
+        for _ in range(int(most) - own):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Inside, new groups are not split off the world's communicator, which would take all ranks."""
+    world = _world()
+    device = getattr(world, "bound_device_id", None)
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+@contextmanager
+def _connecting_lazily(is_large: bool) -> Iterator[None]:
+    """Inside, a gloo group opens a connection at the first message over it; torch reads this for each group."""
+    name = "TORCH_GLOO_LAZY_INIT"
+    if not is_large or name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.distributed.process_group import GroupRef
+from lightning_hybrid.distributed.process_group import GroupRef, device_backends
 from lightning_hybrid.distributed.pytree import TensorMeta, TreeMeta, TreeSpec
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.pipeline_parallel.schedules import ChannelKey
@@ -267,14 +266,36 @@ def make_channels(
     if num_chunks > 1 and size > 1:
         hops.append((size - 1, 0))
     channels: dict[ChannelKey, Channel] = {}
-    for upstream, downstream in hops:
-        keys: tuple[ChannelKey, ChannelKey] = (upstream, downstream, "activation"), (downstream, upstream, "gradient")
-        for key in keys:
-            group = mesh.new_p2p_group(upstream, downstream)
-            if group is not None:
-                peer = int(mesh.pipeline_rank == min(upstream, downstream))  # the lower rank comes first in the group
-                channels[key] = Channel(group, peer, device, dynamic_shapes)
+    for disjoint in _disjoint(hops):
+        own = next((hop for hop in disjoint if mesh.pipeline_rank in hop), None)
+        for kind in _KINDS:
+            group = mesh.new_p2p_group(disjoint)
+            if group is not None and own is not None:
+                sender, receiver = own if kind == "activation" else own[::-1]
+                peer = int(mesh.pipeline_rank == min(own))  # the lower rank comes first in the group
+                channels[sender, receiver, kind] = Channel(group, peer, device, dynamic_shapes)
     return channels
+
+
+_KINDS: tuple[Literal["activation", "gradient"], ...] = "activation", "gradient"
+
+
+def _disjoint(hops: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """The hops in few lists, none of which has a rank twice: groups of one list are made together.
+
+    Of a pipeline these are two, of a ring with an odd number of ranks three::
+
+        0 --- 1     2 --- 3     4 --- 5
+              1 --- 2     3 --- 4
+    """
+    lists: list[list[tuple[int, int]]] = []
+    for hop in hops:
+        taken = (each for each in lists if not any(set(hop) & set(other) for other in each))
+        fitting = next(taken, None)
+        if fitting is None:
+            lists.append(fitting := [])
+        fitting.append(hop)
+    return lists
 
 
 class _WireTensor:
@@ -335,5 +356,4 @@ def _wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
     """Where the backend wants tensors: gloo sends and receives only those of the host."""
     if device.type == "cpu":
         return device
-    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    return torch.device("cpu") if backends.get(device.type, "gloo") == "gloo" else device
+    return torch.device("cpu") if device_backends(group).get(device.type, "gloo") == "gloo" else device

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.tree_broadcast import reduce_over
 from lightning_hybrid.strategy.launch import has_groups
 
@@ -101,7 +102,8 @@ class ReplicaCollectives(ParallelStrategy):
         """Wait for every process."""
         if not has_groups():
             return
-        dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+        on_device = self.root_device.type == "cuda" and has_nccl()
+        dist.barrier(device_ids=[self.root_device.index] if on_device else None)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:

@@ -27,9 +27,10 @@ from lightning_hybrid.checkpoint.checkpointer import Checkpointer
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import agree
-from lightning_hybrid.distributed.failure import FailureStore, close_groups, has_nccl
+from lightning_hybrid.distributed.failure import FailureStore, close_groups
 from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.watcher import Watcher

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +20,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hybrid.config import resolve_sizes
+from lightning_hybrid.distributed import mesh as mesh_module
+from lightning_hybrid.distributed import process_group
+from lightning_hybrid.distributed.failure import close_groups
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.pipeline_parallel.p2p import make_channels
 from tests.pool import Pools
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -62,16 +70,20 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def fake_gloo() -> Iterator[None]:
+    """Groups over gloo are fake ones too: the fake world has no store."""
+    new_group = dist.new_group
+    with mock.patch.object(
+        dist, "new_group", lambda ranks, backend=None, **kwargs: new_group(ranks, backend="fake", **kwargs)
+    ):
+        yield
+
+
 def seen_by(rank: int, sizes: tuple[int, int, int], order: str, look: Callable[[Mesh], Any]) -> Any:
     data, tensor, pipeline = sizes
-    with fake_world(rank, data * tensor * pipeline):
-        # The control group is over gloo, which the fake world has not.
-        new_group = dist.new_group
-        dist.new_group = lambda ranks, backend=None, **kwargs: new_group(ranks, backend="fake", **kwargs)
-        try:
-            return look(Mesh(data, tensor, pipeline, rank_order=order))
-        finally:
-            dist.new_group = new_group
+    with fake_world(rank, data * tensor * pipeline), fake_gloo():
+        return look(Mesh(data, tensor, pipeline, rank_order=order))
 
 
 def groups_of(mesh: Mesh) -> dict[str, list[int]]:
@@ -144,7 +156,7 @@ def test_holders_of_shared_tensors() -> None:
 
 def test_a_pair_is_of_one_replica_and_every_call_makes_another() -> None:
     def look(mesh: Mesh) -> Any:
-        first, second = mesh.new_p2p_group(1, 0), mesh.new_p2p_group(0, 1)
+        first, second = mesh.new_p2p_group([(1, 0)]), mesh.new_p2p_group([(0, 1)])
         if first is None or second is None:
             return first, second
         assert first is not second
@@ -155,6 +167,112 @@ def test_a_pair_is_of_one_replica_and_every_call_makes_another() -> None:
     found = [seen_by(rank, (2, 1, 3), "dp-pp-tp", look) for rank in range(6)]
     nothing = (None, None)
     assert found == [[0, 1], [0, 1], nothing, [3, 4], [3, 4], nothing]
+
+
+# -- how many calls that takes -----------------------------------------------------------------------------------------
+
+
+class Calls:
+    """What a rank of a world of NCCL that is bound to devices asks torch for, and the groups that it is in."""
+
+    def __init__(self) -> None:
+        self.splits: list[Any] = []  # of the world's communicator: each is a collective of all ranks
+        self.lazy: list[list[int]] = []  # NCCL groups that connect when they are used
+        self.gloo: list[list[int]] = []
+        self.communicators = {dist.group.WORLD}
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        new_group = dist.new_group
+
+        def split(split_ranks: list[list[int]], **kwargs: Any) -> Any:
+            self.splits.append(kwargs["pg_options"])
+            own = [ranks for ranks in split_ranks if dist.get_rank() in ranks]
+            for ranks in own:
+                self.communicators.add(new_group(ranks, backend="fake", use_local_synchronization=True))
+            return next(reversed(list(self.communicators))) if own else None
+
+        def new(ranks: list[int], *, backend: str | None = None, use_local_synchronization: bool, **_: Any) -> Any:
+            assert dist.group.WORLD.bound_device_id is None, "torch would split it off the world, without the others"
+            assert use_local_synchronization
+            (self.gloo if backend == "gloo" else self.lazy).append(ranks)
+            return new_group(ranks, backend="fake", use_local_synchronization=True)
+
+        nccl = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+        with (
+            mock.patch.object(process_group, "device_backends", return_value={"cuda": "nccl"}),
+            mock.patch.object(process_group, "world_device", return_value=torch.device("cpu")),
+            mock.patch.object(mesh_module, "device_backends", return_value={"cuda": "nccl"}),
+            mock.patch.object(mesh_module, "set_timeout", return_value=True),
+            mock.patch.object(dist, "split_group", split),
+            mock.patch.object(dist, "new_group", new),
+            mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
+        ):
+            dist.group.WORLD.bound_device_id = torch.device("cuda:0")
+            yield
+            assert dist.group.WORLD.bound_device_id == torch.device("cuda:0")
+
+
+def calls_of(rank: int, sizes: tuple[int, int, int], num_chunks: int = 1) -> tuple[Calls, Mesh]:
+    with fake_world(rank, math.prod(sizes)):
+        calls = Calls()
+        with calls.counted():
+            mesh = Mesh(*sizes, timeout=timedelta(seconds=77))
+            make_channels(mesh, num_chunks, torch.device("cpu"), dynamic_shapes=False)
+        return calls, mesh
+
+
+#: dp x tp x pp, chunks: collectives of the world, communicators of a rank in the middle, groups over gloo.
+CALLS = {
+    ((512, 1, 1), 1): (0, 1, 3),
+    ((1, 8, 1), 1): (0, 1, 3),
+    ((1, 1, 8), 1): (4, 5, 3),
+    ((1, 1, 8), 2): (4, 5, 3),
+    ((1, 1, 7), 2): (6, 5, 3),
+    ((64, 1, 8), 1): (6, 7, 4),
+    ((64, 8, 1), 1): (2, 3, 4),
+    ((1, 8, 8), 1): (5, 6, 3),
+    ((2, 2, 2), 1): (5, 6, 4),
+    ((64, 8, 8), 1): (7, 8, 4),
+    ((256, 8, 8), 1): (7, 8, 4),
+}
+
+
+@pytest.mark.parametrize(("layout", "expected"), CALLS.items(), ids=str)
+def test_one_collective_makes_all_groups_of_a_kind(
+    layout: tuple[tuple[int, int, int], int], expected: tuple[int, int, int]
+) -> None:
+    """There was one for each group: 8,328 of them at 64 x 8 x 8, and 1,025 at 512 x 1 x 1."""
+    sizes, num_chunks = layout
+    world = math.prod(sizes)
+    found = [calls_of(rank, sizes, num_chunks)[0] for rank in (0, world // 2 - 1, world - 1)]
+    assert len({len(calls.splits) for calls in found}) == 1, "the ranks wait for each other"
+    in_the_middle = found[1]
+    assert (len(in_the_middle.splits), len(in_the_middle.communicators), len(in_the_middle.gloo)) == expected
+    for calls in found:
+        assert len(calls.splits) + len(calls.lazy) + len(calls.gloo) <= (13 if sizes[0] < world else 4)
+        messages = [options for options in calls.splits if options is not None]
+        assert len(messages) == expected[0] - sum(options is None for options in calls.splits)
+        assert all(options.is_high_priority_stream and options.config.max_ctas == 8 for options in messages)
+        assert all(options._timeout == timedelta(seconds=77) for options in messages)
+
+
+def test_the_axes_of_the_device_mesh_are_the_groups_that_there_are() -> None:
+    def look(mesh: Mesh) -> Any:
+        axes = mesh.device_mesh
+        assert axes.get_group("data_parallel") is mesh.data_group
+        assert axes.get_group("tensor_parallel") is mesh.tensor_group
+        return axes["pipeline_parallel"].get_group() is mesh.model_group
+
+    assert seen_by(5, (2, 2, 2), "pp-dp-tp", look) is False
+    assert seen_by(3, (2, 1, 2), "pp-dp-tp", look) is True
+
+
+def test_a_torch_that_cannot_split_makes_each_group_with_all_ranks() -> None:
+    with fake_world(1, 8), fake_gloo(), mock.patch.object(process_group, "_num_groups", return_value=None):
+        mesh = Mesh(2, 2, 2)
+        assert dist.get_process_group_ranks(mesh.data_group) == [1, 3]
+        assert dist.get_process_group_ranks(mesh.model_group) == [0, 1, 4, 5]
 
 
 # -- real groups -------------------------------------------------------------------------------------------------------
@@ -181,7 +299,7 @@ def timeouts() -> list[timedelta]:
         mesh.data_group,
         mesh.model_group,
         mesh.control_group,
-        mesh.new_p2p_group(0, 1),
+        mesh.new_p2p_group([(0, 1)]),
         mesh.shared_parameter_group((0, 1)),
     )
     cpu = torch.device("cpu")
@@ -209,15 +327,71 @@ def test_groups_of_all_ranks_are_made_at_once(ranks: Pools) -> None:
 def groups_survive() -> bool:
     """The mesh holds its groups by weak references, so that destroying them closes their connections."""
     mesh = Mesh(1, 1, 2)
-    group = weakref.ref(mesh.model_group)
-    assert dist.get_rank(mesh.model_group) == dist.get_rank()
-    dist.destroy_process_group(mesh.model_group)
+    group = weakref.ref(mesh.control_group)
+    assert dist.get_rank(mesh.control_group) == dist.get_rank()
+    dist.destroy_process_group(mesh.control_group)
     gc.collect()
     return group() is not None
 
 
 def test_destroyed_groups_are_gone(ranks: Pools) -> None:
     assert ranks(2).run(groups_survive) == [False, False]
+
+
+def uneven() -> float:
+    """Somebody made groups that not every rank is in."""
+    for ranks in ([0], [0], [0, 2]):
+        dist.new_group(ranks)
+    group = Mesh(1, 1, 3).shared_parameter_group((1, 2))
+    total = torch.tensor(float(dist.get_rank()))
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.item()
+
+
+def test_members_meet_whatever_groups_they_had_before(ranks: Pools) -> None:
+    """Torch names a group by how many the process has: the members waited for each other under different names."""
+    assert ranks(3).run(uneven, timeout=20) == [0.0, 3.0, 3.0]
+
+
+def sockets() -> int:
+    files = Path("/proc/self/fd")
+    return sum(str(file.readlink()).startswith("socket:") for file in files.iterdir() if file.is_symlink())
+
+
+def connections(most: int) -> int:
+    with mock.patch.object(process_group, "MOST_CONNECTED", most):
+        before = sockets()
+        group = process_group.make_group([[0, 1, 2, 3]], backend="gloo")
+        made = sockets() - before
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == 4
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    return made
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the files of a process")
+def test_a_large_group_over_gloo_does_not_connect_everyone(ranks: Pools) -> None:
+    """Above a thousand ranks, a process may not have as many files as that takes."""
+    eager, lazy = ranks(4).run(connections, 4), ranks(4).run(connections, 3)
+    assert all(few < many for few, many in zip(lazy, eager, strict=True)), (eager, lazy)
+
+
+def outlive() -> bool:
+    dist.init_process_group("gloo")
+    mesh = Mesh(1, 2, 1)
+    group = weakref.ref(mesh.tensor_group)
+    sharded = DTensor.from_local(torch.ones(1), mesh.device_mesh["tensor_parallel"], [Shard(0)])
+    mesh.abandon()
+    close_groups()
+    assert sharded.shape == (2,)
+    return group() is not None
+
+
+def test_parameters_do_not_keep_the_groups_of_their_mesh(ranks: Pools) -> None:
+    """After a failure peers that wait must notice: the connections of a gloo group close when nothing refers to it."""
+    assert ranks(2, lightning=True).run(outlive) == [False, False]
 
 
 def doubled(num_groups: int) -> list[float]:
