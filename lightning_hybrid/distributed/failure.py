@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import socket
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,11 +16,14 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from lightning_hybrid.distributed.process_group import abort_groups, has_nccl
+
 _KEY = "lightning_hybrid/failure"
 EVENT, CAUSE = "event", "cause"  # keys in the store: whether there is anything to look at; the first failure
 _PATIENCE = 1.5  # seconds that watches of other ranks may take to answer
 _LINGER = 1.5
 _MOST = 8  # ranks in one text
+_DEADLINE = 10.0  # seconds in which NCCL has let go of its communicators
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
@@ -222,28 +228,35 @@ def finished_text(ranks: Sequence[int]) -> str:
     )
 
 
-def close_groups(error: BaseException | None = None) -> None:
+def close_groups(error: BaseException | None = None, *, end: Callable[[int], object] = os._exit) -> None:
     """Leave every process group without a collective, so that peers that wait for this rank fail at once.
 
     A gloo group closes its connections when nothing refers to it any more: the package holds groups by weak references,
     and pending work must have been abandoned before.
 
+    NCCL's groups are aborted: to destroy them would be to wait for what peers that are gone never send. Should even
+    that not come back, the process ends; so what went wrong is printed first.
+
     Args:
         error: What is being raised: the local variables of the calls that it came through refer to groups and to work.
+        end: Ends the process.
     """
+    text = f"{type(error).__name__}: {error}" if error is not None else "another rank has left"
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
     with contextlib.suppress(Exception):
-        if has_nccl() and dist.group.WORLD is not None:
-            dist.group.WORLD.abort()
+        if has_nccl():
+            print(f"[rank {dist.get_rank()}] {text}\nThis rank leaves its process groups.", file=sys.stderr, flush=True)
+            deadline = threading.Timer(_DEADLINE, end, (1,))
+            deadline.daemon = True
+            deadline.start()
+            try:
+                abort_groups()
+            finally:
+                deadline.cancel()
         dist.destroy_process_group()
     gc.collect()
-
-
-def has_nccl() -> bool:
-    """Whether tensors on a device travel by NCCL, where waiting is done by the device, and a group can be aborted."""
-    return "nccl" in dist.get_backend_config()
 
 
 def is_transport(error: BaseException) -> bool:

@@ -44,7 +44,7 @@ class FailureWatch:
         *,
         rank: int,
         size: int,
-        abort: Callable[[], None] | None,
+        abort: Callable[[BaseException], None] | None,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self._failures, self._store, self._rank, self._size = failures, store, rank, size
@@ -72,7 +72,7 @@ class FailureWatch:
             return
         if self._abort is not None and not self._has_aborted and not self._failures.failed:
             self._has_aborted = self._failures.failed = True
-            self._abort()
+            self._abort(RuntimeError(cause))
         if self._seconds_stuck() > _PATIENCE:
             print(f"[rank {self._rank}] {cause}\nThis rank waited at {self._where()}, and ends.", file=sys.stderr)
             with suppress(Exception):

@@ -1,0 +1,110 @@
+"""Leaving NCCL's groups after a failure: all are aborted, nothing waits for peers, and the cause is told first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_hybrid.distributed import failure
+from lightning_hybrid.distributed.failure import close_groups
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import GroupRef
+
+
+class Recorded:
+    """What is done to groups, and the mesh whose groups they are."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+        self.mesh: Mesh | None = None
+
+
+@contextmanager
+def nccl_world(rank: int = 1) -> Iterator[Recorded]:
+    """Fake groups that are said to be NCCL's."""
+    recorded = Recorded()
+
+    def record(name: str, group: dist.ProcessGroup) -> None:
+        recorded.calls.append((name, tuple(sorted(distributed_c10d._world.pg_group_ranks[group]))))
+
+    dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
+    new_group = dist.new_group
+
+    def fake(ranks: list[int], *, backend: str | None = None, **kwargs: object) -> object:
+        return new_group(ranks, backend="fake", **kwargs)
+
+    try:
+        with mock.patch.object(dist, "new_group", fake):
+            recorded.mesh = Mesh(2, 2, 2)
+            recorded.mesh.new_p2p_group([(0, 1)])
+        with (
+            mock.patch.object(dist.ProcessGroup, "abort", lambda group: record("abort", group)),
+            mock.patch.object(dist.ProcessGroup, "shutdown", lambda group: record("shutdown", group)),
+            mock.patch.object(failure, "has_nccl", return_value=True),
+        ):
+            yield recorded
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+#: The groups of rank 1 of 2 x 2 x 2: everyone (two of them over gloo), data, tensor, model and control, pipeline, pair.
+GROUPS = sorted([(*range(8),)] * 2 + [(1, 3)] * 2 + [(0, 1)] + [(0, 1, 4, 5)] * 2 + [(1, 5)] * 2)
+
+
+def test_every_group_is_aborted_and_none_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """One was aborted, and the others were shut down: that waits for kernels which wait for peers that are gone."""
+    with nccl_world() as recorded:
+        close_groups(ArithmeticError("broken forward"))
+        assert sorted(ranks for _, ranks in recorded.calls) == GROUPS
+        assert {name for name, _ in recorded.calls} == {"abort"}
+        assert not dist.is_initialized()
+    assert "[rank 1] ArithmeticError: broken forward" in capsys.readouterr().err
+
+
+def test_a_torch_that_cannot_abort_all_at_once_aborts_one_after_the_other() -> None:
+    with nccl_world() as recorded, mock.patch.object(distributed_c10d, "_abort_process_group", None):
+        close_groups()
+        aborted = [ranks for name, ranks in recorded.calls if name == "abort"]
+        assert sorted(aborted) == GROUPS
+        assert aborted[0] == (1, 5), "the group that was made last"
+        assert aborted[-1] == (*range(8),), "the group of all ranks"
+        assert [name for name, _ in recorded.calls[: len(aborted)]] == ["abort"] * len(aborted)
+        assert not dist.is_initialized()
+
+
+def test_the_process_ends_if_an_abort_does_not_come_back(capsys: pytest.CaptureFixture[str]) -> None:
+    ended, codes, printed = threading.Event(), [], []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    def stuck() -> None:
+        printed.append(capsys.readouterr().err)
+        assert ended.wait(20)
+
+    with (
+        nccl_world(),
+        mock.patch.object(failure, "_DEADLINE", 0.05),
+        mock.patch.object(distributed_c10d, "_abort_process_group", stuck),
+    ):
+        close_groups(ArithmeticError("broken forward"), end=end)
+    assert codes == [1]
+    assert "broken forward" in printed[0], "the cause is told before anything is closed"
+
+
+def test_groups_over_gloo_close_with_their_last_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = GroupRef(dist.new_group([0]))
+    with mock.patch.object(distributed_c10d, "_abort_process_group", pytest.fail):
+        close_groups(ArithmeticError("broken forward"))
+    assert not group.is_alive
+    assert capsys.readouterr().err == ""
