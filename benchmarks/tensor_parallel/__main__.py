@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from benchmarks.ratios import interval
+from lightning_hybrid.tensor_parallel.async_linear import OVERLAP_FROM
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.plan import make_plan
 
@@ -62,14 +64,24 @@ class MLP(nn.Module):
         return x + self.down(F.relu(self.up(x)))
 
 
+AGAINST = ["by hand", "without overlap"]
 KINDS: dict[str, type[nn.Module]] = {"mlp": MLP, "transformer": Block}
 COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")
 
 
 class Contender:
-    """A model of `DEPTH` layers and its optimizer."""
+    """A model of `DEPTH` layers and its optimizer.
 
-    def __init__(self, kind: str, width: int, mesh: DeviceMesh, *, ours: bool) -> None:
+    Args:
+        kind: Of the layers.
+        width: Likewise.
+        mesh: The ranks.
+        ours: Divided by a plan of this package, or by hand.
+        overlaps: Whether gradients of inputs are reduced beside products for gradients of weights.
+    """
+
+    def __init__(self, kind: str, width: int, mesh: DeviceMesh, *, ours: bool, overlaps: bool) -> None:
+        self.overlap_from = 2**22 if overlaps else 2**62
         torch.manual_seed(0)
         self.model = nn.Sequential(*(KINDS[kind](width) for _ in range(DEPTH)))
         names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
@@ -87,6 +99,7 @@ class Contender:
 
     def round(self, steps: int) -> float:
         """Seconds for a training step."""
+        OVERLAP_FROM["cpu"] = self.overlap_from
         dist.barrier()
         start = time.perf_counter()
         for _ in range(steps):
@@ -96,9 +109,10 @@ class Contender:
         return (time.perf_counter() - start) / steps
 
 
-def compare(kind: str, width: int, rounds: int, mesh: DeviceMesh) -> dict[str, Any]:
+def compare(kind: str, width: int, rounds: int, mesh: DeviceMesh, against: str) -> dict[str, Any]:
     """Alternate the contenders, and the one that begins; ratios are throughput of ours over theirs."""
-    theirs, ours = (Contender(kind, width, mesh, ours=flag) for flag in (False, True))
+    theirs = Contender(kind, width, mesh, ours=against != "by hand", overlaps=False)
+    ours = Contender(kind, width, mesh, ours=True, overlaps=against != "by hand")
     estimate = torch.tensor(max(contender.round(5) for contender in (theirs, ours, theirs, ours)))
     dist.all_reduce(estimate, dist.ReduceOp.MAX)
     steps = max(1, round(0.08 / estimate.item()))
@@ -111,6 +125,7 @@ def compare(kind: str, width: int, rounds: int, mesh: DeviceMesh) -> dict[str, A
     low, high = interval(ratios)
     return {
         "kind": kind,
+        "against": against,
         "width": width,
         "throughput_ratio": median(ratios),
         "interval_95": [low, high],
@@ -125,18 +140,17 @@ def compare(kind: str, width: int, rounds: int, mesh: DeviceMesh) -> dict[str, A
     }
 
 
-def work(widths: list[int], rounds: int) -> None:
+def work(widths: list[int], rounds: int, against: list[str]) -> None:
     """One of the ranks."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tensor_parallel",))
     with implicit_replication():  # for optimizers over divided and whole parameters, of both contenders
-        for kind in KINDS:
-            for width in widths:
-                result = compare(kind, width, rounds, mesh)
-                if dist.get_rank() == 0:
-                    print(f"RESULT {json.dumps(result)}", flush=True)
+        for each, kind, width in itertools.product(against, KINDS, widths):
+            result = compare(kind, width, rounds, mesh, each)
+            if dist.get_rank() == 0:
+                print(f"RESULT {json.dumps(result)}", flush=True)
     dist.destroy_process_group()
 
 
@@ -148,13 +162,15 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--widths", type=int, nargs="+", default=[16, 32, 64, 256, 512])
+    parser.add_argument("--against", nargs="+", choices=AGAINST, default=AGAINST[:1])
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        work(arguments.widths, arguments.rounds)
+        work(arguments.widths, arguments.rounds, arguments.against)
         return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    command += ["-m", "benchmarks.tensor_parallel", "--worker", "--rounds", str(arguments.rounds), "--widths"]
+    command += ["-m", "benchmarks.tensor_parallel", "--worker", "--rounds", str(arguments.rounds)]
+    command += ["--against", *arguments.against, "--widths"]
     done = subprocess.run(
         [*command, *map(str, arguments.widths)], capture_output=True, text=True, timeout=1800, check=False
     )
@@ -166,9 +182,14 @@ def main() -> None:
         low, high = result["interval_95"]
         ratio = f"{result['throughput_ratio']:.3f}  [{low:.3f}, {high:.3f}]"
         times = f"{result['ms_ours']:.2f} and {result['ms_theirs']:.2f} ms a step"
-        print(f"{result['kind']:<12} width {result['width']:>4}  throughput ours / by hand {ratio}  ({times})")
+        print(
+            f"{result['kind']:<12} width {result['width']:>4}  throughput ours / {result['against']} {ratio}  ({times})"
+        )
     arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "tensor_parallel_cpu.json").write_text(json.dumps(results, indent=2) + "\n")
+    for against, name in zip(AGAINST, ("tensor_parallel_cpu.json", "tensor_parallel_overlap_cpu.json"), strict=True):
+        found = [result for result in results if result["against"] == against]
+        if found:
+            (arguments.output / name).write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

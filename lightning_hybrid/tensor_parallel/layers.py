@@ -23,6 +23,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.random import own_numbers
 from lightning_hybrid.tensor_parallel import mappings
+from lightning_hybrid.tensor_parallel.async_linear import column_linear
 from lightning_hybrid.tensor_parallel.vocab_parallel import VocabParallelLogits
 
 
@@ -40,9 +41,7 @@ class ParallelLayer:
 
     def gather_input(self, x: Tensor) -> Tensor:
         """The full input, about to be used with a shard of the weights."""
-        if self.sequence_dim is None:
-            return mappings.copy_to_tp(x, self.tensor_group)
-        return mappings.gather_from_sp(x, self.sequence_dim, self.tensor_group)
+        return mappings.gather_input(x, self.sequence_dim, self.tensor_group)
 
     def reduce_output(self, x: Tensor) -> Tensor:
         """The output, from partial sums: replicated, or this rank's shard of the sequence."""
@@ -143,10 +142,12 @@ class ColumnParallelLinear(ParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features)`` to ``(..., out_features / T)``."""
-        if not self.input_is_gathered:
-            x = self.gather_input(x)
-        weight = shard_of(self.weight)
-        y = F.linear(x, weight.t() if self.is_transposed else weight, shard_of(self.bias))
+        weight, bias = shard_of(self.weight), shard_of(self.bias)
+        weight = weight.t() if self.is_transposed else weight
+        if self.input_is_gathered:
+            y = F.linear(x, weight, bias)
+        else:
+            y = column_linear(x, weight, bias, self.tensor_group, self.sequence_dim)
         return mappings.gather_from_tp(y, -1, self.tensor_group) if self.gather_output else y
 
 
@@ -213,7 +214,8 @@ class VocabParallelHead(ParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features)`` to `VocabParallelLogits` of shape ``(..., out_features)``."""
-        y = F.linear(self.gather_input(x), shard_of(self.weight), shard_of(self.bias))
+        weight, bias = shard_of(self.weight), shard_of(self.bias)
+        y = column_linear(x, weight, bias, self.tensor_group, self.sequence_dim)
         return VocabParallelLogits.from_local(y, self.tensor_group)
 
 

@@ -70,13 +70,11 @@ def copy_to_tp(x: Tensor, group: TensorGroup) -> Tensor:
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    if x.is_leaf:
-        return _CopyToTP.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
-    cached: tuple[int, Tensor] | None = getattr(x, "_copied_to_tp", None)
-    if cached is None or cached[0] != x._version:
-        cached = x._version, _CopyToTP.apply(x, group)  # type: ignore[no-untyped-call]
-        x._copied_to_tp = cached  # type: ignore[attr-defined]
-    return cached[1]
+    copied = shared_input(x, None)
+    if copied is None:
+        copied = _CopyToTP.apply(x, group)  # type: ignore[no-untyped-call]
+        share_input(x, None, copied)
+    return copied
 
 
 def reduce_from_tp(x: Tensor, group: TensorGroup) -> Tensor:
@@ -109,13 +107,29 @@ def gather_from_sp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
 
     As in :func:`copy_to_tp`, several layers that take one tensor share the collectives.
     """
-    if x.is_leaf or not (torch.is_grad_enabled() and x.requires_grad):
-        return _AllGather.apply(x, dim, group, True)  # type: ignore[no-untyped-call, no-any-return]
-    cached: tuple[int, Tensor] | None = getattr(x, "_gathered_from_sp", None)
-    if cached is None or cached[0] != x._version:
-        cached = x._version, _AllGather.apply(x, dim, group, True)  # type: ignore[no-untyped-call]
-        x._gathered_from_sp = cached  # type: ignore[attr-defined]
-    return cached[1]
+    gathered = shared_input(x, dim)
+    if gathered is None:
+        gathered = _AllGather.apply(x, dim, group, True)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and x.requires_grad:
+            share_input(x, dim, gathered)
+    return gathered
+
+
+def gather_input(x: Tensor, sequence_dim: int | None, group: TensorGroup) -> Tensor:
+    """The full input, about to be used with a shard of the weights: replicated, or sharded along a sequence."""
+    return copy_to_tp(x, group) if sequence_dim is None else gather_from_sp(x, sequence_dim, group)
+
+
+def shared_input(x: Tensor, sequence_dim: int | None) -> Tensor | None:
+    """What another layer made of the same input, if it did."""
+    cached: tuple[int, int | None, Tensor] | None = getattr(x, "_shared_input", None)
+    return cached[2] if cached is not None and cached[:2] == (x._version, sequence_dim) else None
+
+
+def share_input(x: Tensor, sequence_dim: int | None, made: Tensor) -> None:
+    """Let other layers that take the same input use what was made of it; the input of all must be no leaf."""
+    if not x.is_leaf:
+        x._shared_input = x._version, sequence_dim, made  # type: ignore[attr-defined]
 
 
 def reduce_scatter_to_sp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
@@ -132,7 +146,7 @@ def all_reduce_max(x: Tensor, group: TensorGroup) -> Tensor:
     return x
 
 
-def _all_gather_along(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
+def all_gather_along(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """All-gather along any dimension."""
     shard = x.movedim(dim, 0).contiguous()
     gathered = shard.new_empty(shard.shape[0] * group.size, *shard.shape[1:])
@@ -182,7 +196,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: TensorGroup, reduces_gradient: bool) -> Tensor:
         ctx.dim, ctx.group, ctx.reduces_gradient = dim, group, reduces_gradient
-        return _all_gather_along(x, dim, group)
+        return all_gather_along(x, dim, group)
 
     @staticmethod
     @once_differentiable
@@ -202,7 +216,7 @@ class _ScatterToTP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather_along(full_tensor(gradient), ctx.dim, ctx.group), None, None
+        return all_gather_along(full_tensor(gradient), ctx.dim, ctx.group), None, None
 
 
 class _ReduceScatterToSP(_ScatterToTP):  # what flows backward is the same
