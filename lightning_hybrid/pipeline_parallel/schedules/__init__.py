@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 
 from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Kind, Schedule
@@ -62,6 +63,16 @@ def build_forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) ->
 
 
 def _complete(schedule: Schedule) -> Schedule:
-    schedule = post_receives_early(add_communication(schedule))
+    schedule = add_communication(schedule)
+    if not _waits_for_each_kernel():
+        schedule = post_receives_early(schedule)
     validate(schedule)
     return prove_sends_received(schedule)
+
+
+def _waits_for_each_kernel() -> bool:
+    """Whether the host waits for each kernel that it launches, so also for the message of each receive that it posts.
+
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars: it is set before the process starts.
+    """
+    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"

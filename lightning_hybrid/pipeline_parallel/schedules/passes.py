@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Schedule
@@ -65,11 +66,51 @@ def post_receives_early(schedule: Schedule) -> Schedule:
     its sender finds the receive posted. With one chunk per rank, a channel needs memory for one message more than the
     one that is being worked on. A receive never moves back, and never past another one of its channel. Posting it
     earlier can only let its send pass earlier, so a schedule that did not deadlock still does not.
+
+    On a device, a posted receive is a kernel that runs until its message is there. Where the host then waits for all of
+    the device (memory is freed, a kernel is loaded, the user's code or a profiler asks for it), a message that needs
+    what this rank has not enqueued yet would never come. So a receive also stays behind the last send of its own rank
+    that its message depends on::
+
+        gpipe, rank 0   F2 SEND_F2           F3 SEND_F3 RECV_B0    B0
+                                  ^--------------------' before F3: B0 of rank 1 waits for F3, which waits for this host
     """
-    return replace(schedule, actions=tuple(tuple(_post_early(schedule, actions)) for actions in schedule.actions))
+    needed = _last_sends_before(schedule)
+    lists = (tuple(_post_early(schedule, actions, needed)) for actions in schedule.actions)
+    return replace(schedule, actions=tuple(lists))
 
 
-def _post_early(schedule: Schedule, actions: tuple[Action, ...]) -> list[Action]:
+def _last_sends_before(schedule: Schedule) -> dict[Action, int]:
+    """For each receive the computation of its rank behind which it may be posted: how many come before.
+
+    The last one whose result the message depends on by way of other ranks. Found with one clock per rank, as in
+    :func:`prove_sends_received`.
+    """
+    ranks = range(schedule.num_ranks)
+    known = [[0] * schedule.num_ranks for _ in ranks]  # known[rank][other]: computations that rank's results depend on
+    computed = [0 for _ in ranks]
+    clocks: dict[Action, list[int]] = {}
+
+    def do(rank: int, action: Action) -> bool:
+        if action.kind.is_send:
+            clocks[action] = [*known[rank]]
+            clocks[action][rank] = computed[rank]
+        elif action.kind.is_compute:
+            send = schedule.send_for(action)
+            if send is not None and send not in clocks:
+                return False
+            if send is not None:
+                known[rank] = list(map(max, known[rank], clocks[send]))
+            computed[rank] += 1
+        return True
+
+    waiting = schedule.play(do)
+    assert not waiting, f"communication does not go through: {waiting}"
+    receives = map(schedule.counterpart, clocks)
+    return {receive: clocks[schedule.counterpart(receive)][schedule.rank_of(receive.stage)] for receive in receives}
+
+
+def _post_early(schedule: Schedule, actions: tuple[Action, ...], needed: Mapping[Action, int]) -> list[Action]:
     computations = [action for action in actions if action.kind.is_compute]
     users = {schedule.receive_for(action): number for number, action in enumerate(computations)}
     # gaps[i]: what is between computation i - 1 and computation i
@@ -84,7 +125,7 @@ def _post_early(schedule: Schedule, actions: tuple[Action, ...]) -> list[Action]
             gaps[gap].append(action)
         else:
             channel = schedule.channel(action)
-            earlier = user_before.get(channel, max(0, users[action] - 1))
+            earlier = max(user_before.get(channel, max(0, users[action] - 1)), needed[action])
             (early[earlier] if earlier < gap else gaps[gap]).append(action)
             user_before[channel] = users[action]
     moved: list[Action] = []
