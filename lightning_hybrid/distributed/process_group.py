@@ -195,8 +195,12 @@ def _split_world(
     partition: Sequence[Sequence[int]], timeout: timedelta | None, options: Any
 ) -> dist.ProcessGroup | None:
     arguments: dict[str, Any] = {"timeout": timeout, "pg_options": options}
-    if len(set(device_backends().values())) > 1 and "backend" in inspect.signature(dist.split_group).parameters:
-        arguments["backend"] = "cuda:nccl"  # of a world that has gloo as well
+    if len(set(device_backends().values())) > 1:  # tensors of the host travel too, by gloo: its members meet by name
+        _even_out()
+        if options is not None and "backend" in inspect.signature(dist.split_group).parameters:
+            arguments["backend"] = "cuda:nccl"  # messages stay on the device
+        else:
+            arguments["pg_options"] = None
     group: dist.ProcessGroup | None = dist.split_group(split_ranks=[list(ranks) for ranks in partition], **arguments)
     return group
 

@@ -175,7 +175,9 @@ def test_a_pair_is_of_one_replica_and_every_call_makes_another() -> None:
 class Calls:
     """What a rank of a world of NCCL that is bound to devices asks torch for, and the groups that it is in."""
 
-    def __init__(self) -> None:
+    def __init__(self, backends: dict[str, str]) -> None:
+        self.backends = backends
+        self.asked: list[str | None] = []  # backends of the splits
         self.splits: list[Any] = []  # of the world's communicator: each is a collective of all ranks
         self.lazy: list[list[int]] = []  # NCCL groups that connect when they are used
         self.gloo: list[list[int]] = []
@@ -185,8 +187,9 @@ class Calls:
     def counted(self) -> Iterator[None]:
         new_group = dist.new_group
 
-        def split(split_ranks: list[list[int]], **kwargs: Any) -> Any:
-            self.splits.append(kwargs["pg_options"])
+        def split(split_ranks: list[list[int]], pg_options: Any, backend: str | None = None, **_: Any) -> Any:
+            self.splits.append(pg_options)
+            self.asked.append(backend)
             own = [ranks for ranks in split_ranks if dist.get_rank() in ranks]
             for ranks in own:
                 self.communicators.add(new_group(ranks, backend="fake", use_local_synchronization=True))
@@ -200,9 +203,9 @@ class Calls:
 
         nccl = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
         with (
-            mock.patch.object(process_group, "device_backends", return_value={"cuda": "nccl"}),
+            mock.patch.object(process_group, "device_backends", return_value=self.backends),
             mock.patch.object(process_group, "world_device", return_value=torch.device("cpu")),
-            mock.patch.object(mesh_module, "device_backends", return_value={"cuda": "nccl"}),
+            mock.patch.object(mesh_module, "device_backends", return_value=self.backends),
             mock.patch.object(mesh_module, "set_timeout", return_value=True),
             mock.patch.object(dist, "split_group", split),
             mock.patch.object(dist, "new_group", new),
@@ -213,13 +216,16 @@ class Calls:
             assert dist.group.WORLD.bound_device_id == torch.device("cuda:0")
 
 
-def calls_of(rank: int, sizes: tuple[int, int, int], num_chunks: int = 1) -> tuple[Calls, Mesh]:
+def calls_of(
+    rank: int, sizes: tuple[int, int, int], num_chunks: int = 1, backends: dict[str, str] | None = None
+) -> Calls:
     with fake_world(rank, math.prod(sizes)):
-        calls = Calls()
+        calls = Calls(backends or {"cuda": "nccl"})
         with calls.counted():
-            mesh = Mesh(*sizes, timeout=timedelta(seconds=77))
-            make_channels(mesh, num_chunks, torch.device("cpu"), dynamic_shapes=False)
-        return calls, mesh
+            make_channels(
+                Mesh(*sizes, timeout=timedelta(seconds=77)), num_chunks, torch.device("cpu"), dynamic_shapes=False
+            )
+        return calls
 
 
 #: dp x tp x pp, chunks: collectives of the world, communicators of a rank in the middle, groups over gloo.
@@ -245,7 +251,7 @@ def test_one_collective_makes_all_groups_of_a_kind(
     """There was one for each group: 8,328 of them at 64 x 8 x 8, and 1,025 at 512 x 1 x 1."""
     sizes, num_chunks = layout
     world = math.prod(sizes)
-    found = [calls_of(rank, sizes, num_chunks)[0] for rank in (0, world // 2 - 1, world - 1)]
+    found = [calls_of(rank, sizes, num_chunks) for rank in (0, world // 2 - 1, world - 1)]
     assert len({len(calls.splits) for calls in found}) == 1, "the ranks wait for each other"
     in_the_middle = found[1]
     assert (len(in_the_middle.splits), len(in_the_middle.communicators), len(in_the_middle.gloo)) == expected
@@ -255,6 +261,12 @@ def test_one_collective_makes_all_groups_of_a_kind(
         assert len(messages) == expected[0] - sum(options is None for options in calls.splits)
         assert all(options.is_high_priority_stream and options.config.max_ctas == 8 for options in messages)
         assert all(options._timeout == timedelta(seconds=77) for options in messages)
+
+
+def test_of_a_world_that_takes_host_tensors_messages_need_the_device_alone() -> None:
+    calls = calls_of(5, (2, 2, 4), backends={"cpu": "gloo", "cuda": "nccl"})
+    assert calls.asked == [None] * 3 + ["cuda:nccl"] * 4
+    assert [options is not None for options in calls.splits] == [False] * 3 + [True] * 4
 
 
 def test_the_axes_of_the_device_mesh_are_the_groups_that_there_are() -> None:
