@@ -152,6 +152,9 @@ class Discovery(TorchFunctionMode):
             except ValueNeeded as needed:
                 kept = needed
             self._checkpoints.clear()  # frames of the user's code hold values
+        gone = [key for key, (reference, _) in self._stand_ins.items() if reference() is None]
+        for key in gone:  # or else it depends on whose memory was used again which of these are still there
+            del self._stand_ins[key]
         alive = {value for reference, value in self._names.values() if reference() is not None}
         self.graph.wanted += sorted(alive - set(self.graph.wanted))
         for copied, original in self._originals.values():

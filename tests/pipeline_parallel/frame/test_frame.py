@@ -682,6 +682,28 @@ def test_what_travels_does_not_depend_on_garbage_collection(collects: bool) -> N
     assert cut.plans[0].graph.texts()[-1].startswith("its end, which keeps `mean` at test_frame.py:")
 
 
+class Biased(Block):
+    """Returns a table of its own beside what it computes, as layers of T5 do."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), torch.zeros(2)
+
+
+def test_what_travels_does_not_depend_on_whose_memory_is_used_again() -> None:
+    model = Model()
+    model.blocks = nn.ModuleList(Biased() for _ in range(4))
+
+    def step(x: Tensor) -> Tensor:
+        x = model.embed(x)
+        for layer in model.blocks:
+            x, _ = layer(x)
+        return x.mean()
+
+    plan = check(model, step, (inputs(),), 2).plan
+    (loss,) = plan.graph.wanted  # and not a table that nobody holds any more
+    assert plan.graph.calls[loss.call].name == "`mean`"
+
+
 def test_a_stage_that_only_hands_on_counts_too() -> None:
     model, x = Model(), inputs()
     model.register_buffer("steps", torch.zeros(()))
