@@ -36,6 +36,7 @@ class RealCall:
         draws: Whether it draws random numbers.
         touched: The memory of its operands.
         written: The memory that it writes.
+        made: The memory of what it returns.
     """
 
     function: Callable[..., Any]
@@ -44,6 +45,7 @@ class RealCall:
     draws: bool
     touched: frozenset[int]
     written: frozenset[int]
+    made: frozenset[int]
 
 
 class Decisions:
@@ -126,6 +128,33 @@ def _varying(calls: Mapping[int, RealCall]) -> set[int]:
             varying.add(number)
             written |= call.written
     return varying
+
+
+def invariant_calls(calls: Mapping[int, RealCall], written: Collection[int]) -> frozenset[int]:
+    """The calls that are likely to make the same for every microbatch of a step: they do not depend on the batch.
+
+    Args:
+        calls: The calls of real tensors, by their numbers, in order.
+        written: The memory that any call of the step writes.
+    """
+    found: set[int] = set()
+    for number, call in calls.items():
+        if (
+            not call.draws
+            and not is_in_place(call.function)
+            and (call.touched | call.made).isdisjoint(written)
+            and all(
+                source.call in found if type(source) is Made else type(source) is not Input for source in call.sources
+            )
+        ):
+            found.add(number)
+    return frozenset(found)
+
+
+def is_in_place(function: Callable[..., Any] | None) -> bool:
+    """Whether a function is one that changes its first argument, and gives it back, by its name."""
+    name = getattr(function, "__name__", "")
+    return name.endswith("_") and not name.startswith("__")
 
 
 def _leading_to(numbers: Collection[int], calls: Mapping[int, RealCall]) -> dict[int, RealCall]:
