@@ -20,6 +20,7 @@ from lightning_hybrid.pipeline_parallel.frame.decisions import (
     Made,
     RealCall,
     apply,
+    integers_of,
     invariant_calls,
     outcome_of,
 )
@@ -172,7 +173,7 @@ class Discovery(TorchFunctionMode):
             if value is not None:
                 self.graph.state_writes[id(original)] = value
         del kept
-        self.graph.decisions = Decisions(self._real_calls, self._outcomes)
+        self.graph.decisions = Decisions(self._real_calls, self._outcomes, integers_of(arguments[0]))
         self.graph.invariant = invariant_calls(self._real_calls, self._written)
         return self.graph
 

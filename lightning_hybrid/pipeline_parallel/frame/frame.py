@@ -242,9 +242,10 @@ class FrameCut:
         reader = known[0].graph.decisions.different if len(known) == _MANY else None
         if reader is not None and not self._warned:
             self._warned = True
+            what = reader if isinstance(reader, str) else known[0].graph.calls[reader]
             rank_zero_warn(
                 f"`{step}` takes its {_MANY}th path with batches of the same shapes, as what it reads from the batch"
-                f" is something else each time: {known[0].graph.calls[reader]}. Each path is followed once, which takes"
+                f" is something else each time: {what}. Each path is followed once, which takes"
                 " 10 to 200 ms. Read such numbers inside of one layer of the body; or let few values occur, such as"
                 " lengths rounded up to multiples of 64; or leave them in tensors (a mask instead of a slice)."
             )
