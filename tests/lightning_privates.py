@@ -14,6 +14,7 @@ LIBRARIES = ("lightning", "lightning_utilities", "torchmetrics")
 #: Private names of torch, by which objects of torch are known apart from Lightning's; and why there is no public one.
 TORCH = {
     "_C": "the switch that turns `__torch_function__` off has its class there, as torch's guide to subclasses has it",
+    "_abort_process_group": "aborts the groups of NCCL together, where torch has it",
     "_backward_hooks": "whether a tensor has hooks that a new one would need",
     "_buffers": "buffers of one layer under all their names; `named_buffers` leaves shared ones out",
     "_cdata": "what tells storages apart",
@@ -35,11 +36,13 @@ TORCH = {
     "_modules": "children of one layer under all their names; `named_children` leaves shared ones out",
     "_op_dispatcher": "of the class `DTensor`: holds the former",
     "_parameters": "parameters of one layer under all their names; `named_parameters` leaves shared ones out",
+    "_pg_registry": "the groups that a `DeviceMesh` keeps alive, where it does",
     "_profiler_enabled": "whether names of ranges would be seen, where torch tells",
     "_scale": "whether a `GradScaler` has been initialized",
     "_schema": "the signature of an operator",
     "_spec": "of a `DTensor`: mesh, placements and whole shape",
     "_step_supports_amp_scaling": "whether a fused optimizer unscales gradients by itself",
+    "_timeout": "of the options of NCCL's groups; the argument beside them must be the same",
     "_values": "of a sparse tensor that is not coalesced",
     "_version": "whether a tensor was changed in place",
 }
@@ -47,11 +50,10 @@ TORCH = {
 ONLY_IN = {"_iterator": "trainer/dataloader.py"}
 #: Names of attributes that are no secrets of a library.
 OTHERS = {
-    "_copied_to_tp": "a mark of this package on tensors",
     "_current_frames": "the documented function of `sys` that says where every thread is",
     "_exit": "the documented function of `os` that ends a process at once",
     "_fields": "the public name of the fields of named tuples",
-    "_gathered_from_sp": "a mark of this package on tensors",
+    "_shared_input": "a mark of this package on tensors",
     "_tp_plan": "the plan that a model of transformers has of itself; its public name may be another thing elsewhere",
 }
 _BY_STRING = {"getattr", "setattr", "hasattr", "delattr"}
