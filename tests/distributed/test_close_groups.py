@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hybrid.distributed import failure
 from lightning_hybrid.distributed.failure import close_groups
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import GroupRef
+from tests.pool import Pools
+from tests.training_jobs import Regression, loader, make_trainer
 
 
 class Recorded:
@@ -108,3 +115,42 @@ def test_groups_over_gloo_close_with_their_last_reference(capsys: pytest.Capture
         close_groups(ArithmeticError("broken forward"))
     assert not group.is_alive
     assert capsys.readouterr().err == ""
+
+
+#: Seconds from the first exception to the last one: before a watch ends a process that nobody wakes.
+QUICK = 3.0
+
+
+class Divided(Regression):
+    """Its layers are divided over the tensor-parallel ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2)])
+        self.double()
+
+
+class FailsOn(Callback):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and trainer.global_rank == self.rank:
+            raise ArithmeticError("broken batch")
+
+
+def fail_in_tensor_parallel(rank: int) -> tuple[str, float]:
+    layout = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"body.*.0": "colwise", "body.*.2": "rowwise"}}
+    module = Divided()
+    with pytest.raises(Exception) as error:  # noqa: PT011 - the text is looked at in the test
+        make_trainer(layout, callbacks=[FailsOn(rank)]).fit(module, loader())
+    assert any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    return str(error.value), time.time()
+
+
+def test_a_rank_that_waits_in_a_tensor_group_notices(ranks: Pools) -> None:
+    """Parameters are sharded over a mesh, which holds the group that the layers use: its connections must close."""
+    (waited, at), (failed, since) = ranks(2, lightning=True).run(fail_in_tensor_parallel, 1, timeout=30)
+    assert failed == "broken batch"
+    assert "Rank 1 failed: ArithmeticError: broken batch" in waited
+    assert at - since < QUICK
