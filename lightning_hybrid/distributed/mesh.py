@@ -113,7 +113,7 @@ class Mesh:
         self._requests: Counter[Hashable] = Counter()
         self._ranks = device_mesh.mesh.permute([order.index(axis) for axis in ("pp", "dp", "tp")])
         self._timeout = timeout
-        self._shared_parameter_groups: dict[tuple[tuple[int, ...], bool], GroupRef | None] = {}
+        self._shared_parameter_groups: dict[tuple[tuple[int, ...], bool, str | None], GroupRef | None] = {}
         coordinates = (self._ranks == dist.get_rank()).nonzero().flatten().tolist()
         self.pipeline_rank, self.data_rank, self.tensor_rank = coordinates
         # Not the groups of torch's mesh: those do not have our timeout.
@@ -176,6 +176,12 @@ class Mesh:
         return self._decision_group()
 
     @property
+    def data_control_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same part of the model, over gloo; only where there are replicas."""
+        assert self._data_control_group is not None
+        return self._data_control_group()
+
+    @property
     def zero_mesh(self) -> DeviceMesh:
         """What ZeRO shards parameters over: the replicas, inside the tensor-parallel ranks, if there are any.
 
@@ -225,7 +231,7 @@ class Mesh:
         return sorted(self.model_ranks(self.data_rank)).index(rank)
 
     def shared_parameter_group(
-        self, pipeline_ranks: Iterable[int], *, of_replica: bool = False
+        self, pipeline_ranks: Iterable[int], *, of_replica: bool = False, backend: str | None = None
     ) -> dist.ProcessGroup | None:
         """The group over the ranks of several stages and all replicas, at this rank's tensor rank.
 
@@ -234,16 +240,18 @@ class Mesh:
         Args:
             pipeline_ranks: The pipeline ranks that belong to the group.
             of_replica: Whether it has the ranks of this replica only.
+            backend: Of the group; ``None`` for the one of the world.
 
         Returns:
             The group that this rank is in; ``None`` if it is in none. Ranks are ordered by pipeline rank, then
             data rank.
         """
         stages = tuple(sorted(pipeline_ranks))
-        key = stages, of_replica
+        key = stages, of_replica, backend
         if key not in self._shared_parameter_groups:
             replicas = range(self.data_parallel_size)
-            group = self._new_groups(stages, [range(d, d + 1) for d in replicas] if of_replica else [replicas])
+            sets = [range(d, d + 1) for d in replicas] if of_replica else [replicas]
+            group = self._new_groups(stages, sets, backend)
             self._shared_parameter_groups[key] = None if group is None else GroupRef(group)
         reference = self._shared_parameter_groups[key]
         return None if reference is None else reference()
@@ -256,14 +264,17 @@ class Mesh:
         """
         return self._new_groups(sorted((sender, receiver)), [range(d, d + 1) for d in range(self.data_parallel_size)])
 
-    def _new_groups(self, stages: Iterable[int], replicas: Sequence[range]) -> dist.ProcessGroup | None:
+    def _new_groups(
+        self, stages: Iterable[int], replicas: Sequence[range], backend: str | None = None
+    ) -> dist.ProcessGroup | None:
         """For each of the sets of replicas and each tensor rank a group over these stages; the one of this rank."""
         return self.new_group_of(
             [
                 [self.rank(stage, data_rank, tensor_rank) for stage in stages for data_rank in data_ranks]
                 for data_ranks in replicas
                 for tensor_rank in range(self.tensor_parallel_size)
-            ]
+            ],
+            backend,
         )
 
     def new_group_of(self, partition: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
