@@ -39,9 +39,9 @@ types: $(READY)  ## Check types
 docs: $(READY)  ## Make the site, into build/docs
 	$(PYTHON) -m sphinx --builder html --fail-on-warning --keep-going --quiet docs build/docs
 
-gpu: $(READY)  ## Run the GPU tests and the benchmark of the whole strategy
-	$(PYTHON) -m pytest -rs tests/gpu
-	mkdir -p benchmarks/results
+# Needs pytest beside torch and lightning; without a network: make gpu PYTHON=python3 PYTHONPATH=/folder/with/packages
+gpu: $(READY)  ## Run the GPU tests and the benchmark of the whole strategy; results go to benchmarks/results
+	GPU_RESULTS=benchmarks/results $(PYTHON) -m pytest -rs tests/gpu
 	$(PYTHON) -m benchmarks.strategy --output benchmarks/results
 
 clean:  ## Remove everything that these targets made

@@ -50,6 +50,11 @@ class HybridConfig:
     timeout: timedelta | None = field(metadata={"kinds": (timedelta, type(None))})
 
     @property
+    def shares_casts(self) -> bool:
+        """Whether the microbatches of a step share what autocast makes of parameters: not where these are let go of."""
+        return self.zero_stage < 3 or not self.frees_early
+
+    @property
     def frees_early(self) -> bool:
         """Whether stage 3 of ZeRO lets go of a layer after each use."""
         return self.zero_frees == "microbatch" or (self.zero_frees == "auto" and self.num_microbatches == 1)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from lightning_hybrid.trainer import precision as precision_room
 from tests.pool import Pools
 from tests.training_jobs import (
     LAYOUTS,
@@ -176,3 +180,65 @@ def test_an_overflow_of_one_stage_skips_the_step_of_all(ranks: Pools, layer: int
             assert totals[3] != totals[2]
             assert all(torch.isfinite(value).all() for value in result["weights"].values())
             assert scales == [scale for scale, _ in results[0]["history"]]
+
+
+class Casts(Regression):
+    """Four layers of 24 x 24 without a bias; where wanted, the code around them changes a weight each time."""
+
+    def __init__(self, changes: bool) -> None:
+        super().__init__()
+        self.changes = changes
+        self.float()
+        with torch.random.fork_rng():
+            torch.manual_seed(9)
+            self.embed, self.head = nn.Identity(), nn.Linear(24, 1, bias=False)
+            self.body = nn.Sequential(*[nn.Linear(24, 24, bias=False) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.head(batch[0])  # a copy that has no gradient is not the one that is shared
+            if self.changes:
+                self.head.weight.mul_(0.9)
+        return self.loss(batch)
+
+
+def casts(shares: bool, changes: bool) -> dict[str, Any]:
+    """A step in gpipe: the copies of weights that autograd has saved in it, as a multiple of the stage's weights."""
+    storages: dict[int, Any] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape == (24, 24) and tensor.dtype == torch.bfloat16:
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()  # alive: none gets its address
+        return tensor
+
+    x = torch.randn(48, 24, generator=torch.Generator().manual_seed(1))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.mean(1, keepdim=True)), 16)
+    layout = {"pipeline_parallel_size": 2, "schedule": "gpipe", "num_microbatches": 8}
+    module = Casts(changes)
+    counts: list[float] = []
+
+    class Counts(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            counts.append(len(storages) / 2)
+            storages.clear()
+
+    shares_or_not = nullcontext() if shares else patch.object(precision_room, "keeps_gradients", lambda: False)
+    with shares_or_not, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        make_trainer(layout, precision="bf16-mixed", callbacks=[Counts()]).fit(module, loader)
+    return {"counts": counts, "weights": weights(module)}
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_weights_are_cast_once_for_all_microbatches(ranks: Pools, changes: bool) -> None:
+    shared, own = (ranks(2, lightning=True).run(casts, shares, changes) for shares in (True, False))
+    if not changes:
+        # The first microbatch of all shows whether the step changes weights, and has copies of its own.
+        assert max(result["counts"][0] for result in shared) <= 2.0
+        assert max(max(result["counts"][1:]) for result in shared) <= 1.0
+    assert [result["counts"] for result in own] == [[4.0] * 3, [8.0] * 3]
+    for one, other in zip(shared, own, strict=True):
+        for name, weight in other["weights"].items():
+            assert torch.equal(one["weights"][name], weight), name

@@ -80,7 +80,7 @@ class Contender:
         self.module = Model(width, depth)
         self.trainer = Trainer(
             accelerator=accelerator,
-            devices=processes if accelerator == "cpu" else 1,
+            devices=processes,
             strategy=strategy,
             callbacks=[self.watch],
             max_epochs=0,
@@ -122,6 +122,7 @@ def compare(processes: int, rounds: int, accelerator: str, width: int, depth: in
         "depth": depth,
         "batch": batch,
         "device": torch.cuda.get_device_name() if accelerator == "gpu" else f"cpu, {os.cpu_count()} cores",
+        "date": time.strftime("%Y-%m-%d"),
         "versions": {
             "torch": torch.__version__,
             "lightning": lightning.__version__,
@@ -148,13 +149,13 @@ def main() -> None:
     if arguments.worker:
         warnings.filterwarnings("ignore")
         torch.set_num_threads(1)
-        accelerator = "gpu" if gpu and arguments.worker == 1 else "cpu"
+        accelerator = "gpu" if torch.cuda.device_count() >= arguments.worker else "cpu"
         result = compare(arguments.worker, arguments.rounds, accelerator, width, arguments.depth, batch)
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"RESULT {json.dumps(result)}")
         return
     results = []
-    for processes in (1,) if gpu else (1, 2):
+    for processes in (1,) if torch.cuda.device_count() == 1 else (1, 2):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command = command if processes > 1 else [sys.executable]
         command += ["-m", "benchmarks.strategy", "--worker", str(processes), "--rounds", str(arguments.rounds)]

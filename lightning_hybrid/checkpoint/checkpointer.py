@@ -129,11 +129,12 @@ class Checkpointer:
             agree(lambda: check_values(checkpoint) if self._mesh.is_first else None)
         requested = self._settings.async_save or (sharded and isinstance(plugin, AsyncCheckpointIO))
         is_async = requested and self._is_in_run
+        wait: Callable[[], None] | None = None
         if is_async and (sharded or self._mesh.is_first):
-            checkpoint = snapshot(checkpoint, None if sharded or self._full.is_undivided else self._live())
+            checkpoint, wait = snapshot(checkpoint, None if sharded or self._full.is_undivided else self._live())
         write = self._prepare(checkpoint, path, plugin, options)
         if is_async:
-            self._background.submit(write)
+            self._background.submit(partial(_write_after, wait, write))
         elif sharded:
             write()  # its ranks agree by themselves
         else:
@@ -243,3 +244,9 @@ class Checkpointer:
             agree(lambda: self._sharded.load_optimizer_states(optimizers, states))
         else:
             self._full.load_optimizer_states(optimizers, states)
+
+
+def _write_after(wait: Callable[[], None] | None, write: Callable[[], None]) -> None:
+    if wait is not None:
+        wait()
+    write()

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_hybrid.distributed.pytree import flatten_with_path
-from lightning_hybrid.distributed.tensor_bytes import to_host
 
 _COLLECTED = ("state_dict", "optimizer_states")
 
 
-def snapshot(checkpoint: dict[str, Any], live: Collection[Tensor] | None = None) -> dict[str, Any]:
+def snapshot(
+    checkpoint: dict[str, Any], live: Collection[Tensor] | None = None
+) -> tuple[dict[str, Any], Callable[[], None]]:
     """A checkpoint with containers and tensors of its own, these on the host; what is tied stays tied.
+
+    Tensors of a CUDA device are copied by it, into page-locked memory and while the host goes on. Training that changes
+    them comes after that in the device's order. ::
+
+        host      snapshot  step  step ...
+        device    .......copies | step ...
+        writer                  '-- written: it waits for the copies
 
     Args:
         checkpoint: The checkpoint.
         live: The tensors that training changes, if the others of the model and its optimizers are copies already;
             ``None`` if they are not.
+
+    Returns:
+        The copy, and what waits until the device has made all of it.
     """
     changing = None if live is None else {tensor.untyped_storage().data_ptr() for tensor in live}
     copies: dict[Any, Tensor] = {}
+    on_cuda: set[torch.device] = set()
     memo: dict[int, Any] = {}
     for path, leaf in flatten_with_path(checkpoint):
         if not isinstance(leaf, Tensor) or leaf.is_meta:
@@ -34,9 +47,17 @@ def snapshot(checkpoint: dict[str, Any], live: Collection[Tensor] | None = None)
             continue
         key = _memory_of(leaf)
         if key not in copies:
-            copies[key] = to_host(leaf)
+            is_cuda = leaf.device.type == "cuda"
+            on_cuda |= {leaf.device} if is_cuda else set()
+            copies[key] = leaf.detach().to("cpu", copy=True, non_blocking=is_cuda)
         memo[id(leaf)] = copies[key]
-    return copy.deepcopy(checkpoint, memo)
+    events: list[Any] = [torch.cuda.current_stream(device).record_event() for device in on_cuda]
+
+    def wait() -> None:
+        for event in events:
+            event.synchronize()
+
+    return copy.deepcopy(checkpoint, memo), wait
 
 
 def _memory_of(tensor: Tensor) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,13 +26,14 @@ from lightning_hybrid.data_parallel.zero.param import find_owners, set_parameter
 from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
 from lightning_hybrid.distributed.mesh import AXES
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter, peak_activation_bytes
+from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size
+from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
 from lightning_hybrid.strategy.summary import plan_table
@@ -41,6 +43,7 @@ from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.trainer.lightning_internals import set_device_mesh
 from lightning_hybrid.trainer.module_hooks import find_hook
+from lightning_hybrid.trainer.precision import keeps_gradients
 from lightning_hybrid.trainer.results.logging import LogRecorder
 from lightning_hybrid.trainer.step_context import make_frame
 from lightning_hybrid.trainer.training_step import split_into
@@ -261,7 +264,7 @@ class DryRunStrategy(SingleDeviceStrategy):
                 rank=rank,
                 num_replicas=data,
                 num_backwards=len(microbatches) * module.trainer.accumulate_grad_batches,
-                activations=None if activations is None else peak_activation_bytes(schedule, rank, activations),
+                activations=None if activations is None else activations.peak(schedule, rank),
             )
             self.memory.append(usage)
         raise StopAfterFirstStepError
@@ -312,14 +315,25 @@ class DryRunStrategy(SingleDeviceStrategy):
             plan = frame.find_plan(0, module.training_step, (microbatch, *args), seed=lambda number: None)
         return stages_by_parameter([plan])
 
-    def _activations(self, microbatch: Any, args: Sequence[Any]) -> dict[int, int] | None:
-        """The bytes that autograd saves of a microbatch, by stage."""
+    def _activations(self, microbatch: Any, args: Sequence[Any]) -> _Activations | None:
+        """The bytes that autograd saves of a microbatch, and of a step."""
         if not self._module.automatic_optimization:
             return None  # its step is forward and backward, as often as it likes
-        saved = self._follow(microbatch, args, self._config, self._body, self._stage_map)
-        return {
-            stage: saved_bytes(saved, labels) for stage, labels in enumerate(labels_of_stages(self._stage_map.stages))
-        }
+        shared: Saved = {}
+
+        @contextmanager
+        def casting(meter: SavedTensorMeter) -> Iterator[None]:
+            yield
+            if self._config.shares_casts and keeps_gradients():
+                labels = (BEFORE, *range(len(self._body.layers) if self._body else 0), AFTER)
+                shared.update({label: meter.casts(label) for label in labels})
+
+        saved = self._follow(microbatch, args, self._config, self._body, self._stage_map, casting)
+        casts = {key for storages in shared.values() for key in storages}
+        own = {label: {k: size for k, size in each.items() if k not in casts} for label, each in saved.items()}
+        stages = labels_of_stages(self._stage_map.stages)
+        copies = [saved_bytes(shared, labels) if shared else 0 for labels in stages]
+        return _Activations([saved_bytes(own, labels) for labels in stages], copies)
 
     def _follow(
         self,
@@ -379,6 +393,35 @@ class DryRunStrategy(SingleDeviceStrategy):
             saved: Saved = {label: meter.storages(label) for label in labels}
             del output
         return saved
+
+
+@dataclass(frozen=True)
+class _Activations:
+    """What autograd saves.
+
+    Attributes:
+        per_microbatch: Its bytes in each stage.
+        copies: The bytes of the weights of each stage that autocast has cast, which microbatches share: all but the
+            first one of a run (see :class:`SharedCasts`).
+    """
+
+    per_microbatch: Sequence[int]
+    copies: Sequence[int]
+
+    def peak(self, schedule: Schedule, rank: int) -> int:
+        """The most bytes that a pipeline rank holds at a time."""
+        current = peak = 0
+        begun: Counter[int] = Counter()
+        for action in schedule.actions[rank]:
+            own = self.copies[action.stage] if action.microbatch == 0 else 0
+            if action.kind is Kind.F:
+                begun[action.stage] += 1
+                shared = self.copies[action.stage] if begun[action.stage] == 2 else 0
+                current += self.per_microbatch[action.stage] + own + shared
+                peak = max(peak, current)
+            elif action.kind is Kind.B:
+                current -= self.per_microbatch[action.stage] + own
+        return peak
 
 
 def labels_of_stages(stages: Sequence[range]) -> list[list[Hashable]]:

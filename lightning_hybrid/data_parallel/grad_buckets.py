@@ -58,6 +58,8 @@ class GradientBuckets:
         make_buckets: Puts trainable parameters into buckets, in the order in which backward should complete them;
             instead of ``bucket_bytes``.
         max_in_flight: How many buckets may be in flight at a time; ``None`` for all.
+        mask_group: The same ranks over a backend for the host, where a rank lacks gradients in every step: through it
+            they tell each other which they have, and no host waits for its device to know.
 
     Example::
 
@@ -80,9 +82,11 @@ class GradientBuckets:
         overlap: bool = True,
         make_buckets: Callable[[Sequence[nn.Parameter]], list[Bucket]] | None = None,
         max_in_flight: int | None = None,
+        mask_group: ProcessGroup | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self._group = GroupRef(group)
+        self._mask_group = None if mask_group is None else GroupRef(mask_group)
         self.scale = scale
         self.bucket_bytes = bucket_bytes
         self.overlap = overlap
@@ -122,8 +126,8 @@ class GradientBuckets:
     def finish(self) -> None:
         """Wait, and give every parameter its gradient: a view into its bucket, which lives as long as its views.
 
-        A parameter that no rank of the group used keeps the gradient ``None``. The host waits for the device only if
-        this rank lacked a gradient and must read whether another one had it.
+        A parameter that no rank of the group used keeps the gradient ``None``. Without a ``mask_group`` the host waits
+        for the device if this rank lacked a gradient and must read whether another one had it.
 
         Raises:
             RuntimeError: If a parameter got another gradient after its bucket had started.
@@ -185,7 +189,7 @@ class GradientBuckets:
             oldest.wait()
             oldest.finish()
             self._num_finished += 1
-        bucket.launch(self._group(), self.scale)
+        bucket.launch(self._group(), self.scale, None if self._mask_group is None else self._mask_group())
         self._num_launched += 1
 
 
@@ -244,9 +248,10 @@ class Bucket(ABC):
         self.missing = set(range(len(self.parameters)))
         self.work: Work | None = None
         self._flat: Tensor | None = None
+        self._mask: tuple[Tensor, Work] | None = None
 
     @torch.no_grad()
-    def launch(self, group: ProcessGroup, scale: float) -> None:
+    def launch(self, group: ProcessGroup, scale: float, mask_group: ProcessGroup | None = None) -> None:
         """Pack what is in ``.grad``, free it, and start the sum over the group.
 
         One copy for all of a bucket: a copy per gradient would cost more time than it saves memory, as the peak, all
@@ -255,6 +260,8 @@ class Bucket(ABC):
         Args:
             group: The ranks.
             scale: The factor.
+            mask_group: The ranks again, over a backend for the host, if they shall tell each other there which
+                gradients they have.
 
         Raises:
             TypeError: If a gradient has another dtype or device than its parameter.
@@ -274,6 +281,11 @@ class Bucket(ABC):
         for parameter in self.parameters:
             parameter.grad = None
         self._flat, self.work = self._reduce(flat, group)
+        if mask_group is not None:
+            mask = torch.tensor([index not in self.missing for index in range(len(self.parameters))]).byte()
+            work = dist.all_reduce(mask, dist.ReduceOp.MAX, group=mask_group, async_op=True)
+            assert work is not None
+            self._mask = mask, work
 
     def wait(self) -> None:
         """Wait for the sum: the host on CPU, the current stream on CUDA."""
@@ -287,8 +299,12 @@ class Bucket(ABC):
             RuntimeError: If a parameter got another gradient in the meantime.
         """
         assert self._flat is not None
-        # Reading waits for the device, and nobody else's gradient matters to a rank that has all of them.
-        sums = self._flat[-len(self.parameters) :].tolist() if self.missing else []
+        sums: list[float] = []
+        if self._mask is not None:
+            self._mask[1].wait()
+            sums = self._mask[0].tolist()
+        elif self.missing:  # reading waits for the device; nobody else's gradient matters to a rank that has all
+            sums = self._flat[-len(self.parameters) :].tolist()
         for parameter in self.parameters:
             if parameter.grad is not None:
                 raise late_gradient_error(parameter)

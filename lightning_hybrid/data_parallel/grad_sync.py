@@ -85,6 +85,14 @@ class GradientSync:
         buffers = module.named_buffers(remove_duplicate=False)
         self._buffers = [location for named in buffers for location in locate([named], stage_map)]
         holders = sorted({each.ranks for each in (*parameters, *self._buffers) if len(each.ranks) > 1})
+        # Of what stages share, each stage lacks gradients in every step.
+        on_device = mesh.device_mesh.device_type != "cpu"
+        self._mask_groups = {
+            (ranks, of_replica): mesh.shared_parameter_group(ranks, of_replica=of_replica, backend="gloo")
+            for ranks in holders
+            for of_replica in (False, True)
+            if on_device
+        }
         groups = {
             ranks: (mesh.shared_parameter_group(ranks), mesh.shared_parameter_group(ranks, of_replica=True))
             for ranks in holders
@@ -121,9 +129,10 @@ class GradientSync:
             self._after_backward += self._averaged(of_stages, data_group)
         for ranks in self._shared_by:
             shared = [location for location in self._parameters if location.ranks == ranks]
-            self._after_backward += self._averaged(shared, self._group(ranks))
+            self._after_backward += self._averaged(shared, self._group(ranks), ranks=ranks)
             shards = [location.tensor for location in shared if is_shard(location.tensor)]
-            self._over_holders += self._summed(shards, self._group(ranks, of_replica=True))
+            mask_group = self._mask_groups.get((ranks, True))
+            self._over_holders += self._summed(shards, self._group(ranks, of_replica=True), mask_group)
         parts = {id(tensor): tensor for tensor in adding_up if not is_placeholder(tensor)}
         self._over_holders += self._summed(parts.values(), self._mesh.tensor_group)
 
@@ -133,23 +142,34 @@ class GradientSync:
         return group
 
     def _averaged(
-        self, locations: list[TensorStages], group: ProcessGroup, stage: int | None = None
+        self,
+        locations: list[TensorStages],
+        group: ProcessGroup,
+        stage: int | None = None,
+        ranks: tuple[int, ...] = (),
     ) -> list[GradientBuckets]:
         """Of what replicas do not shard, summed over a group; of the rest, each replica its rows."""
         parameters = [location.tensor for location in locations if isinstance(location.tensor, nn.Parameter)]
-        made = self.zero.gradient_buckets(stage, parameters, self._mesh.data_group)
+        has_mask = bool(self._mask_groups and ranks) and self._mesh.data_parallel_size > 1
+        among_replicas = self._mesh.data_control_group if has_mask else None
+        made = self.zero.gradient_buckets(stage, parameters, self._mesh.data_group, among_replicas)
         if stage is not None and self.zero.reduces_each_backward:
             self._each_backward |= set(map(id, made))
         unsharded = [parameter for parameter in parameters if not is_shard(parameter)]
         if unsharded:
             # Replicas that use different layers would start these at different times: after all that has one order.
             overlap = stage is not None and not made
-            made.append(GradientBuckets(unsharded, group, scale=1 / self._mesh.data_parallel_size, overlap=overlap))
+            mask_group, scale = self._mask_groups.get((ranks, False)), 1 / self._mesh.data_parallel_size
+            made.append(GradientBuckets(unsharded, group, scale=scale, overlap=overlap, mask_group=mask_group))
         return made
 
-    def _summed(self, tensors: Iterable[Tensor], group: ProcessGroup) -> list[GradientBuckets]:
+    def _summed(
+        self, tensors: Iterable[Tensor], group: ProcessGroup, mask_group: ProcessGroup | None = None
+    ) -> list[GradientBuckets]:
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-        return [GradientBuckets(parameters, group, scale=1.0, overlap=False)] if parameters else []
+        if not parameters:
+            return []
+        return [GradientBuckets(parameters, group, scale=1.0, overlap=False, mask_group=mask_group)]
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts the parameter, or its part of it, in the gradient norm: its first holder does."""

@@ -187,6 +187,12 @@ class Mesh:
         return self._decision_group()
 
     @property
+    def data_control_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same part of the model, over gloo; only where there are replicas."""
+        assert self._data_control_group is not None
+        return self._data_control_group()
+
+    @property
     def zero_mesh(self) -> DeviceMesh:
         """What ZeRO shards parameters over: the replicas, inside the tensor-parallel ranks, if there are any.
 
@@ -232,7 +238,7 @@ class Mesh:
         return sorted(self.model_ranks(self.data_rank)).index(rank)
 
     def shared_parameter_group(
-        self, pipeline_ranks: Iterable[int], *, of_replica: bool = False
+        self, pipeline_ranks: Iterable[int], *, of_replica: bool = False, backend: str | None = None
     ) -> dist.ProcessGroup | None:
         """The group over the ranks of several stages and all replicas, at this rank's tensor rank.
 
@@ -241,13 +247,14 @@ class Mesh:
         Args:
             pipeline_ranks: The pipeline ranks that belong to the group.
             of_replica: Whether it has the ranks of this replica only.
+            backend: Of the group; ``None`` for the one of the world.
 
         Returns:
             The group that this rank is in; ``None`` if it is in none.
         """
         ranks = self._ranks[sorted(pipeline_ranks)]
         partition = ranks.permute(1, 2, 0).flatten(0, 1) if of_replica else ranks.permute(2, 0, 1).flatten(1)
-        reference = self._find_group(partition)
+        reference = self._find_group(partition, backend)
         return None if reference is None else reference()
 
     def new_p2p_group(self, pairs: Iterable[tuple[int, int]]) -> dist.ProcessGroup | None:

@@ -1,4 +1,4 @@
-"""Tensors as they travel: their bytes, and copies on the host."""
+"""Tensors as they travel: their bytes, and copies on the host and from it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,19 @@ def as_bytes(tensor: Tensor) -> Tensor:
     It shares memory with a contiguous tensor whose conjugation and sign are resolved; another one is copied.
     """
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def pinned(leaf: Any) -> Any:
+    """A tensor of the host in page-locked memory, from which it moves while the host goes on; others as they are."""
+    on_host = isinstance(leaf, Tensor) and leaf.device.type == "cpu"
+    return leaf.pin_memory() if on_host and not leaf.is_pinned() else leaf
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; the host does not wait for a CUDA device to take it."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return pinned(tensor).to(device, non_blocking=True)  # type: ignore[no-any-return]
 
 
 def to_host(leaf: Any) -> Any:

@@ -88,11 +88,13 @@ def _split(leaves: list[Any], spec: TreeSpec) -> tuple[TreeMeta, list[Any]]:
     return TreeMeta.of(tensors, spec), [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def _allocate(meta: TreeMeta, leaves: list[Any], device: torch.device) -> list[Tensor]:
-    """Put empty tensors at their positions among the leaves, and return them."""
+def _allocate(meta: TreeMeta, leaves: list[Any], device: torch.device, *, pin_memory: bool = False) -> list[Tensor]:
+    """Put empty tensors at their positions among the leaves, and return them: on the host those that were there."""
     tensors = []
     for index, tensor in meta.tensors():
-        leaves[index] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        on_host = tensor.on_host or device.type == "cpu"
+        where = torch.device("cpu") if on_host else device
+        leaves[index] = torch.empty(tensor.shape, dtype=tensor.dtype, device=where, pin_memory=pin_memory and on_host)
         tensors.append(leaves[index])
     return tensors
 
@@ -106,26 +108,38 @@ class TreeBroadcast:
         number of the meta, or NEW   ---->  known meta: allocate
         [NEW: the meta, pickled]     ---->  remember it
         [other values, pickled]      ---->
-        tensors of one element, packed as float64, one message
+        tensors of one element, packed as float64, one message for those of the host and one for those of a device
         other tensors, one message each
 
+    What is on the host stays there: it travels over the control group, so a number can be read where it arrives, and
+    nobody waits for a device.
+
     Args:
-        control_group: The ranks, over gloo: decisions travel through the host, so nobody waits for a device.
-        group: The same ranks in the same order, for tensors on ``device``.
+        control_group: The ranks, over gloo: for decisions, and for what is on the host.
+        group: The same ranks in the same order, for what is on ``device``.
         source: The rank inside the group that has the trees.
-        device: Where received tensors shall be.
+        device: Where received tensors shall be that are not on the source's host.
+        pin_memory: Whether tensors of the host are received in page-locked memory, from which they can move to a device
+            without making the host wait.
 
     Attributes:
         is_source: Whether this rank's trees count.
     """
 
     def __init__(
-        self, control_group: dist.ProcessGroup, group: dist.ProcessGroup, source: int, device: torch.device
+        self,
+        control_group: dist.ProcessGroup,
+        group: dist.ProcessGroup,
+        source: int,
+        device: torch.device,
+        *,
+        pin_memory: bool = False,
     ) -> None:
         self._control_group = GroupRef(control_group)
         self._group = GroupRef(group)
         self._source = source
         self._device = device
+        self._pins = pin_memory
         self.is_source = dist.get_rank(control_group) == source
         self._numbers: dict[TreeMeta, int] = {}
         self._metas: list[TreeMeta] = []
@@ -198,21 +212,24 @@ class TreeBroadcast:
         meta = self._metas[code - 1]
         assert meta.spec is not None
         leaves = pickle.loads(self._broadcast_object()) if meta.has_values else [None] * len(meta.leaves)
-        self._exchange_tensors(_allocate(meta, leaves, self._device))
+        self._exchange_tensors(_allocate(meta, leaves, self._device, pin_memory=self._pins))
         return unflatten(leaves, meta.spec)
 
     def _exchange_tensors(self, tensors: list[Tensor]) -> None:
         """Send or receive, in place."""
-        scalars = [tensor for tensor in tensors if _fits_float64(tensor)]
-        if scalars:
-            packed = torch.stack([scalar.reshape(()).to(self._device, torch.float64) for scalar in scalars])
-            self._broadcast(packed, self._group())
-            if not self.is_source:
-                for scalar, value in zip(scalars, packed.unbind(), strict=True):
-                    scalar.copy_(value)
-        for tensor in tensors:
-            if not _fits_float64(tensor) and tensor.numel() > 0:
-                self._broadcast(as_bytes(tensor.to(self._device)), self._group())
+        host = torch.device("cpu")
+        for device, group in {host: self._control_group(), self._device: self._group()}.items():
+            here = [tensor for tensor in tensors if (host if tensor.is_cpu else self._device) == device]
+            scalars = [tensor for tensor in here if _fits_float64(tensor)]
+            if scalars:
+                packed = torch.stack([scalar.reshape(()).to(device, torch.float64) for scalar in scalars])
+                self._broadcast(packed, group)
+                if not self.is_source:
+                    for scalar, value in zip(scalars, packed.unbind(), strict=True):
+                        scalar.copy_(value.view_as(scalar))
+            for tensor in here:
+                if not _fits_float64(tensor) and tensor.numel() > 0:
+                    self._broadcast(as_bytes(tensor.to(device)), group)
 
 
 def _fits_float64(tensor: Tensor) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from typing import Any
 from weakref import WeakSet
@@ -17,6 +17,12 @@ from torch.optim import Optimizer
 from lightning_hybrid.data_parallel.zero.param import RowShards
 from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
+
+Mode: Any
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode as Mode
+except ImportError:  # then copies of weights count for each microbatch
+    Mode = None
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ class SavedTensorMeter:
         excluded: Parameters, buffers and batches, which are no activations.
 
     Attributes:
-        label: What :meth:`storages` knows the tensors by that are saved from now on.
+        label: What :meth:`storages` and :meth:`casts` know the tensors by that come from now on.
     """
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
@@ -186,12 +192,22 @@ class SavedTensorMeter:
         storages = (storage for tensor in excluded for storage in storages_of(tensor))
         self._excluded = {storage._cdata: storage for storage in storages}  # alive, so that no other gets their address
         self._saved: dict[Hashable, WeakSet[_Saved]] = defaultdict(WeakSet)
+        self._casts: dict[Hashable, dict[int, Any]] = defaultdict(dict)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Enter it around the forward."""
-        with saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
+        casts = nullcontext() if Mode is None else _CastWatch(self._note_cast)
+        with casts, saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
             yield
+
+    def _note_cast(self, source: Tensor, copy: Tensor) -> None:
+        if all(storage._cdata in self._excluded for storage in storages_of(source)):
+            self._casts[self.label] |= {storage._cdata: storage for storage in storages_of(copy)}
+
+    def casts(self, label: Hashable) -> dict[int, int]:
+        """The storages of what was made of parameters in another dtype under a label, with their bytes."""
+        return {key: storage.nbytes() for key, storage in self._casts.get(label, {}).items()}
 
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor)
@@ -203,6 +219,21 @@ class SavedTensorMeter:
         saved = self._saved.get(label, ())
         storages = {storage._cdata: storage.nbytes() for each in saved for storage in storages_of(each.tensor)}
         return {key: size for key, size in storages.items() if key not in self._excluded}
+
+
+class _CastWatch(Mode or object):  # type: ignore[misc]
+    """Tells of each trained tensor that is made anew in another dtype: what autocast does with weights."""
+
+    def __init__(self, note: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_cast = str(func) == "aten._to_copy.default" and isinstance(result, Tensor)
+        if is_cast and result.dtype != args[0].dtype and args[0].requires_grad:
+            self._note(args[0], result)
+        return result
 
 
 class _Saved:

@@ -102,7 +102,12 @@ class Offload:
             self._move(optimizer, self._device, torch.device("cpu"))
 
     def _move(self, optimizer: Optimizer, source: torch.device, target: torch.device) -> None:
-        """Move what has as many elements as its parameter: counters are where the optimizer wants them."""
+        """Move what has as many elements as its parameter: counters are where the optimizer wants them.
+
+        All copies are under way at a time, through page-locked memory. To the device they come before its step; on the
+        host anybody may read them afterwards, so it waits there once, for the last of them.
+        """
+        copies = False
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
                 if not isinstance(value, Tensor) or value.shape != parameter.shape or not value.ndim:
@@ -110,16 +115,19 @@ class Offload:
                 local = to_local(value)
                 if local.device == source:
                     moved = _pinned_copy(local) if target.type == "cpu" else local.to(target, non_blocking=True)
+                    copies = True
                     if isinstance(value, DTensor):
                         put_local(value, moved)
                     else:
                         state[name] = moved
+        if copies and source.type == "cuda":
+            torch.cuda.current_stream(source).synchronize()
 
 
 def _pinned_copy(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory of the host, which the device can read without blocking the host."""
+    """A copy in pinned memory of the host, which is there when the device's stream has come to it."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return copy.copy_(tensor)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 class _OffloadedTensor:

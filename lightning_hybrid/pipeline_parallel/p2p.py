@@ -101,14 +101,26 @@ class Channel:
         peer: Rank of the other side inside ``group``.
         device: Where the tensors of this rank live. CUDA tensors cross a gloo group through pinned host memory.
         dynamic_shapes: Send the meta with every message, because shapes (or values) depend on data.
+        metas: How metas travel: a group over gloo, the peer's rank inside it, and a tag; by default as tensors do.
     """
 
-    def __init__(self, group: ProcessGroup, peer: int, device: torch.device, dynamic_shapes: bool = False) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        peer: int,
+        device: torch.device,
+        dynamic_shapes: bool = False,
+        metas: tuple[ProcessGroup, int, int] | None = None,
+    ) -> None:
         self._group = GroupRef(group)
         self._peer = peer
         self._device = device
         self._wire = _wire_device(group, device)
         self._dynamic = dynamic_shapes
+        # A meta on the device would have to be read from there, which waits for all that it computes.
+        meta_group, self._meta_peer, self._meta_tag = metas or (group, peer, _TAG)
+        self._meta_group = GroupRef(meta_group)
+        self._meta_wire = self._wire if metas is None else torch.device("cpu")
         self._formats: dict[Hashable, _Format] = {}
         # Posted receives that have not started, because a meta before them is unread.
         self._unread: deque[Recv] = deque()
@@ -221,9 +233,10 @@ class Channel:
 
     def _send_meta(self, meta: TreeMeta, send: Send) -> _Format:
         data = torch.frombuffer(bytearray(pickle.dumps(meta)), dtype=torch.uint8)
-        group = self._group()
-        for tensor in map(self._to_wire, (torch.tensor([data.numel()]), data)):
-            send.pending.append((group.send([tensor], self._peer, _TAG), tensor))
+        group = self._meta_group()
+        for tensor in (torch.tensor([data.numel()]), data):
+            tensor = tensor.to(self._meta_wire)
+            send.pending.append((group.send([tensor], self._meta_peer, self._meta_tag), tensor))
         return _Format.of(meta, self._wire)
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
@@ -238,11 +251,11 @@ class Channel:
         return host
 
     def _receive_meta(self) -> TreeMeta:
-        group = self._group()
-        length = torch.empty(1, dtype=torch.int64, device=self._wire)
-        group.recv([length], self._peer, _TAG).wait()
-        data = torch.empty(int(length.item()), dtype=torch.uint8, device=self._wire)
-        group.recv([data], self._peer, _TAG).wait()
+        group = self._meta_group()
+        length = torch.empty(1, dtype=torch.int64, device=self._meta_wire)
+        group.recv([length], self._meta_peer, self._meta_tag).wait()
+        data = torch.empty(int(length.item()), dtype=torch.uint8, device=self._meta_wire)
+        group.recv([data], self._meta_peer, self._meta_tag).wait()
         meta: TreeMeta = pickle.loads(data.cpu().numpy().tobytes())
         return meta
 
@@ -273,7 +286,8 @@ def make_channels(
             if group is not None and own is not None:
                 sender, receiver = own if kind == "activation" else own[::-1]
                 peer = int(mesh.pipeline_rank == min(own))  # the lower rank comes first in the group
-                channels[sender, receiver, kind] = Channel(group, peer, device, dynamic_shapes)
+                key: ChannelKey = sender, receiver, kind
+                channels[key] = Channel(group, peer, device, dynamic_shapes, _route_of_metas(mesh, key, device))
     return channels
 
 
@@ -296,6 +310,15 @@ def _disjoint(hops: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
             lists.append(fitting := [])
         fitting.append(hop)
     return lists
+
+
+def _route_of_metas(mesh: Mesh, key: ChannelKey, device: torch.device) -> tuple[ProcessGroup, int, int] | None:
+    """The control group, where tensors do not travel through the host; two kinds may have one pair of ranks."""
+    if device.type == "cpu":
+        return None
+    sender, receiver, kind = key
+    other = receiver if mesh.pipeline_rank == sender else sender
+    return mesh.control_group, mesh.model_group_rank(other, mesh.tensor_rank), 1 + (kind == "gradient")
 
 
 class _WireTensor:

@@ -327,6 +327,7 @@ class Run:
             auto_microbatches=config.auto_microbatches,
             loss_reduction=config.loss_reduction,
             place_parameters=self._place_parameters,
+            shares_casts=config.shares_casts,
         )
         self.evaluation_step = EvaluationStep(
             self._context, self.grad_sync, config.num_microbatches, dynamic_shapes=config.dynamic_shapes
@@ -353,11 +354,24 @@ class Run:
         """Whether the user's step runs, and not on every rank."""
         return self._context is not None and self._context.in_step
 
+    @property
+    def moves_batches(self) -> bool:
+        """Whether batches of what the Trainer does now move to the device as a whole.
+
+        In training their microbatches move when they are needed; in evaluation no stage but the first and the last one
+        of a chain reads them. On a host there is nothing to save.
+        """
+        context, trains = self._context, self._attached.module.trainer.training
+        if context is None or self._world.device.type == "cpu":
+            return True
+        reads = trains or context.cut is None or context.is_first or context.is_last
+        return (reads and not trains) or self._hooks_read[trains]
+
     @cached_property
-    def moves_microbatches(self) -> bool:
-        """Whether training batches stay on the host, and their microbatches move when they are needed."""
-        on_cuda = self._attached.is_cut and self._world.device.type == "cuda"
-        return on_cuda and not batch_reading_hooks(self._attached.module)
+    def _hooks_read(self) -> tuple[bool, bool]:
+        """Whether hooks read batches of evaluation, and of training."""
+        module = self._attached.module
+        return bool(batch_reading_hooks(module, training=False)), bool(batch_reading_hooks(module))
 
     @property
     def has_actions(self) -> bool:

@@ -386,10 +386,13 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; the user's transfer hooks draw the same random numbers on every rank of the model group."""
-        if self._module.trainer.training and self.run.moves_microbatches:
-            return pinned(batch)
-        with self.world.batch_hooks.transfer(self._module):
-            return super().batch_to_device(batch, device, dataloader_idx)
+        moves = self.run.moves_batches
+        if self.attached.is_cut and self.root_device.type == "cuda":
+            batch = pinned(batch)  # what was received is already, and what was loaded may be
+        if self._module.trainer.training and not moves:
+            return batch
+        with self.world.batch_hooks.transfer(self._module):  # all ranks count the transfers of evaluation
+            return super().batch_to_device(batch, device, dataloader_idx) if moves else batch
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

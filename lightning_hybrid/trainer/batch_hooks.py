@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 
+from lightning_hybrid.distributed import tensor_bytes
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.trainer.lightning_internals import unwrap_before_batch_transfer, wrap_before_batch_transfer
@@ -20,25 +20,30 @@ _TRANSFER, _BATCH_START = 4, 5
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+_EVALUATION_HOOKS = tuple(
+    f"on_{name}_batch_{moment}" for name in ("validation", "test", "predict") for moment in ("start", "end")
+)
 
 
-def batch_reading_hooks(module: LightningModule) -> list[str]:
-    """The hooks that get a training batch outside of `training_step`, and may expect it on the device as a whole.
+def batch_reading_hooks(module: LightningModule, *, training: bool = True) -> list[str]:
+    """The hooks that get a batch outside of a step, and may expect it on the device as a whole.
 
     Lightning's own callbacks get the batch but do not read it, except for :class:`ThroughputMonitor`.
 
     Args:
         module: The user's module, attached to a Trainer with callbacks and perhaps a data module.
+        training: Whether the batch is one of training, and not of evaluation.
 
     Returns:
-        Names of hooks; without any, a batch may stay on the host until a microbatch is needed.
+        Names of hooks; without any, a batch may stay on the host until a step needs it.
     """
     trainer: Any = module.trainer
-    candidates = [(module, _TRANSFER_HOOKS + _BATCH_HOOKS), (trainer.datamodule, _TRANSFER_HOOKS)]
+    of_batches = _BATCH_HOOKS if training else _EVALUATION_HOOKS
+    candidates = [(module, _TRANSFER_HOOKS + of_batches), (trainer.datamodule, _TRANSFER_HOOKS)]
     for callback in trainer.callbacks:
         kind = type(callback)
         if kind is ThroughputMonitor or not kind.__module__.startswith(("lightning.pytorch.", "lightning_hybrid.")):
-            candidates.append((callback, _BATCH_HOOKS))
+            candidates.append((callback, of_batches))
     return [
         f"{type(owner).__name__}.{hook}" for owner, hooks in candidates for hook in hooks if is_overridden(hook, owner)
     ]
@@ -46,12 +51,7 @@ def batch_reading_hooks(module: LightningModule) -> list[str]:
 
 def pinned(batch: Any) -> Any:
     """The batch in page-locked memory of the host, from which it moves without making the host wait."""
-    return map_leaves(_pinned, batch)
-
-
-def _pinned(leaf: Any) -> Any:
-    on_host = isinstance(leaf, Tensor) and leaf.device.type == "cpu"
-    return leaf.pin_memory() if on_host and not leaf.is_pinned() else leaf
+    return map_leaves(tensor_bytes.pinned, batch)
 
 
 class SeededBatchHooks(Callback):

@@ -60,13 +60,16 @@ class DataLoaderPreparer:
     def __call__(self, loader: object, trainer: Trainer) -> object:
         """A loader of this replica's samples that gives the same batches to all ranks of the model group."""
         divide, stage = bool(self._requested), trainer.state.stage
-        prepared = prepare_loader(loader, self._mesh, divide=divide, share=self._share, stage=stage)
+        pins = self._device.type == "cuda"
+        prepared = prepare_loader(loader, self._mesh, divide=divide, share=self._share, stage=stage, pin_memory=pins)
         if not trainer.training:
             return prepared
         return ReplayableLoader(prepared, self._device, waits=self._resume.is_loaded)
 
 
-def prepare_loader(loader: object, mesh: Mesh, *, divide: bool, share: bool, stage: RunningStage | None) -> object:
+def prepare_loader(
+    loader: object, mesh: Mesh, *, divide: bool, share: bool, stage: RunningStage | None, pin_memory: bool = False
+) -> object:
     """A loader of this replica's samples that gives the same batches to all ranks of its model group.
 
     Args:
@@ -75,11 +78,13 @@ def prepare_loader(loader: object, mesh: Mesh, *, divide: bool, share: bool, sta
         divide: Whether the samples of a `DataLoader` are divided over the replicas.
         share: Whether one rank loads and the others receive; otherwise all load and compare.
         stage: What the Trainer is doing.
+        pin_memory: Whether batches are received in page-locked memory.
     """
     if divide and isinstance(loader, DataLoader):
         # Where one rank of each model group loads, these ranks are a data-parallel group; otherwise all ranks load.
-        group = mesh.data_group if share else dist.group.WORLD
-        assert group is not None
+        group = mesh.decision_group
+        if share and mesh.data_parallel_size > 1:
+            group = mesh.data_control_group
         loader = _shard(loader, mesh, group, stage)
     if isinstance(loader, DataLoader) and loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
         loader.worker_init_fn = partial(pl_worker_init_function, rank=mesh.data_rank)
@@ -87,7 +92,8 @@ def prepare_loader(loader: object, mesh: Mesh, *, divide: bool, share: bool, sta
         return loader
     if not share:
         return ComparedLoader(loader, mesh.control_group)
-    return SharedLoader(loader, TreeBroadcast(mesh.control_group, mesh.control_group, 0, torch.device("cpu")))
+    control, host = mesh.control_group, torch.device("cpu")
+    return SharedLoader(loader, TreeBroadcast(control, control, 0, host, pin_memory=pin_memory))
 
 
 class ReplicaSampler(Sampler[Any]):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.tensor_bytes import move
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class LossWeights:
             device: Where this rank computes.
         """
         found = [torch.as_tensor(weigh(each), dtype=torch.float64).reshape(()) for each in microbatches]
-        # What is on the host moves in one go: each move of its own would make the host wait for the device.
+        # What is on the host moves in one go, and the host does not wait for it.
         if len({weight.device for weight in found}) > 1:
-            found = [weight.to(device) for weight in found]
-        each = torch.stack(found).to(device, non_blocking=True)
+            found = [move(weight, device) for weight in found]
+        each = move(torch.stack(found), device)
         total = each.sum()
         if mesh.data_parallel_size > 1:
             dist.all_reduce(total, group=mesh.data_group)

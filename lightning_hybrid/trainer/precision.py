@@ -1,9 +1,10 @@
-"""Precision plugins made to agree over the model group: fp16 overflow, and the norm to clip by."""
+"""Precision plugins made to agree over the model group, and weights that are cast once for all microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from torch.amp import GradScaler
 from torch.cpu.amp.grad_scaler import GradScaler as CPUGradScaler
 from torch.cuda.amp.grad_scaler import GradScaler as CUDAGradScaler
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.distributed.dtensor import local_view
@@ -211,6 +213,78 @@ class ModelGroupGradScaler(GradScaler):
         overflow = torch.stack([found_inf, *everywhere]).amax(0)
         dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
         return {overflow.device: overflow}
+
+
+class SharedCasts:
+    """Parameters in float32 are cast once for all microbatches of a step, where autocast casts them.
+
+    Autocast keeps what it has cast until its outermost context is left. Lightning enters it for each microbatch, and
+    has it keep nothing: then every microbatch casts all weights, and autograd keeps each copy until its backward. ::
+
+        schedule()   |-----------------------------------------------------------|   here the copies are dropped
+        plugin         |---|        |---|                  |---|
+        forward()       |F0|         |F1|      B0           |F2|      B1      B2     backward: outside of autocast
+
+    A module that changes parameters in its step may use one before and after: there every use has a copy of its own, as
+    with Lightning. The first forward of each stage, which shares nothing, shows whether it does.
+
+    Args:
+        device: The type of the device, such as ``"cuda"``.
+        parameters: Gives those of this rank.
+    """
+
+    def __init__(self, device: str, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        self._device, self._find = device, parameters
+        self._parameters: list[Tensor] = []
+        self._tried: set[int] = set()
+        self._may_share = True
+
+    @contextmanager
+    def schedule(self) -> Iterator[None]:
+        """Enter it around all forwards and backwards of a step: it changes nothing but when copies are dropped."""
+        self._parameters = []
+        with torch.autocast(
+            self._device,
+            dtype=torch.get_autocast_dtype(self._device),
+            enabled=torch.is_autocast_enabled(self._device),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        ):
+            yield
+
+    @contextmanager
+    def forward(self, stage: int) -> Iterator[None]:
+        """Enter it around a forward of a stage, inside of the precision plugin's context."""
+        if not self._may_share or not torch.is_autocast_enabled(self._device) or not keeps_gradients():
+            yield
+            return
+        shares = stage in self._tried
+        self._tried.add(stage)
+        before = self._versions()
+        with torch.autocast(self._device, dtype=torch.get_autocast_dtype(self._device), cache_enabled=shares):
+            yield
+        if self._versions() != before:
+            self._may_share = False
+            torch.clear_autocast_cache()
+
+    def _versions(self) -> list[int]:
+        """What is another when a parameter has been changed in a way that autograd knows of."""
+        if not self._parameters:
+            plain = (each for each in self._find() if not isinstance(each, DTensor))  # of those autocast sees shards
+            self._parameters = [each for each in plain if each.dtype == torch.float32]
+        return [parameter._version for parameter in self._parameters]
+
+
+@cache
+def keeps_gradients() -> bool:
+    """Whether a copy that autocast has made where no gradients were wanted is not taken where they are.
+
+    Torch 2.13 does so; if another version does not, nothing is shared.
+    """
+    weight, x = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)
+    with torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=True):
+        with torch.no_grad():
+            x @ weight
+        return (x @ weight).requires_grad
 
 
 _SCALERS = (GradScaler, CUDAGradScaler, CPUGradScaler, ModelGroupGradScaler)

@@ -435,7 +435,7 @@ class StepContext:
             trainer.should_stop = "stop" in tree
             if "calls" in tree and trainer.is_global_zero:
                 make_calls(tree["calls"], self.module)
-        replay(self.module, unpack_logs(tree["logs"]), alone=self.mesh.data_parallel_size == 1)
+        replay(self.module, unpack_logs(tree["logs"], self.device), alone=self.mesh.data_parallel_size == 1)
         return tree["value"]
 
     def _pack(self, value: Any, logs: list[Log]) -> dict[str, Any]:

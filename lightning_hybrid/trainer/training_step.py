@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_hybrid.pipeline_parallel.stage import Compute
 from lightning_hybrid.trainer.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LossWeights, weighted, weighted_sum
 from lightning_hybrid.trainer.module_hooks import find_hook
+from lightning_hybrid.trainer.precision import SharedCasts
 from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
@@ -43,6 +44,8 @@ class TrainingStep:
         loss_reduction: ``"mean"`` or ``"sum"``: how the user's loss reduces over the samples of a batch.
         place_parameters: Called before the first batch runs, if the code around the layers runs on every stage: with
             the stages that use each parameter outside of the layers, by its name.
+        shares_casts: Whether microbatches share what autocast makes of parameters; not where parameters are let go of
+            after each use, as copies of all of them would stay.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class TrainingStep:
         auto_microbatches: bool,
         loss_reduction: str,
         place_parameters: Callable[[Mapping[str, Collection[int]]], None],
+        shares_casts: bool = True,
     ) -> None:
         self._context = context
         self._place_parameters = place_parameters
@@ -64,6 +68,7 @@ class TrainingStep:
         self._num_microbatches = num_microbatches
         self._loss_reduction = loss_reduction
         self._window = AccumulationWindow(context.device)
+        self._casts = SharedCasts(context.device.type, grad_sync.local_parameters) if shares_casts else None
         self._batch_norms = batch_norms(context.module) if num_microbatches > 1 else []
         self._limits = auto_microbatches and bool(self._batch_norms)
         # Replicas take part in the same collectives, so the one with the smallest batch decides.
@@ -107,6 +112,7 @@ class TrainingStep:
         windowed = weights is not None and accumulated > 1 and backward
         if windowed and is_first:  # whatever came before: an epoch may have been broken off
             self._window = AccumulationWindow(context.device)
+        microbatches = self._moved(microbatches)
         shares, factors = self._shares(counts, weights, windowed=windowed)
         outputs: list[Any] = []
 
@@ -134,19 +140,27 @@ class TrainingStep:
             if plans:
                 parts = list(zip(parts, [plan.number for plan in plans], strict=True))
             compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
-            context.engine.run(
-                self._find_schedule(len(counts), backward=backward),
-                compute,
-                context.keys(version, parts),
-                backward_begins=grad_sync.backward_begins,
-                backward_ends=grad_sync.backward_ends,
-                profile=context.profile,
-            )
+            with nullcontext() if self._casts is None else self._casts.schedule():
+                context.engine.run(
+                    self._find_schedule(len(counts), backward=backward),
+                    compute,
+                    context.keys(version, parts),
+                    backward_begins=grad_sync.backward_begins,
+                    backward_ends=grad_sync.backward_ends,
+                    profile=context.profile,
+                )
             if reduce:
                 self._reduce(accumulated, windowed=windowed)
         return context.share(
             lambda: (_merge(outputs, counts, shares), merge_logs(records, counts, self._num_microbatches, weights))
         )
+
+    def _moved(self, microbatches: list[Any]) -> list[Any]:
+        """Where the step is followed, its batch has to be where its parameters are; else it moves when it is needed."""
+        if self._context.frame is None:
+            return microbatches
+        moved: list[Any] = move_data_to_device(microbatches, self._context.device)
+        return moved
 
     def _reduce(self, accumulated: int, *, windowed: bool) -> None:
         """Sum and average the gradients; a window of weights ends there."""
@@ -173,13 +187,14 @@ class TrainingStep:
     ) -> Compute:
         """The forward of a stage: the user's step until the body, its layers, or the step around its last layers."""
         context, grad_sync, user_step = self._context, self._grad_sync, self._context.module.training_step
+        casts = self._casts
         fetched = {} if context.frame is None else context.fetch_parameters(context.frame, "training_step", plans)
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             grad_sync.forward_begins(stage)
             is_last = stage == context.num_stages - 1
             layers, random = context.layers[stage], context.streams.layers(stage, _TRAINING, step, microbatch)
-            with precision():
+            with precision(), nullcontext() if casts is None else casts.forward(stage):
                 if stage > 0 and not is_last and context.frame is None:
                     return context.run_layers(layers, random, inputs)
                 context.enter_user_code(_TRAINING, step, microbatch, keep=is_last)

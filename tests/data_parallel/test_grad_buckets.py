@@ -149,11 +149,13 @@ def test_several_dtypes_at_once(ranks: Pools) -> None:
     assert ranks(2).run(several_dtypes) == [[(dtype, 1.5) for dtype in kinds]] * 2
 
 
-def train(set_to_none: bool, num_steps: int) -> Gradients:
+def train(set_to_none: bool, num_steps: int, masked: bool = False) -> Gradients:
+    """Some steps; masked, nobody may read from the sum which gradients other ranks have."""
     torch.manual_seed(3)
     module = Network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.5)
-    buckets = mean_buckets(list(module.parameters()), bucket_bytes=300)
+    mask_group = dist.new_group(backend="gloo") if masked else None
+    buckets = mean_buckets(list(module.parameters()), bucket_bytes=300, mask_group=mask_group)
     for seed in range(num_steps):
         step(buckets, lambda seed=seed: module.loss(dist.get_rank(), seed).backward())  # type: ignore[misc]
         optimizer.step()
@@ -161,9 +163,9 @@ def train(set_to_none: bool, num_steps: int) -> Gradients:
     return [p.detach() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_training_equals_one_process(ranks: Pools, set_to_none: bool) -> None:
-    results = ranks(2).run(train, set_to_none, 4)
+@pytest.mark.parametrize(("set_to_none", "masked"), [(True, False), (False, False), (True, True)])
+def test_training_equals_one_process(ranks: Pools, set_to_none: bool, masked: bool) -> None:
+    results = ranks(2).run(train, set_to_none, 4, masked)
     torch.manual_seed(3)
     module = Network()
     unused = module.nobody.weight.clone()

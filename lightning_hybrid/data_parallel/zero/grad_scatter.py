@@ -108,13 +108,16 @@ class ZeroGradients:
         """A copy of the module reduces no gradients, and unsharded parameters may have no memory to copy."""
         return self
 
-    def buckets(self, stage: int | None, shards: Sequence[Tensor], group: ProcessGroup) -> GradientBuckets:
+    def buckets(
+        self, stage: int | None, shards: Sequence[Tensor], group: ProcessGroup, mask_group: ProcessGroup | None
+    ) -> GradientBuckets:
         """The gradients of some parameters.
 
         Args:
             stage: The stage that alone holds them, if one does: then they are reduced while its backward runs.
             shards: The parameters, in the order of the model.
             group: The replicas.
+            mask_group: As for :class:`GradientBuckets`.
         """
         buckets = GradientBuckets(
             [self._by_shard[id(shard)].unsharded for shard in shards],
@@ -123,6 +126,7 @@ class ZeroGradients:
             overlap=stage is not None and not self._reshard_after_forward,
             make_buckets=self._make_buckets,
             max_in_flight=1 if self._zero_stage > 1 else None,
+            mask_group=mask_group,
         )
         if stage is not None and self._reshard_after_forward:
             self._prefetched[stage] = buckets

@@ -149,7 +149,11 @@ class ZeroParameters:
         return self._is_first or is_shard(parameter)
 
     def gradient_buckets(
-        self, stage: int | None, parameters: Sequence[nn.Parameter], group: ProcessGroup
+        self,
+        stage: int | None,
+        parameters: Sequence[nn.Parameter],
+        group: ProcessGroup,
+        mask_group: ProcessGroup | None,
     ) -> list[GradientBuckets]:
         """The gradients of those of some parameters that are sharded.
 
@@ -157,9 +161,10 @@ class ZeroParameters:
             stage: The stage that alone holds the parameters, if one does.
             parameters: The parameters, in the order of the model.
             group: The replicas.
+            mask_group: As for :class:`GradientBuckets`.
         """
         shards = [parameter for parameter in parameters if is_shard(parameter)]
-        return [self._gradients.buckets(stage, shards, group)] if shards else []
+        return [self._gradients.buckets(stage, shards, group, mask_group)] if shards else []
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -342,7 +347,11 @@ class NoZero:
         return True
 
     def gradient_buckets(
-        self, stage: int | None, parameters: Sequence[nn.Parameter], group: ProcessGroup
+        self,
+        stage: int | None,
+        parameters: Sequence[nn.Parameter],
+        group: ProcessGroup,
+        mask_group: ProcessGroup | None,
     ) -> list[GradientBuckets]:
         """None."""
         assert not any(map(is_shard, parameters))

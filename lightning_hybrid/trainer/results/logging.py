@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.tensor_bytes import move
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.trainer.lightning_internals import attached_trainer, intercept_results, set_forward_value
 from lightning_hybrid.trainer.loss_weights import LossWeights, weighted, weighted_sum
@@ -273,8 +274,9 @@ def pack_logs(logs: Sequence[Log]) -> dict[Any, tuple[Any, ...]]:
         logs: Merged logs.
 
     Returns:
-        For each log (position, name, metric, whether it has a value, whether it is a plain number, arguments) and a
-        tensor, with the ``batch_size`` if there is one: it may be another at each step.
+        For each log (position, name, metric, whether it has a value, whether it is a plain number, the type of a plain
+        ``batch_size``, arguments) and a tensor, with the ``batch_size`` if there is one: it may be another at each
+        step. Plain numbers are tensors on the host.
     """
     packed: dict[Any, tuple[Any, ...]] = {}
     for position, log in enumerate(logs):
@@ -285,17 +287,30 @@ def pack_logs(logs: Sequence[Log]) -> dict[Any, tuple[Any, ...]]:
         # A function (`torch.mean` and the like) is sent by its name.
         names = tuple((key, value.__name__ if callable(value) else value) for key, value in arguments.items())
         value = torch.tensor(0.0 if log.value is None else log.value, dtype=torch.float64) if plain else log.value
-        key = position, log.name, log.metric, log.value is not None, plain, names
+        size_type = type(size) if isinstance(size, (int, float)) else None
+        size = size if size_type is None else torch.tensor(size, dtype=torch.float64)
+        key = position, log.name, log.metric, log.value is not None, plain, size_type, names
         packed[key] = (value,) if size is None else (value, size)
     return packed
 
 
-def unpack_logs(packed: dict[Any, tuple[Any, ...]]) -> list[Log]:
-    """The inverse of :func:`pack_logs`."""
+def unpack_logs(packed: dict[Any, tuple[Any, ...]], device: torch.device) -> list[Log]:
+    """The inverse of :func:`pack_logs`.
+
+    Args:
+        packed: The logs.
+        device: Where plain numbers shall be, as Lightning puts them there; the host does not wait for it.
+    """
+    numbers = [value for (*_, plain, _, _), (value, *_) in packed.items() if plain]
+    if numbers:
+        stacked = torch.stack(numbers).to(torch.get_default_dtype())  # as Lightning does with numbers
+        moved = iter(move(stacked, device).unbind())
     logs = []
-    for (_, name, metric, has_value, plain, names), (value, *size) in packed.items():
-        value = value.to(torch.get_default_dtype()) if plain else value  # as Lightning does with numbers
-        arguments = {**dict(names), **({"batch_size": size[0]} if size else {})}
+    for (_, name, metric, has_value, plain, size_type, names), (value, *size) in packed.items():
+        value = next(moved) if plain else value
+        arguments = dict(names)
+        if size:
+            arguments["batch_size"] = size[0] if size_type is None else size_type(size[0])
         logs.append(Log(name, value if has_value else None, metric, arguments))
     return logs
 

@@ -73,7 +73,7 @@ def scalars(module: LightningModule) -> dict[str, Any]:
 
 
 def pack_scalars(before: dict[str, Any], now: dict[str, Any]) -> dict[Any, Any]:
-    """What has changed, as a tree: numbers as tensors of float64, which are sent with others in one message.
+    """What has changed, as a tree: numbers as tensors of float64 on the host, which are sent in one message.
 
     Args:
         before: What :func:`scalars` said at first.

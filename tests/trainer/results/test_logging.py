@@ -311,7 +311,7 @@ def through(*logs: Log) -> list[Log]:
     packed = pack_logs(logs)
     hash(tuple(packed))
     assert all(isinstance(value, Tensor) for value, *_ in packed.values())
-    return unpack_logs(packed)
+    return unpack_logs(packed, torch.device("cpu"))
 
 
 def test_logs_come_back() -> None:

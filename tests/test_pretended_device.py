@@ -1,0 +1,383 @@
+"""Fits on a pretended device: the numbers of the CPU to the last bit, no mixture of devices."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hybrid import HybridStrategy
+from lightning_hybrid.checkpoint.snapshot import snapshot
+from lightning_hybrid.memory.offload import Offload
+from tests.gpu import test_cuda as gpu_bodies
+from tests.gpu import test_nccl as nccl_bodies
+from tests.pool import Pools
+from tests.pretended_device import PretendedDevice, Wait, pretended_device
+
+
+def test_values_are_where_they_were_put() -> None:
+    with pretended_device() as seen:
+        x = torch.ones(3, device="cuda")
+        assert x.device == (cuda := torch.device("cuda", 0))
+        assert (x + 1)[1:].device == cuda
+        assert torch.zeros_like(x, device="cpu").device.type == "cpu"
+        assert nn.Linear(2, 2).to("cuda").weight.device == cuda
+        assert x.cpu().device.type == "cpu"
+        assert x.to("cuda") is x
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.ones(3)
+        seen.waits.clear()
+        float(x.sum())
+        x.tolist()
+        x.copy_(torch.zeros(3), non_blocking=True)
+        x.copy_(torch.zeros(3).pin_memory(), non_blocking=True)
+        assert [wait.what.split(" ")[0] for wait in seen.waits] == ["_local_scalar_dense", "tolist", "copy"]
+        assert all("test_pretended_device.py" in wait.caller for wait in seen.waits)
+    assert torch.ones(1).device.type == "cpu"
+
+
+def test_a_snapshot_is_copied_by_the_device_while_the_host_goes_on() -> None:
+    with pretended_device() as seen:
+        module = nn.Linear(2, 3).to("cuda")
+        state = {"state_dict": module.state_dict()}
+        seen.waits.clear()
+        copy, wait = snapshot(state)
+        assert seen.waits == []
+        wait()
+        assert [(each.what, each.is_ours) for each in seen.waits] == [("synchronize", True)]
+        weight = copy["state_dict"]["weight"]
+        assert (weight.device.type, weight.is_pinned()) == ("cpu", True)
+        assert torch.equal(weight, module.weight.cpu())
+
+
+def test_states_of_an_optimizer_move_with_one_wait() -> None:
+    with pretended_device() as seen:
+        module = nn.Linear(2, 3).to("cuda")
+        optimizer = torch.optim.Adam(module.parameters(), foreach=True)
+        module(torch.ones(1, 2, device="cuda")).sum().backward()
+        optimizer.step()
+        offload = Offload(["optimizer"], torch.device("cuda", 0))
+        seen.waits.clear()
+        offload.offload_states(optimizer)
+        assert [wait.what for wait in seen.waits] == ["synchronize"]
+        assert {state["exp_avg"].device.type for state in optimizer.state.values()} == {"cpu"}
+        offload.load_states(optimizer)
+        assert len(seen.waits) == 1
+        optimizer.step()
+
+
+class Model(LightningModule):
+    """A residual around the body, and dropout in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(16, 16)  # so that each sample is aligned, or kernels of the CPU take other ways
+        self.body = nn.Sequential(
+            *[nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Dropout(0.1)) for _ in range(4)]
+        )
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return self.head(h + self.body(h))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=True)
+
+
+class Looped(Model):
+    """Its layers are called in a loop: what crosses a boundary is found by following the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(self.body)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = h = self.embed(x)
+        for layer in self.body:
+            h = layer(h)
+        return self.head(first + h)
+
+
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(44, 16, generator=generator)
+    return DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fit on two ranks.
+
+    Attributes:
+        settings: Of the strategy.
+        arguments: Of the Trainer.
+        half: Whether it is in fp16, with a scale.
+        callbacks: Of the Trainer.
+        kind: Of the module.
+    """
+
+    settings: dict[str, Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    half: bool = False
+    callbacks: tuple[Callback, ...] = ()
+    kind: type[Model] = Model
+
+
+PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
+CASES = {
+    "pp2": Case(PP2),
+    "pp2, over gloo": Case({**PP2, "process_group_backend": "gloo"}),
+    "pp2, interleaved": Case({**PP2, "schedule": "interleaved_1f1b", "num_chunks": 2}),
+    "pp2, all of it": Case(
+        {**PP2, "offload": ["activations", "optimizer"], "recompute": True, "dynamic_shapes": True},
+        {"gradient_clip_val": 0.5},
+        half=True,
+    ),
+    "pp2, layers in a loop": Case({**PP2, "recompute": True}, kind=Looped),
+    "dp2": Case({"data_parallel_size": 2}, {"gradient_clip_val": 0.5}),
+    "dp2, microbatches": Case({"data_parallel_size": 2, "num_microbatches": 2}),
+    "tp2": Case({"tensor_parallel_size": 2}, {"gradient_clip_val": 0.5}),
+    "tp2, fp16": Case({"tensor_parallel_size": 2}, half=True),
+    "dp2, ZeRO 2": Case({"data_parallel_size": 2, "zero_stage": 2, "offload": "optimizer"}),
+    "dp2, ZeRO 3": Case({"data_parallel_size": 2, "zero_stage": 3}, {"gradient_clip_val": 0.5}),
+    "dp2, ZeRO 3, fp16, saved in the background": Case(
+        {"data_parallel_size": 2, "zero_stage": 3, "async_save": True, "save_distributed_checkpoint": True}, half=True
+    ),
+    "pp2, saved in the background": Case({**PP2, "async_save": True}),
+}
+DAILY = ("pp2, all of it", "pp2, layers in a loop", "dp2, ZeRO 3")
+
+
+def fit(case: Case, folder: str, kind: str) -> dict[str, Any]:
+    """Two epochs, a checkpoint, and a second run that goes on with it."""
+    with pretended_device() if kind == "cuda" else contextlib.nullcontext():
+        if kind == "cuda":
+            rank = os.environ["RANK"]
+            os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NODE_RANK=rank, GROUP_RANK=rank)
+        path = f"{folder}/{kind}.ckpt"
+        run(case, kind, 1).save_checkpoint(path)
+        trainer = run(case, kind, 2, ckpt_path=path)
+        module = trainer.lightning_module
+        return {
+            "weights": {name: full(p.detach()).cpu() for name, p in module.named_parameters() if not p.is_meta},
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "scale": getattr(getattr(trainer.precision_plugin, "scaler", None), "get_scale", lambda: 0.0)(),
+        }
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def run(case: Case, kind: str, epochs: int, **how: Any) -> Trainer:
+    """A fit on this kind of device."""
+    where: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
+    if kind == "cuda":
+        where = {"accelerator": "gpu", "devices": 1, "num_nodes": 2}
+    if case.half:
+        where["plugins"] = MixedPrecision("16-mixed", kind, torch.amp.GradScaler(kind, init_scale=2.0**10))
+    trainer = Trainer(
+        strategy=HybridStrategy(**case.settings),
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **case.arguments,
+        **where,
+    )
+    trainer.fit(case.kind(), loader(), loader(), **how)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.thorough) for name in CASES]
+)
+def test_a_fit_ends_with_the_bits_of_the_cpu(ranks: Pools, tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    found = ranks(2, lightning=True).run(fit, case, str(tmp_path), "cuda")
+    expected = ranks(2, lightning=True).run(fit, case, str(tmp_path), "cpu")
+    for one, other in zip(found, expected, strict=True):
+        assert one["metrics"] == other["metrics"]
+        assert one["scale"] == other["scale"]
+        assert one["weights"].keys() == other["weights"].keys()
+        for key, weight in other["weights"].items():
+            assert torch.equal(one["weights"][key], weight), key
+
+
+class Telling(Model):
+    """Logs in every way, keeps numbers, and weighs its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.total, self.ratio = 0, 0, 0.5
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("tensor", loss * 2, on_epoch=True)
+        self.log("number", 0.25)
+        self.log("sized", loss, batch_size=len(batch[0]), sync_dist=True)
+        self.log("sum", batch_idx, reduce_fx="sum")
+        self.seen += 1
+        self.ratio /= 2
+        return loss
+
+
+class Weighing(Telling):
+    def microbatch_weight(self, microbatch: tuple[Tensor, Tensor]) -> Tensor:
+        return (microbatch[1] >= 0).sum()
+
+
+class Steady(Callback):
+    """Keeps what makes the host wait from the fourth step on, for three steps, and all that goes between them."""
+
+    def __init__(self, seen: PretendedDevice) -> None:
+        self.seen = seen
+        self.waits: list[Wait] = []
+        self.rounds: list[int] = []
+
+    def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step in (3, 4, 5, 6):
+            self.waits += self.seen.waits if self.rounds else []
+            self.rounds.append(trainer.global_step)
+            self.seen.waits.clear()
+
+
+class Onlooker(Callback):
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        """Reads the batch."""
+
+
+ROWS: dict[str, tuple[int, type[LightningModule], Case]] = {
+    "pp2": (2, Model, Case(PP2)),
+    "pp2: logs, attributes, clipping": (2, Telling, Case(PP2, {"gradient_clip_val": 0.5})),
+    "pp2: weights of microbatches": (2, Weighing, Case(PP2, {"gradient_clip_val": 0.5})),
+    "pp2: hooks that read batches": (2, Telling, Case(PP2, callbacks=(Onlooker(),))),
+    "pp2: dynamic shapes": (2, Telling, Case({**PP2, "dynamic_shapes": True})),
+    "pp2: accumulated": (2, Weighing, Case(PP2, {"accumulate_grad_batches": 2})),
+    "dp2": (2, Model, Case({"data_parallel_size": 2}, {"gradient_clip_val": 0.5})),
+    "dp2: microbatches": (2, Weighing, Case({"num_microbatches": 2}, {"gradient_clip_val": 0.5})),
+    "dp2: ZeRO 2": (2, Model, Case({"zero_stage": 2}, {"gradient_clip_val": 0.5})),
+    "dp2: ZeRO 3": (2, Model, Case({"zero_stage": 3, "num_microbatches": 2}, {"gradient_clip_val": 0.5})),
+    "tp2": (2, Weighing, Case({"tensor_parallel_size": 2}, {"gradient_clip_val": 0.5})),
+    "dp2 x pp2": (4, Weighing, Case({**PP2, "zero_stage": 0}, {"gradient_clip_val": 0.5})),
+    "dp2 x pp2: ZeRO 2": (4, Telling, Case({**PP2, "zero_stage": 2}, {"gradient_clip_val": 0.5})),
+}
+OF_EVERY_DAY = ("pp2: weights of microbatches", "pp2: dynamic shapes", "dp2: microbatches")
+OF_LIGHTNING = {
+    # A replica's batches move as its loader gives them: whether they are pinned is the loader's choice.
+    "lightning/fabric/utilities/apply_func.py batch_to",
+    # Lightning's own `self.log` makes tensors of plain numbers.
+    "lightning/pytorch/core/module.py __to_tensor",
+}
+
+
+def steady_rows(names: list[str]) -> dict[str, list[Wait]]:
+    """By row, what makes the host wait in three steps, and between them."""
+    rank = os.environ["RANK"]
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NODE_RANK=rank, GROUP_RANK=rank)
+    with pretended_device() as seen:
+        return {name: steady(seen, *ROWS[name][1:]) for name in names}
+
+
+def steady(seen: PretendedDevice, kind: type[LightningModule], case: Case) -> list[Wait]:
+    steady = Steady(seen)
+    trainer = Trainer(
+        strategy=HybridStrategy(**case.settings),
+        accelerator="gpu",
+        devices=1,
+        num_nodes=int(os.environ["WORLD_SIZE"]),
+        max_steps=7,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[steady, *case.callbacks],
+        **case.arguments,
+    )
+    x = torch.randn(32 * 7, 16, generator=torch.Generator().manual_seed(1))
+    trainer.fit(kind(), DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 8))
+    assert len(steady.rounds) == 4
+    return steady.waits
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(list(OF_EVERY_DAY), id="of every day"),
+        *(pytest.param([name], id=name, marks=pytest.mark.thorough) for name in ROWS if name not in OF_EVERY_DAY),
+    ],
+)
+def test_no_line_of_ours_makes_the_host_wait_in_a_step(ranks: Pools, names: list[str]) -> None:
+    for rank, rows in enumerate(ranks(ROWS[names[0]][0], lightning=True).run(steady_rows, names)):
+        for name, waits in rows.items():
+            assert [wait for wait in waits if wait.is_ours] == [], f"{name}, rank {rank}"
+            of_others = {re.sub(r":[0-9]+", "", wait.caller) for wait in waits}
+            assert of_others <= OF_LIGHTNING, f"{name}, rank {rank}: {waits}"
+            if "pp2" in name or "tp2" in name:
+                assert of_others == set(), "batches that one rank loads for others are pinned"
+
+
+def run_body(module: str, name: str, *arguments: Any) -> Any:
+    """A test for GPUs, or what it runs on a rank, on the pretended device."""
+    index, count = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if name == "fit_as_node":
+        index, count = 0, 1
+    body = getattr(importlib.import_module(module), name)
+    with pretended_device(index, count):
+        return body(*arguments)
+
+
+ALONE: list[tuple[Any, ...]] = [
+    ("test_one_process_is_like_the_single_device_strategy",),
+    ("test_no_step_makes_the_host_wait",),
+    ("test_states_are_on_the_host_between_steps",),
+    *(("test_precisions_in_one_process", precision) for precision in ("bf16-mixed", "16-mixed", "bf16-true")),
+    *(("test_features_in_one_process_over_nccl", name, Path) for name in gpu_bodies.FEATURES),
+]
+
+
+@pytest.mark.parametrize(
+    "body", [pytest.param(body, marks=pytest.mark.thorough if i > 1 else ()) for i, body in enumerate(ALONE)], ids=str
+)
+def test_what_tests_for_gpus_do_in_one_process(ranks: Pools, tmp_path: Path, body: tuple[Any, ...]) -> None:
+    arguments = [tmp_path if argument is Path else argument for argument in body]
+    ranks(1, lightning=True).run(run_body, "tests.gpu.test_cuda", *arguments)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", nccl_bodies.LAYOUTS)
+def test_what_tests_for_gpus_do_on_two_ranks(ranks: Pools, name: str) -> None:
+    settings = nccl_bodies.LAYOUTS[name]
+    for body, arguments in (("fit_on_own_device", (settings, {})), ("fit_as_node", (settings, {}))):
+        one, other = ranks(2, lightning=True).run(run_body, "tests.gpu.fits", body, *arguments)
+        assert one["metrics"] == other["metrics"]
+        assert len(one["losses"]) == len(other["losses"]) > 4
+
+
+@pytest.mark.thorough
+def test_what_tests_for_gpus_do_when_a_rank_fails(ranks: Pools) -> None:
+    stories = ranks(2, lightning=True).run(run_body, "tests.gpu.fits", "fail_on_own_device", PP2)
+    assert all("a fault of rank 1" in story for story in stories)
