@@ -16,6 +16,7 @@ from lightning_hybrid.version import __version__
 
 #: The commands of Lightning's `LightningCLI`, and what they do.
 LIGHTNING_COMMANDS = {
+    "demo": f"train an example that comes along:     {PROGRAM} demo --ranks 2",
     "fit": f"train:     {PROGRAM} fit --config FILE",
     "validate": "evaluate on the validation data",
     "test": "evaluate on the test data",
@@ -23,6 +24,7 @@ LIGHTNING_COMMANDS = {
 }
 #: Our own ones, each a file of `cli.commands`.
 COMMANDS = {
+    "demo": f"train an example that comes along:     {PROGRAM} demo --ranks 2",
     "plan": f"show which rank would hold what:     {PROGRAM} plan --config FILE",
     "memory": f"estimate what each rank would hold:     {PROGRAM} memory --config FILE --ranks 8",
     "suggest": f"say which layouts are the fastest that fit:     {PROGRAM} suggest --config FILE --ranks 8",
