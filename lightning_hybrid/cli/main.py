@@ -16,7 +16,6 @@ from lightning_hybrid.version import __version__
 
 #: The commands of Lightning's `LightningCLI`, and what they do.
 LIGHTNING_COMMANDS = {
-    "demo": f"train an example that comes along:     {PROGRAM} demo --ranks 2",
     "fit": f"train:     {PROGRAM} fit --config FILE",
     "validate": "evaluate on the validation data",
     "test": "evaluate on the test data",

@@ -170,7 +170,7 @@ def test_the_demo_is_divided_as_far_as_it_has_ranks(
     assert exit_.value.code == 0
     config = yaml.safe_load(capsys.readouterr().out)
     strategy = config["trainer"]["strategy"]["init_args"]
-    assert (config["trainer"]["devices"], config["trainer"]["max_steps"]) == (ranks, 7)
+    assert (int(config["trainer"]["devices"]), config["trainer"]["max_steps"]) == (ranks, 7)
     assert (strategy["tensor_parallel_size"], strategy["pipeline_parallel_size"]) == (tensor, pipeline)
     assert config["model"]["class_path"] == "lightning_hybrid.cli.demo.vit.ViT"
 

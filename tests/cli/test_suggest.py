@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
@@ -412,6 +413,24 @@ def test_the_command_prints_the_best_and_why_the_others_are_not(capsys: pytest.C
     assert "recompute" in text
     assert "Why the others are not among them:" in text
     assert "layers cannot be divided into so many stages" in text
+
+
+def test_the_yaml_starts_the_ranks_on_their_nodes_with_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed to be pasted makes the layout at the top of the table, and says how many ranks a node has."""
+    arguments = ["--ranks", "4", "--nodes", "2", "--memory", "1GiB"]
+    main(["suggest", "--config", CONFIG, *arguments])
+    text = capsys.readouterr().out
+    pasted = yaml.safe_load(text[text.index("\ntrainer:") : text.index("\n\nWhy")])["trainer"]
+    assert (pasted["num_nodes"], pasted["devices"]) == (2, 2)
+    strategy = HybridStrategy(**pasted["strategy"]["init_args"])
+    assert strategy.settings.num_microbatches == pasted["strategy"]["init_args"]["num_microbatches"]
+    first = next(line.split() for line in text.splitlines() if line.startswith("1  "))
+    sizes = [pasted["strategy"]["init_args"][f"{axis}_parallel_size"] for axis in ("data", "tensor", "pipeline")]
+    assert sizes == list(map(int, first[1:4]))
+    main(["suggest", "--config", CONFIG, *arguments, "--json"])
+    best = json.loads(capsys.readouterr().out)["best"][0]
+    assert best["trainer"] == {"num_nodes": 2, "devices": 2}
+    assert best["strategy"] == pasted["strategy"]["init_args"]
 
 
 def test_the_command_gives_data_and_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
