@@ -92,10 +92,10 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Random samples, for one round."""
-        samples = self.case.samples * (BATCHES_PER_ROUND + UNTIMED)
-        data = TensorDataset(torch.randn(samples, self.case.width), torch.randint(0, 10, (samples,)))
-        return DataLoader(data, self.batch_size)
+        """Random batches for one round, made before: to load them costs nothing."""
+        number = self.case.samples // self.batch_size * (BATCHES_PER_ROUND + UNTIMED)
+        x, y = torch.randn(number, self.batch_size, self.case.width), torch.randint(0, 10, (number, self.batch_size))
+        return DataLoader(TensorDataset(x, y), batch_size=None)
 
 
 def strategy(layout: Layout) -> HybridStrategy:

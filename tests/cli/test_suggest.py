@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.cli.dry_run import dry_run
 from lightning_hybrid.cli.main import main
+from lightning_hybrid.cli.suggest import module_profile
 from lightning_hybrid.cli.suggest.cost_model import CostModel, Layout, StageCost, Step
 from lightning_hybrid.cli.suggest.machine import Machine
 from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
@@ -390,6 +391,36 @@ def test_measured_forwards_are_those_of_this_machine() -> None:
     measured = make_profile(ranks=1, measure=True)
     (stage,) = measured.stages(Layout(1, 1, 1), 16)
     assert 1e-4 < stage.forward < 10
+
+
+class Cached(Blocks):
+    """Its layers take ten times as long for each sample where these are more than four, by a clock of its own."""
+
+    now = 0.0
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        def run(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            type(self).now += len(args[0]) * (10.0 if len(args[0]) > 4 else 1.0)
+
+        handles = [layer.register_forward_hook(run, prepend=True) for layer in self.body]
+        try:
+            return super().training_step(batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def test_a_small_microbatch_is_measured_and_not_concluded_from_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a batch does not fit into the caches, and its microbatches do."""
+    monkeypatch.setattr(module_profile, "perf_counter", lambda: Cached.now)
+    profile = make_profile(Cached, ranks=2, measure=True)
+
+    def seconds(samples: int) -> float:
+        return sum(stage.forward for stage in profile.stages(Layout(1, 1, 2), samples))
+
+    assert [seconds(samples) for samples in (1, 2, 4, 8, 16, 32)] == pytest.approx([8, 16, 32, 640, 1280, 2560])
+    assert seconds(3) == pytest.approx(24)  # between two that were measured
+    assert seconds(6) == pytest.approx((32 + 640) / 2)
 
 
 class ByHand(Blocks):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -51,13 +52,24 @@ class Trace:
         counter: Operations and messages, by label of the place.
         saved: What it saves for backward.
         outputs: The bytes that each layer of the body returns, by position.
-        seconds: What it took here, by label of the place; empty if it was not timed.
     """
 
     samples: int
     counter: OperationCounter
     saved: Saved
     outputs: dict[Hashable, int]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What forwards took here.
+
+    Attributes:
+        samples: Of the microbatch.
+        seconds: By label of the place.
+    """
+
+    samples: int
     seconds: dict[Hashable, float]
 
 
@@ -79,6 +91,13 @@ class Cut:
         return self.body.names if self.body else None
 
     @property
+    def undivided(self) -> StageMap:
+        """All layers on one stage."""
+        if self.body is None:
+            return _UNCUT
+        return StageMap(self.body.name, self.body.names, (range(len(self.body.layers)),), 1)
+
+    @property
     def positions(self) -> tuple[range, ...]:
         """The layers of each stage; all of them without a pipeline."""
         if self.stage_map.body is not None:
@@ -89,8 +108,9 @@ class Cut:
 class ModuleProfile:
     """The :class:`~lightning_hybrid.cli.suggest.cost_model.Profile` of a user's module.
 
-    What is measured with two microbatches of different size is put on a line through both: operations, messages and
-    activations grow with the samples.
+    What is counted with two microbatches of different size is put on a line through both: operations, messages and
+    activations grow with the samples. Seconds do not quite, because of caches and of what a call takes by itself: with
+    `measure` microbatches of half the size, a quarter and so on are timed, and what lies between is interpolated.
 
     Args:
         make: Makes the user's module and its data.
@@ -201,8 +221,8 @@ class ModuleProfile:
         forward, again = self._count_seconds(layout, samples, label)
         if self._is_measured:
             whole = replace(layout, tensor=1)
-            traces = self._recorder(1).traces(whole)
-            measured = _at(samples, traces, [trace.seconds.get(label, 0.0) for trace in traces])
+            timings = self._recorder(1).timings(whole)
+            measured = _between(samples, [(each.samples, each.seconds.get(label, 0.0)) for each in timings])
             counted, _ = self._count_seconds(whole, samples, label)
             factor = measured / counted if counted else 0.0
             forward, again = factor * forward, factor * again
@@ -251,6 +271,23 @@ def _at(samples: int, traces: Sequence[Trace], values: Sequence[float]) -> float
         return values[0] * samples / first.samples
     slope = (values[0] - values[1]) / (first.samples - traces[1].samples)
     return max(0.0, values[0] + slope * (samples - first.samples))
+
+
+def _between(samples: int, points: Sequence[tuple[int, float]]) -> float:
+    """The value for so many samples, interpolated between points.
+
+    Beyond the largest it grows with the samples; below the smallest it is the same.
+
+    Args:
+        samples: Of a microbatch.
+        points: Samples and values, from the largest to the smallest.
+    """
+    if samples >= points[0][0]:
+        return points[0][1] * samples / points[0][0]
+    for (high, above), (low, below) in pairwise(points):
+        if samples >= low:
+            return below + (above - below) * (samples - low) / (high - low)
+    return points[-1][1]
 
 
 class _Recorder(DryRunStrategy):
@@ -314,9 +351,13 @@ class _Recorder(DryRunStrategy):
         split = find_hook(module, "split_batch")
         microbatches = [split_into(batch, number, split)[0][0] for number in ((1, 2) if size > 1 else (1,))]
         self._traces: dict[Hashable, tuple[Trace, ...] | str] = {}
+        self._timings: dict[Hashable, tuple[Timing, ...]] = {}
         for cut in {cut.key: cut for cut in self._cuts.values() if isinstance(cut, Cut)}.values():
             for recompute in RECOMPUTE:
                 self._traces[cut.key, recompute] = self._trace(cut, recompute, microbatches, args)
+            if self._is_measured:
+                halved = [split_into(batch, 2**power, split)[0][0] for power in range(size.bit_length())]
+                self._timings[cut.key] = tuple(self._time(each, args, cut) for each in halved)
         raise StopAfterFirstStepError
 
     def _trace(
@@ -326,34 +367,30 @@ class _Recorder(DryRunStrategy):
         if cut.body is None and recompute:
             return "there are no layers to run again: the module has no lists of layers"
         config = replace(self._config, recompute=recompute)
-        stage_map = _UNCUT
-        if cut.body is not None:
-            stage_map = StageMap(cut.body.name, cut.body.names, (range(len(cut.body.layers)),), 1)
         traces = []
         for microbatch in microbatches:
             watch = _Watch(cut.body)
-            saved = self._follow(microbatch, args, config, cut.body, stage_map, watch)
+            saved = self._follow(microbatch, args, config, cut.body, cut.undivided, watch)
             size = find_batch_size(microbatch)
             assert size is not None
-            seconds = self._time(microbatch, args, config, cut.body, stage_map) if self._is_measured else {}
-            traces.append(Trace(size, watch.counter, saved, watch.outputs, seconds))
+            traces.append(Trace(size, watch.counter, saved, watch.outputs))
         return tuple(traces)
 
-    def _time(
-        self, microbatch: Any, args: Sequence[Any], config: HybridConfig, body: Body | None, stage_map: StageMap
-    ) -> dict[Hashable, float]:
+    def _time(self, microbatch: Any, args: Sequence[Any], cut: Cut) -> Timing:
         """The seconds of each place in a forward with numbers: the shortest of some, after one that warms up."""
         if not self._has_values:
             raise ValueError(
                 f"{type(self._module).__name__} has no values to be measured with."
             )  # made, and tried again
-        config = replace(config, recompute=False)
+        config = replace(self._config, recompute=False)
         runs = []
         for _ in range(_TIMED + 1):
             watch = _Stopwatch()
-            self._measure(microbatch, args, config, body, stage_map, watch, nullcontext())
+            self._measure(microbatch, args, config, cut.body, cut.undivided, watch, nullcontext())
             runs.append(watch.seconds)
-        return {label: min(seconds.get(label, 0.0) for seconds in runs[1:]) for label in runs[-1]}
+        size = find_batch_size(microbatch)
+        assert size is not None
+        return Timing(size, {label: min(seconds.get(label, 0.0) for seconds in runs[1:]) for label in runs[-1]})
 
     def cut_error(self, layout: Layout) -> str:
         """Why layers cannot be divided into so many stages; nothing if they can."""
@@ -376,6 +413,10 @@ class _Recorder(DryRunStrategy):
         found = self._traces[self.cut(layout).key, layout.recompute]
         assert not isinstance(found, str)
         return found
+
+    def timings(self, layout: Layout) -> tuple[Timing, ...]:
+        """What forwards took, from the largest microbatch to the smallest."""
+        return self._timings[self.cut(layout).key]
 
     def held(self, layout: Layout, accumulated: int) -> tuple[MemoryUsage, ...]:
         """What each pipeline rank holds, apart from activations.
