@@ -107,24 +107,27 @@ def strategy(layout: Layout) -> HybridStrategy:
 # -- what is predicted -------------------------------------------------------------------------------------------------
 
 
-def seconds_of(function: Any, repeat: int = 30) -> float:
-    """The shortest time of a call: what the machine can do, whatever else it does."""
+def seconds_of(function: Any, repeat: int = 20) -> float:
+    """The median time of a call, after three."""
     times = []
-    for _ in range(repeat):
+    for _ in range(repeat + 3):
         start = time.perf_counter()
         function()
         times.append(time.perf_counter() - start)
-    return min(times)
+    return median(times[3:])
 
 
 def links() -> dict[str, float]:
-    """Bytes in a second, and seconds until a message arrives, of sums over the ranks (a ring of two: two hops)."""
+    """Bytes in a second, and seconds until a message arrives, of sums over the ranks (a ring of two: two hops).
+
+    The large one does not fit into caches, as the gradients of a model do not.
+    """
 
     def reduce(numbers: Tensor) -> None:
         torch.distributed.all_reduce(numbers)
 
-    small, large = (seconds_of(partial(reduce, torch.zeros(size))) for size in (256, 2**21))
-    return {"node_latency": small / 2, "node_bandwidth": 4 * 2**21 / (large - small)}
+    small, large = (seconds_of(partial(reduce, torch.zeros(size))) for size in (256, 2**24))
+    return {"node_latency": small / 2, "node_bandwidth": 4 * 2**24 / (large - small)}
 
 
 def computing() -> dict[str, float]:

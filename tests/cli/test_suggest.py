@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.cli.dry_run import dry_run
 from lightning_hybrid.cli.main import main
-from lightning_hybrid.cli.suggest import module_profile
+from lightning_hybrid.cli.suggest import traces
 from lightning_hybrid.cli.suggest.cost_model import CostModel, Layout, StageCost, Step
 from lightning_hybrid.cli.suggest.machine import Machine
 from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
@@ -412,7 +412,7 @@ class Cached(Blocks):
 
 def test_a_small_microbatch_is_measured_and_not_concluded_from_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a batch does not fit into the caches, and its microbatches do."""
-    monkeypatch.setattr(module_profile, "perf_counter", lambda: Cached.now)
+    monkeypatch.setattr(traces, "perf_counter", lambda: Cached.now)
     profile = make_profile(Cached, ranks=2, measure=True)
 
     def seconds(samples: int) -> float:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import pairwise
-from time import perf_counter
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_hybrid.cli.dry_run import (
     DryRunStrategy,
-    Saved,
     StopAfterFirstStepError,
     labels_of_stages,
     run_first_step,
@@ -26,10 +20,9 @@ from lightning_hybrid.cli.dry_run import (
 )
 from lightning_hybrid.cli.suggest.cost_model import MOST_CHUNKS, RECOMPUTE, Layout, StageCost
 from lightning_hybrid.cli.suggest.machine import Machine
-from lightning_hybrid.cli.suggest.operations import OperationCounter
+from lightning_hybrid.cli.suggest.traces import Stopwatch, Timing, Trace, Watch, value_at, value_between
 from lightning_hybrid.config import HybridConfig
-from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter
+from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size
@@ -41,36 +34,6 @@ from lightning_hybrid.trainer.training_step import split_into
 
 _TIMED = 3  # forwards, of which the shortest counts
 _UNCUT = StageMap(None, (), (range(0),), 1)
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One forward with a microbatch.
-
-    Attributes:
-        samples: Of the microbatch.
-        counter: Operations and messages, by label of the place.
-        saved: What it saves for backward.
-        outputs: The bytes that each layer of the body returns, by position.
-    """
-
-    samples: int
-    counter: OperationCounter
-    saved: Saved
-    outputs: dict[Hashable, int]
-
-
-@dataclass(frozen=True)
-class Timing:
-    """What forwards took here.
-
-    Attributes:
-        samples: Of the microbatch.
-        seconds: By label of the place.
-    """
-
-    samples: int
-    seconds: dict[Hashable, float]
 
 
 @dataclass(frozen=True)
@@ -209,8 +172,8 @@ class ModuleProfile:
                 StageCost(
                     forward=sum(forward for forward, _ in seconds),
                     recomputed=sum(again for _, again in seconds),
-                    saved=_at(samples, traces, [saved_bytes(trace.saved, labels) for trace in traces]),
-                    output=_at(samples, traces, [trace.outputs.get(last, 0) for trace in traces]),
+                    saved=value_at(samples, traces, [saved_bytes(trace.saved, labels) for trace in traces]),
+                    output=value_at(samples, traces, [trace.outputs.get(last, 0) for trace in traces]),
                     **self._messages(layout, samples, labels, traces),
                 )
             )
@@ -222,7 +185,7 @@ class ModuleProfile:
         if self._is_measured:
             whole = replace(layout, tensor=1)
             timings = self._recorder(1).timings(whole)
-            measured = _between(samples, [(each.samples, each.seconds.get(label, 0.0)) for each in timings])
+            measured = value_between(samples, [(each.samples, each.seconds.get(label, 0.0)) for each in timings])
             counted, _ = self._count_seconds(whole, samples, label)
             factor = measured / counted if counted else 0.0
             forward, again = factor * forward, factor * again
@@ -232,8 +195,8 @@ class ModuleProfile:
         traces, machine = self._recorder(layout.tensor).traces(layout), self._machine
         forward = again = 0.0
         for alike in _pairs([trace.counter.operations[label] for trace in traces]):
-            flops = _at(samples, traces, [operation.flops for operation in alike])
-            moved = _at(samples, traces, [operation.bytes for operation in alike])
+            flops = value_at(samples, traces, [operation.flops for operation in alike])
+            moved = value_at(samples, traces, [operation.bytes for operation in alike])
             seconds = max(flops / machine.flops, moved / machine.memory_bandwidth, machine.operation_seconds)
             forward += seconds
             if isinstance(label, int) and (layout.recompute is True or (layout.recompute and not alike[0].is_kept)):
@@ -247,7 +210,7 @@ class ModuleProfile:
         tensor = layout.tensor
         for label in labels:
             for alike in _pairs([trace.counter.messages[label] for trace in traces]):
-                size = _at(samples, traces, [message.bytes for message in alike])
+                size = value_at(samples, traces, [message.bytes for message in alike])
                 share = alike[0].passes * (tensor - 1)
                 sent, hops = sent + share * size / tensor, hops + share
                 repeated += share * size / tensor if isinstance(label, int) and layout.recompute is True else 0.0
@@ -262,32 +225,6 @@ def _pairs(rows: list[list[Any]]) -> list[tuple[Any, ...]]:
     if len({len(row) for row in rows}) == 1:
         return list(zip(*rows, strict=True))
     return [(each,) * len(rows) for each in rows[0]]
-
-
-def _at(samples: int, traces: Sequence[Trace], values: Sequence[float]) -> float:
-    """The value for so many samples, on the line through those of the traces; through zero, if there is one trace."""
-    first = traces[0]
-    if len(traces) == 1:
-        return values[0] * samples / first.samples
-    slope = (values[0] - values[1]) / (first.samples - traces[1].samples)
-    return max(0.0, values[0] + slope * (samples - first.samples))
-
-
-def _between(samples: int, points: Sequence[tuple[int, float]]) -> float:
-    """The value for so many samples, interpolated between points.
-
-    Beyond the largest it grows with the samples; below the smallest it is the same.
-
-    Args:
-        samples: Of a microbatch.
-        points: Samples and values, from the largest to the smallest.
-    """
-    if samples >= points[0][0]:
-        return points[0][1] * samples / points[0][0]
-    for (high, above), (low, below) in pairwise(points):
-        if samples >= low:
-            return below + (above - below) * (samples - low) / (high - low)
-    return points[-1][1]
 
 
 class _Recorder(DryRunStrategy):
@@ -369,7 +306,7 @@ class _Recorder(DryRunStrategy):
         config = replace(self._config, recompute=recompute)
         traces = []
         for microbatch in microbatches:
-            watch = _Watch(cut.body)
+            watch = Watch(cut.body)
             saved = self._follow(microbatch, args, config, cut.body, cut.undivided, watch)
             size = find_batch_size(microbatch)
             assert size is not None
@@ -385,7 +322,7 @@ class _Recorder(DryRunStrategy):
         config = replace(self._config, recompute=False)
         runs = []
         for _ in range(_TIMED + 1):
-            watch = _Stopwatch()
+            watch = Stopwatch()
             self._measure(microbatch, args, config, cut.body, cut.undivided, watch, nullcontext())
             runs.append(watch.seconds)
         size = find_batch_size(microbatch)
@@ -446,80 +383,3 @@ class _Recorder(DryRunStrategy):
             )
             for rank in range(layout.pipeline)
         )
-
-
-class _Watch:
-    """Counts what a step does; a step that is tried again is counted anew.
-
-    Args:
-        body: Whose outputs are noted.
-
-    Attributes:
-        counter: Operations and messages.
-        outputs: The bytes that each layer returns, by position.
-    """
-
-    counter: OperationCounter
-
-    def __init__(self, body: Body | None) -> None:
-        self._body = body
-        self.outputs: dict[Hashable, int] = {}
-
-    @contextmanager
-    def __call__(self, meter: SavedTensorMeter) -> Iterator[None]:
-        """Enter it around the step."""
-        self.counter = OperationCounter(lambda: meter.label)
-        with self.counter(), _measured_outputs(self._body, self.outputs):
-            yield
-
-
-class _Stopwatch:
-    """Times a step by the label of the place where it is.
-
-    Attributes:
-        seconds: By label.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[Hashable, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, meter: SavedTensorMeter) -> Iterator[None]:
-        """Enter it around the step.
-
-        Args:
-            meter: It knows where the step is.
-        """
-        start = perf_counter()
-
-        def note(*_: Any) -> None:
-            nonlocal start
-            now = perf_counter()
-            self.seconds[meter.label] += now - start
-            start = now
-
-        # Global hooks come before the layer's own, which say where the step will be from then on.
-        before = register_module_forward_pre_hook(note)
-        after = register_module_forward_hook(note, always_call=True)
-        try:
-            yield
-            note()
-        finally:
-            before.remove()
-            after.remove()
-
-
-@contextmanager
-def _measured_outputs(body: Body | None, outputs: dict[Hashable, int]) -> Iterator[None]:
-    """While this is entered, the bytes that each layer of the body returns are noted, by position."""
-
-    def note(position: int) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: Any, output: Any) -> None:
-            outputs[position] = sum(leaf.nbytes for leaf in flatten(output)[0] if isinstance(leaf, Tensor))
-
-        return hook
-
-    with ExitStack() as hooks:
-        for position, layer in enumerate(body.layers if body else ()):
-            hooks.enter_context(layer.register_forward_hook(note(position)))
-        yield
