@@ -86,7 +86,7 @@ class ProgramHelp(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """A block of text."""
         text = io.StringIO()
-        with redirect_stdout(text), mock.patch.dict(os.environ, COLUMNS="100", NO_COLOR="1"), suppress(SystemExit):
+        with redirect_stdout(text), mock.patch.dict(os.environ, COLUMNS="92", NO_COLOR="1"), suppress(SystemExit):
             main([*self.arguments, "--help"])
         return self.parse_text_to_nodes(f"```text\n{text.getvalue().strip()}\n```")
 
