@@ -398,6 +398,9 @@ class Cached(Blocks):
 
     now = 0.0
 
+    def __init__(self) -> None:
+        super().__init__(depth=2)
+
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         def run(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
             type(self).now += len(args[0]) * (10.0 if len(args[0]) > 4 else 1.0)
@@ -418,9 +421,9 @@ def test_a_small_microbatch_is_measured_and_not_concluded_from_large_ones(monkey
     def seconds(samples: int) -> float:
         return sum(stage.forward for stage in profile.stages(Layout(1, 1, 2), samples))
 
-    assert [seconds(samples) for samples in (1, 2, 4, 8, 16, 32)] == pytest.approx([8, 16, 32, 640, 1280, 2560])
-    assert seconds(3) == pytest.approx(24)  # between two that were measured
-    assert seconds(6) == pytest.approx((32 + 640) / 2)
+    assert [seconds(samples) for samples in (1, 2, 4, 8, 16, 32)] == pytest.approx([2, 4, 8, 160, 320, 640])
+    assert seconds(3) == pytest.approx(6)  # between two that were measured
+    assert seconds(6) == pytest.approx((8 + 160) / 2)
 
 
 class ByHand(Blocks):
@@ -448,7 +451,7 @@ def test_the_command_prints_the_best_and_why_the_others_are_not(capsys: pytest.C
 
 def test_the_yaml_starts_the_ranks_on_their_nodes_with_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     """What is printed to be pasted makes the layout at the top of the table, and says how many ranks a node has."""
-    arguments = ["--ranks", "4", "--nodes", "2", "--memory", "1GiB"]
+    arguments = ["--model.depth", "2", "--ranks", "4", "--nodes", "2", "--memory", "1GiB"]
     main(["suggest", "--config", CONFIG, *arguments])
     text = capsys.readouterr().out
     pasted = yaml.safe_load(text[text.index("\ntrainer:") : text.index("\n\nWhy")])["trainer"]
