@@ -242,7 +242,9 @@ class StepContext:
         Yields:
             The logs of each microbatch.
         """
-        cut = self.cut or self.frame or nullcontext
+        cut: Callable[[], AbstractContextManager[None]] = self.cut or nullcontext
+        if self.frame is not None:
+            cut = partial(self.frame, repeats=num_microbatches > 1)
         local = self.metrics.step(num_microbatches=num_microbatches, counts=counts)
         with (
             self.guard(),

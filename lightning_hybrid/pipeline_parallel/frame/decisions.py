@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ class RealCall:
         draws: Whether it draws random numbers.
         touched: The memory of its operands.
         written: The memory that it writes.
+        made: The memory of what it returns.
     """
 
     function: Callable[..., Any]
@@ -44,6 +46,7 @@ class RealCall:
     draws: bool
     touched: frozenset[int]
     written: frozenset[int]
+    made: frozenset[int]
 
 
 class Decisions:
@@ -54,14 +57,22 @@ class Decisions:
     Args:
         calls: The calls of real tensors, by their numbers, in order.
         outcomes: By the numbers of those that have read something: what they gave.
+        integers: Those of the batch, by their positions: lengths and paths may depend on them without a trace.
 
     Attributes:
         read_states: Whether tensors are read that are not made of the batch, and may differ from rank to rank.
-        different: The number of the call that read something else when they were last compared; ``None`` if none did.
+        different: What was something else when they were last compared: the number of a call, or an integer, as text;
+            ``None`` if nothing was.
     """
 
-    def __init__(self, calls: Mapping[int, RealCall], outcomes: Mapping[int, list[Any]]) -> None:
-        self.different: int | None = None
+    def __init__(
+        self,
+        calls: Mapping[int, RealCall],
+        outcomes: Mapping[int, list[Any]],
+        integers: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        self.different: int | str | None = None
+        self._integers = integers
         varying = _varying(calls)
         self._outcomes = {number: outcome for number, outcome in outcomes.items() if number in varying}
         self._calls = _leading_to(self._outcomes, calls)
@@ -70,7 +81,7 @@ class Decisions:
 
     def __len__(self) -> int:
         """How many there are."""
-        return len(self._outcomes)
+        return len(self._outcomes) + len(self._integers)
 
     def hold(self, arguments: Sequence[Any], seed: Callable[[int], None]) -> bool:
         """Whether a step with these arguments reads the same.
@@ -80,9 +91,13 @@ class Decisions:
             seed: Seeds the generators for the call of a number.
         """
         self.different = None
-        if not self._outcomes:
+        if not len(self):
             return True
         inputs, _ = flatten(list(arguments))
+        for position, integer in self._integers.items():
+            if inputs[position] != integer:
+                self.different = f"an integer that it holds, such as {integer}"
+                return False
         copies: dict[int, Tensor] = {}  # of tensors that are the user's, where anything is written
         results: dict[int, list[Any]] = {}
 
@@ -128,6 +143,33 @@ def _varying(calls: Mapping[int, RealCall]) -> set[int]:
     return varying
 
 
+def invariant_calls(calls: Mapping[int, RealCall], written: Collection[int]) -> frozenset[int]:
+    """The calls that are likely to make the same for every microbatch of a step: they do not depend on the batch.
+
+    Args:
+        calls: The calls of real tensors, by their numbers, in order.
+        written: The memory that any call of the step writes.
+    """
+    found: set[int] = set()
+    for number, call in calls.items():
+        if (
+            not call.draws
+            and not is_in_place(call.function)
+            and (call.touched | call.made).isdisjoint(written)
+            and all(
+                source.call in found if type(source) is Made else type(source) is not Input for source in call.sources
+            )
+        ):
+            found.add(number)
+    return frozenset(found)
+
+
+def is_in_place(function: Callable[..., Any] | None) -> bool:
+    """Whether a function is one that changes its first argument, and gives it back, by its name."""
+    name = getattr(function, "__name__", "")
+    return name.endswith("_") and not name.startswith("__")
+
+
 def _leading_to(numbers: Collection[int], calls: Mapping[int, RealCall]) -> dict[int, RealCall]:
     """The calls that lead to some; those that write what these use are among them."""
     needed: dict[int, RealCall] = {}
@@ -145,6 +187,21 @@ def _leading_to(numbers: Collection[int], calls: Mapping[int, RealCall]) -> dict
 def apply(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function with a tree of arguments."""
     return function(*args, **kwargs)
+
+
+def integers_of(batch: Any) -> dict[int, int]:
+    """The integers that a batch holds, by their positions among its leaves; those in lists go by samples."""
+    leaves, spec = flatten(batch)
+    return {position: leaves[position] for position in _alone(spec, 0) if type(leaves[position]) is int}
+
+
+def _alone(spec: TreeSpec, first: int) -> Iterator[int]:
+    """The positions of leaves that are in no list."""
+    if spec.kind is None:
+        yield first
+    for child in spec.children if spec.kind is not list else ():
+        yield from _alone(child, first)
+        first += child.num_leaves
 
 
 def outcome_of(result: Any) -> list[Any]:

@@ -14,7 +14,16 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.random import generator_marks
-from lightning_hybrid.pipeline_parallel.frame.decisions import Decisions, Input, Made, RealCall, apply, outcome_of
+from lightning_hybrid.pipeline_parallel.frame.decisions import (
+    Decisions,
+    Input,
+    Made,
+    RealCall,
+    apply,
+    integers_of,
+    invariant_calls,
+    outcome_of,
+)
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
     FakeMode,
     FakeTensor,
@@ -24,6 +33,7 @@ from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
 from lightning_hybrid.pipeline_parallel.frame.graph import (
     DERIVATIVES,
     DETACHES,
+    GIVES_MEMORY,
     METADATA,
     READS,
     AbsentTensor,
@@ -38,7 +48,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     gives_back,
     users_line,
 )
-from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
+from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, is_tensor, memory_of
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 
 _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
@@ -110,6 +120,7 @@ class Discovery(TorchFunctionMode):
         self._made: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
         self._real_calls: dict[int, RealCall] = {}
         self._outcomes: dict[int, list[Any]] = {}
+        self._written: set[int] = set()  # memory of real tensors
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A fake tensor that looks like this one, which may have no values here."""
@@ -152,6 +163,9 @@ class Discovery(TorchFunctionMode):
             except ValueNeeded as needed:
                 kept = needed
             self._checkpoints.clear()  # frames of the user's code hold values
+        gone = [key for key, (reference, _) in self._stand_ins.items() if reference() is None]
+        for key in gone:  # or else it depends on whose memory was used again which of these are still there
+            del self._stand_ins[key]
         alive = {value for reference, value in self._names.values() if reference() is not None}
         self.graph.wanted += sorted(alive - set(self.graph.wanted))
         for copied, original in self._originals.values():
@@ -159,7 +173,8 @@ class Discovery(TorchFunctionMode):
             if value is not None:
                 self.graph.state_writes[id(original)] = value
         del kept
-        self.graph.decisions = Decisions(self._real_calls, self._outcomes)
+        self.graph.decisions = Decisions(self._real_calls, self._outcomes, integers_of(arguments[0]))
+        self.graph.invariant = invariant_calls(self._real_calls, self._written)
         return self.graph
 
     def replaced(self, before: Tensor, now: Any) -> None:
@@ -215,8 +230,11 @@ class Discovery(TorchFunctionMode):
                 )
             return self._absent(number, call, leaves, lambda fakes: apply(func, *unflatten(fakes[:count], spec)))
         self._seed(number)
+        memory = memory_of(leaves[0]) if leaves and isinstance(leaves[0], Tensor) else 0
         with self._operators.watch() as seen:
             result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__set__":  # `data`: no operator shows that
+            seen.written |= {memory, memory_of(leaves[0])}
         call.draws = seen.draws
         call.counts = self._note_writes(seen.written)
         self._check_checkpoint(call)
@@ -303,6 +321,7 @@ class Discovery(TorchFunctionMode):
         requires_grad &= torch.is_grad_enabled() and call.function not in DETACHES
         for place, fake in real.items():
             if memory_of(fake) in seen.written:
+                self._written.add(memory_of(leaves[place]))
                 call.written[place] = Value(number, _WRITTEN + place)
                 self._name(leaves[place], call.written[place])
                 aliases = self._aliases(leaves[place])
@@ -481,8 +500,12 @@ class Discovery(TorchFunctionMode):
     def _remember(self, number: int, call: Call, leaves: list[Any], spec: TreeSpec, result: Any, seen: Seen) -> None:
         assert call.function is not None
         sources = [self._source(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        touched = frozenset(memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-        self._real_calls[number] = RealCall(call.function, sources, spec, seen.draws, touched, frozenset(seen.written))
+        written = frozenset(seen.written)
+        self._written |= written
+        if call.function in GIVES_MEMORY:
+            self._written |= {memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        touched, made = (frozenset(map(memory_of, filter(is_tensor, tree))) for tree in (leaves, flatten(result)[0]))
+        self._real_calls[number] = RealCall(call.function, sources, spec, seen.draws, touched, written, made)
         if seen.reads or seen.shapes or call.function in READS:
             self._outcomes[number] = outcome_of(result)
         for position, leaf in enumerate(flatten(result)[0]):

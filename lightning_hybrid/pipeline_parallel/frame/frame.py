@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -34,6 +34,7 @@ from lightning_hybrid.pipeline_parallel.frame.routes import (
     lives_on_text,
 )
 from lightning_hybrid.pipeline_parallel.frame.running import (
+    InvariantCalls,
     LateParameterError,
     LateUnitError,
     OtherPathError,
@@ -116,10 +117,16 @@ class FrameCut:
         self._warned = False
         self._mode: Discovery | Running | None = None
         self._states: StatesOfStages | None = None  # of the step that runs, if a rank has several stages
+        self._invariant: defaultdict[int, InvariantCalls] | None = None  # by plan, if the step that runs repeats
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """While this is entered, calls of units and of leaf modules come here."""
+    def __call__(self, *, repeats: bool = True) -> Iterator[None]:
+        """While this is entered, calls of units and of leaf modules come here.
+
+        Args:
+            repeats: Whether the user's step runs several times, for a microbatch each.
+        """
+        self._invariant = defaultdict(InvariantCalls) if repeats else None
         modules = [module for _, module in (*self._units, *self._leaf_modules)]
         outside = [vars(module).get("forward") for module in modules]
         for index, (_, unit) in enumerate(self._units):
@@ -129,7 +136,7 @@ class FrameCut:
         try:
             yield
         finally:
-            self._states = None
+            self._states = self._invariant = None
             for module, before in zip(modules, outside, strict=True):
                 vars(module).pop("forward", None)
                 if before is not None:
@@ -235,9 +242,10 @@ class FrameCut:
         reader = known[0].graph.decisions.different if len(known) == _MANY else None
         if reader is not None and not self._warned:
             self._warned = True
+            what = reader if isinstance(reader, str) else known[0].graph.calls[reader]
             rank_zero_warn(
                 f"`{step}` takes its {_MANY}th path with batches of the same shapes, as what it reads from the batch"
-                f" is something else each time: {known[0].graph.calls[reader]}. Each path is followed once, which takes"
+                f" is something else each time: {what}. Each path is followed once, which takes"
                 " 10 to 200 ms. Read such numbers inside of one layer of the body; or let few values occur, such as"
                 " lengths rounded up to multiples of 64; or leave them in tensors (a mask instead of a slice)."
             )
@@ -403,7 +411,8 @@ class FrameCut:
         """Run a stage's part of a step; as :meth:`run`, where no other stage of this rank comes after it."""
         part = plan.parts[stage]
         parameters = {name: self._module.get_parameter(name) for name in part.parameters}
-        running = Running(part, inputs or (), parameters, fetched, self._device, seed, random)
+        invariant = None if self._invariant is None else self._invariant[plan.number]
+        running = Running(part, inputs or (), parameters, fetched, self._device, seed, random, invariant)
         if not part.is_last and not running.missing and not part.leaves_from:
             return running.sent
         present = _tensors(self._module.modules()) if part.is_last and plan.kept else set()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, is_unchanged
-from lightning_hybrid.pipeline_parallel.frame.decisions import Decisions
+from lightning_hybrid.pipeline_parallel.frame.decisions import Decisions, is_in_place
 
 _OwnBackward: Any = torch.autograd.function.BackwardCFunction
 # Code that only passes calls of the user's on.
@@ -166,6 +166,7 @@ class Graph:
         written_inputs: The positions of tensors among the leaves of the step's arguments that it writes.
         changed: Containers and arrays of the module that it changes, by their identities.
         places: The paths of the attributes and buffers that hold these, or tensors that it writes; by their identities.
+        invariant: The calls that do not depend on the batch, and so are likely to make the same for each microbatch.
         reads: What gives the parameters that not every stage has, one for each; their numbers are behind those of the
             calls. The user's code makes no such calls.
     """
@@ -179,6 +180,7 @@ class Graph:
     written_inputs: set[int] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
     places: dict[int, list[str]] = field(default_factory=dict)
+    invariant: frozenset[int] = frozenset()
 
     def texts(self) -> list[str]:
         """What must be the same on every rank, each as text: the calls, and what these and later stages use of them."""
@@ -230,12 +232,6 @@ def function_name(function: Callable[..., Any]) -> str:
     name = getattr(function, "__name__", repr(function))
     of_getter = getattr(getattr(function, "__self__", None), "__name__", name)
     return str(of_getter if name == "__get__" else name)
-
-
-def is_in_place(function: Callable[..., Any] | None) -> bool:
-    """Whether a function is one that changes its first argument, and gives it back, by its name."""
-    name = getattr(function, "__name__", "")
-    return name.endswith("_") and not name.startswith("__")
 
 
 def gives_back(call: Call, outputs: Sequence[Any], places: Mapping[int, int]) -> bool:
@@ -322,6 +318,13 @@ DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.ba
 #: These read numbers without an operator that says so.
 READS = frozenset(
     {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.__contains__}
+)
+#: Through what these give, a tensor may be written without a trace.
+GIVES_MEMORY: frozenset[Callable[..., Any] | None] = frozenset(
+    {
+        *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__),
+        *(Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr),
+    }
 )
 #: These see the gradient of a tensor.
 HOOKS: frozenset[Callable[..., Any] | None] = frozenset({Tensor.register_hook, Tensor.retain_grad})

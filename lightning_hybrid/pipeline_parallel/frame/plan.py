@@ -76,6 +76,7 @@ class Action:
         draws: Whether it draws random numbers.
         draws_elsewhere: Whether it draws some of numpy or `random`.
         answer: What is returned where the call is not made; ``None`` where it is.
+        is_invariant: Whether it is made, and likely to make the same for each microbatch.
         sent: Leaves of the result, or arguments, that the next stage wants: (leaf, position among what is sent, whether
             a copy is sent, because it will be changed in place, or may be a view of a parameter).
         call: The call, as it was when it was first seen.
@@ -86,6 +87,7 @@ class Action:
     draws: bool
     draws_elsewhere: bool
     answer: Answer | None
+    is_invariant: bool
     sent: tuple[tuple[int | Argument, int, bool], ...]
     call: Call
 
@@ -199,8 +201,18 @@ def make_part(
     for number, call in enumerate(graph.calls):
         is_made = not call.is_absent or number in route.computed
         answer = None if is_made else _make_answer(number, call, received, number in made_here)
-        sends = tuple(own.get(number, ()))
-        actions.append(Action(call.function, call.unit, _may_draw(call), call.draws_elsewhere, answer, sends, call))
+        actions.append(
+            Action(
+                call.function,
+                call.unit,
+                draws=_may_draw(call),
+                draws_elsewhere=call.draws_elsewhere,
+                answer=answer,
+                is_invariant=number in graph.invariant,
+                sent=tuple(own.get(number, ())),
+                call=call,
+            )
+        )
         if call.unit is not None or answer is not None:
             free_from = number + 1
     passed = tuple((received[value], sent[value], value in changed) for value in sent if value in received)

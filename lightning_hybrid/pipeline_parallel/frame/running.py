@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,13 @@ from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 # How functions are called that begin and end contexts.
 _ENDS = ("_set_", "set_", "_enter_", "_exit_")
 _DEVICE = getters("device")
+# Arguments of calls that are equal if `==` says so.
+_VALUES = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, type(...)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    }
+)
 
 
 class OtherPathError(Exception):
@@ -48,6 +55,52 @@ class Unwind(BaseException):
     """Leaves the user's step once everything that later stages want is there."""
 
 
+class InvariantCalls:
+    """Calls that are the same for every microbatch of a step are made once: positions, causal masks, rotary tables.
+
+    Compilers call that loop-invariant code. Which calls these may be is known from the step that was followed; that
+    they are the same is checked each time: the same tensors, which nobody has written since, and equal values.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, _Made] = {}
+
+    def __call__(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Make a call, or give what it has made before.
+
+        Args:
+            number: Of the call in the user's step.
+            func: What is called.
+            args: Arguments of the call.
+            kwargs: Likewise.
+        """
+        made = self._made.get(number)
+        if made is not None and made.holds(args, kwargs):
+            return made.result
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        results = result if type(result) is tuple else (result,)
+        if results and all(type(each) is Tensor and not each.requires_grad for each in results):
+            tensors = [*results, *_tensors_of((args, kwargs or {}))]
+            self._made[number] = _Made(_copied(args), _copied(kwargs or {}), result, [(t, t._version) for t in tensors])
+        return result
+
+
+class _Made(NamedTuple):
+    """What a call has made, and of what."""
+
+    args: Any
+    kwargs: Any
+    result: Any
+    versions: list[tuple[Tensor, int]]
+
+    def holds(self, args: Any, kwargs: Any) -> bool:
+        """Whether it would make the same now."""
+        for tensor, version in self.versions:
+            if tensor._version != version or tensor.requires_grad:
+                return False
+        return _is_same_argument(args, self.args) and _is_same_argument(kwargs or {}, self.kwargs)
+
+
 class Running(TorchFunctionMode):
     """A stage's part of one step."""
 
@@ -60,8 +113,10 @@ class Running(TorchFunctionMode):
         device: torch.device,
         seed: Callable[[int], None],
         random: Callable[[int], AbstractContextManager[None]],
+        invariant: InvariantCalls | None,
     ) -> None:
         super().__init__()
+        self._invariant = invariant
         self._device = device
         self._actions, self._inputs = part.actions, inputs
         self._free_from, self._leaves_from, self._is_last = part.free_from, part.leaves_from, part.is_last
@@ -134,9 +189,12 @@ class Running(TorchFunctionMode):
         if action.function is not key and action.function != key:
             raise OtherPathError(number, name or f"`{function_name(key)}`")
         if action.answer is None:
-            if action.draws:
-                self._seed(number)
-            result = func(*args, **kwargs) if kwargs else func(*args)
+            if action.is_invariant and self._invariant is not None:
+                result = self._invariant(number, func, args, kwargs)
+            else:
+                if action.draws:
+                    self._seed(number)
+                result = func(*args, **kwargs) if kwargs else func(*args)
         else:
             result = action.answer(self._inputs, args, kwargs or {})
         if action.draws:
@@ -258,6 +316,34 @@ class Running(TorchFunctionMode):
         self.missing -= len(action.sent)
         if self.missing == 0 and not self._is_last:
             self._free_from = self._leaves_from
+
+
+def _tensors_of(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _copied(tree: Any) -> Any:
+    """A tree that stays as it is when its lists and dictionaries are changed."""
+    kind = type(tree)
+    if kind is dict:
+        return {name: _copied(value) for name, value in tree.items()}
+    return kind(map(_copied, tree)) if kind is list or kind is tuple else tree
+
+
+def _is_same_argument(one: Any, other: Any) -> bool:
+    """Whether two trees hold the same tensors and equal plain values; others are not looked into."""
+    kind = type(one)
+    if kind is not type(other):
+        return False
+    if kind is tuple or kind is list or kind is torch.Size:
+        return len(one) == len(other) and all(map(_is_same_argument, one, other))
+    if kind is dict:
+        return one.keys() == other.keys() and all(_is_same_argument(one[name], other[name]) for name in one)
+    if kind is slice:
+        return _is_same_argument((one.start, one.stop, one.step), (other.start, other.stop, other.step))
+    if kind is Tensor:
+        return one is other
+    return kind in _VALUES and one == other and (kind is not float or str(one) == str(other))  # 0.0 is not -0.0
 
 
 def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -135,3 +136,45 @@ def check(
         got, wanted = played.gradients.get(name, zero), gradients.get(name, zero)
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
     return played
+
+
+def one_process(model: nn.Module, step: Callable[..., Any], steps: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """The losses of each microbatch of each step, whose gradients are added up."""
+    losses = []
+    for microbatches in steps:
+        for microbatch in microbatches:
+            losses.append(step(model, microbatch))
+            losses[-1].backward()
+    return losses
+
+
+def chunks(
+    model: nn.Module,
+    step: Callable[..., Any],
+    steps: Sequence[Sequence[Any]],
+    num_stages: int = 2,
+    cut: FrameCut | None = None,
+) -> list[Tensor]:
+    """All stages on one rank, one after the other, each with all microbatches."""
+    cut = cut or cut_of(model, num_stages, num_ranks=1)
+    losses = []
+    for microbatches in steps:
+        with cut():
+            plans = [cut.find_plan(0, lambda x: step(model, x), (each,), seed) for each in microbatches]
+            inputs: list[Any] = [None] * len(microbatches)
+            sent: list[list[Any]] = []
+            for stage in range(num_stages):
+                outputs = [
+                    cut.run(plan, stage, lambda x: step(model, x), (each,), given, seed=seed, random=drawing)
+                    for plan, each, given in zip(plans, microbatches, inputs, strict=True)
+                ]
+                sent.append([outputs, inputs])
+                if stage < num_stages - 1:
+                    inputs = [[t.detach().requires_grad_(t.requires_grad) for t in output] for output in outputs]
+            losses += outputs
+            torch.autograd.backward(outputs)
+            for (outputs, _), (_, received) in reversed(list(itertools.pairwise(sent))):
+                for values, got in zip(outputs, received, strict=True):
+                    pairs = [(a, b.grad) for a, b in zip(values, got, strict=True) if b.grad is not None]
+                    torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+    return losses

@@ -430,6 +430,40 @@ def test_numbers_of_the_batch_have_plans_of_their_own_and_the_user_is_told_once(
     assert len(cut.plans) == 32
 
 
+def by_length(model: Model, batch: dict[str, Any]) -> Tensor:
+    x = model.embed(batch["x"])[: batch["length"]]
+    scale = 1.0 / x.shape[0]  # on the last stage, of a tensor that is not there
+    return model.head(model.body(x)).pow(2).sum() * scale
+
+
+def by_count(model: Model, batch: dict[str, Any]) -> Tensor:
+    x = model.embed(batch["x"])
+    for index in range(batch["length"]):
+        x = model.blocks[index](x)
+    return x.pow(2).mean()
+
+
+def by_size(model: Model, batch: dict[str, Any]) -> Tensor:
+    return model.body(model.embed(batch["x"]) + torch.ones(batch["length"], 1).sum()).pow(2).mean()
+
+
+@pytest.mark.parametrize("step", [by_length, by_count, by_size])
+def test_integers_of_the_batch_may_decide(step: Any) -> None:
+    model = Model()
+    cut = cut_of(model, 2)
+    for length in (3, 4, 3, 5):
+        check(model, lambda batch: step(model, batch), ({"x": inputs(6), "length": length},), 2, cut)
+    assert len(cut.plans) == 3
+
+
+def test_integers_that_go_by_samples_do_not_decide() -> None:
+    model = Model()
+    cut = cut_of(model, 2)
+    for number in range(3):
+        check(model, lambda batch: model(batch["x"]), ({"x": inputs(2), "ids": [number, number + 1]},), 2, cut)
+    assert len(cut.plans) == 1
+
+
 def test_plans_of_many_shapes_are_not_kept_forever() -> None:
     model = Model(2)
     cut = cut_of(model, 2)
@@ -680,6 +714,28 @@ def test_what_travels_does_not_depend_on_garbage_collection(collects: bool) -> N
     finally:
         gc.enable()
     assert cut.plans[0].graph.texts()[-1].startswith("its end, which keeps `mean` at test_frame.py:")
+
+
+class Biased(Block):
+    """Returns a table of its own beside what it computes, as layers of T5 do."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), torch.zeros(2)
+
+
+def test_what_travels_does_not_depend_on_whose_memory_is_used_again() -> None:
+    model = Model()
+    model.blocks = nn.ModuleList(Biased() for _ in range(4))
+
+    def step(x: Tensor) -> Tensor:
+        x = model.embed(x)
+        for layer in model.blocks:
+            x, _ = layer(x)
+        return x.mean()
+
+    plan = check(model, step, (inputs(),), 2).plan
+    (loss,) = plan.graph.wanted  # and not a table that nobody holds any more
+    assert plan.graph.calls[loss.call].name == "`mean`"
 
 
 def test_a_stage_that_only_hands_on_counts_too() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from tests.frame_modules import Block
 from tests.modules import WIDTH
-from tests.pipeline_parallel.frame.stages import cut_of, drawing, seed
+from tests.pipeline_parallel.frame.stages import chunks, cut_of, drawing, one_process, seed
 
 
 @pytest.fixture(autouse=True)
@@ -78,47 +76,6 @@ def state_of(model: nn.Module) -> Any:
 
     own = {key: value for key, value in vars(model.part).items() if key not in vars(nn.Module())}
     return plain(own | dict(model.part._buffers) | dict(model.part._parameters))
-
-
-def one_process(model: nn.Module, step: Callable[..., Any], steps: Sequence[Sequence[Any]]) -> list[Tensor]:
-    losses = []
-    for microbatches in steps:
-        for microbatch in microbatches:
-            losses.append(step(model, microbatch))
-            losses[-1].backward()
-    return losses
-
-
-def chunks(
-    model: nn.Module,
-    step: Callable[..., Any],
-    steps: Sequence[Sequence[Any]],
-    num_stages: int = 2,
-    cut: FrameCut | None = None,
-) -> list[Tensor]:
-    """All stages on one rank, one after the other, each with all microbatches."""
-    cut = cut or cut_of(model, num_stages, num_ranks=1)
-    losses = []
-    for microbatches in steps:
-        with cut():
-            plans = [cut.find_plan(0, lambda x: step(model, x), (each,), seed) for each in microbatches]
-            inputs: list[Any] = [None] * len(microbatches)
-            sent: list[list[Any]] = []
-            for stage in range(num_stages):
-                outputs = [
-                    cut.run(plan, stage, lambda x: step(model, x), (each,), given, seed=seed, random=drawing)
-                    for plan, each, given in zip(plans, microbatches, inputs, strict=True)
-                ]
-                sent.append([outputs, inputs])
-                if stage < num_stages - 1:
-                    inputs = [[t.detach().requires_grad_(t.requires_grad) for t in output] for output in outputs]
-            losses += outputs
-            torch.autograd.backward(outputs)
-            for (outputs, _), (_, received) in reversed(list(itertools.pairwise(sent))):
-                for values, got in zip(outputs, received, strict=True):
-                    pairs = [(a, b.grad) for a, b in zip(values, got, strict=True) if b.grad is not None]
-                    torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-    return losses
 
 
 def calls(model: Any, x: Tensor) -> Tensor:
