@@ -21,7 +21,7 @@ help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-7s %s\n", $$1, $$2}'
 
 demo: $(READY)  ## Train a Vision Transformer on handwritten digits, tensor 2 x pipeline 2, on the CPU
-	$(PYTHON) -m lightning_hybrid fit --config configs/vit_hybrid.yaml
+	$(PYTHON) -m lightning_hybrid demo
 
 test: $(READY)  ## Run the tests
 	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile $(ARGS)

@@ -35,7 +35,15 @@ def argument_texts(documented: Any) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in items}
 
 
-class StrategyArguments(SphinxDirective):
+class FromProgram(SphinxDirective):
+    """Reads from the program, which is no file that Sphinx watches: its page is made anew each time."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.env.note_reread()
+
+
+class StrategyArguments(FromProgram):
     """Arguments of `HybridStrategy`, by name: type, default, and what the docstring says."""
 
     required_arguments = 1
@@ -52,7 +60,7 @@ class StrategyArguments(SphinxDirective):
         return self.parse_text_to_nodes("\n".join([*lines, "```"]))
 
 
-class HookTable(SphinxDirective):
+class HookTable(FromProgram):
     """The optional hooks of a module, one row each."""
 
     def run(self) -> list[nodes.Node]:
@@ -78,7 +86,7 @@ def _first_sentence(text: str) -> str:
     return re.sub(r":\w+:`(\w+)`", r"`\1`", text).replace("``", "`").replace("|", r"\|")
 
 
-class ProgramHelp(SphinxDirective):
+class ProgramHelp(FromProgram):
     """What a command prints with ``--help``; without an argument, the program itself."""
 
     optional_arguments = 1
@@ -86,12 +94,12 @@ class ProgramHelp(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """A block of text."""
         text = io.StringIO()
-        with redirect_stdout(text), mock.patch.dict(os.environ, COLUMNS="100", NO_COLOR="1"), suppress(SystemExit):
+        with redirect_stdout(text), mock.patch.dict(os.environ, COLUMNS="92", NO_COLOR="1"), suppress(SystemExit):
             main([*self.arguments, "--help"])
         return self.parse_text_to_nodes(f"```text\n{text.getvalue().strip()}\n```")
 
 
-class Requirements(SphinxDirective):
+class Requirements(FromProgram):
     """What the package needs, and what its extras add."""
 
     def run(self) -> list[nodes.Node]:

@@ -19,7 +19,8 @@ from examples.gpt import GPT, Sources
 from examples.resnet import ResNet, resnet
 from examples.vit import ViT
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+ROOT = Path(__file__).parent.parent
+CONFIGS = [*sorted((ROOT / "configs").glob("*.yaml")), ROOT / "lightning_hybrid" / "cli" / "demo" / "vit.yaml"]
 NUM_PER_FILE = 20
 
 

@@ -1,4 +1,4 @@
-"""How much longer does a step take that `HybridTimeline` records? Two Trainers in turns, with and without it."""
+"""How much longer does a step take that `HybridTimeline` records? Every other step of one training is recorded."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from benchmarks.ratios import interval
 from lightning_hybrid import HybridStrategy, HybridTimeline
 
 WIDTH, DEPTH, BATCH, MICROBATCHES = 192, 8, 128, 8
-BATCHES_PER_ROUND = 8
-UNTIMED = 2  # batches of a round that come first
-EVERY_BATCH = range(100_000)
+PAIRS_PER_EPOCH = 20  # of steps, one recorded and one not; the first is not timed
 
 
 class Model(LightningModule):
@@ -56,7 +54,9 @@ class Begin(Callback):
         self.times: list[float] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Meet, with a recorder and without, and begin."""
+        """Meet twice, as before a step that is recorded, and begin: who meets once leaves the other way round."""
+        if not is_recorded(trainer.fit_loop.total_batch_idx):
+            trainer.strategy.barrier()
         trainer.strategy.barrier()
         self.times.append(time.perf_counter())
 
@@ -83,86 +83,74 @@ class Written(Callback):
         self.times.append(time.perf_counter())
 
 
-class Contender:
-    """A Trainer that is fitted again and again, one epoch a round."""
+def is_recorded(number: int) -> bool:
+    """Whether a batch is: the first of a pair and the second one in turns, so that what drifts is even."""
+    pair, second = divmod(number, 2)
+    return pair % 2 == second
 
-    def __init__(self, processes: int, folder: str | None) -> None:
-        samples = (BATCHES_PER_ROUND + UNTIMED) * BATCH
-        data = TensorDataset(torch.randn(samples, WIDTH), torch.randint(0, 10, (samples,)))
-        self.loader = DataLoader(data, BATCH)
-        self.begin, self.end, self.written = Begin(), End(), Written()
-        recorder = [] if folder is None else [HybridTimeline(EVERY_BATCH, folder)]
-        self.module = Model()
-        self.trainer = Trainer(
+
+def compare(processes: int, epochs: int) -> dict[str, Any]:
+    """Train, with a record of one step of each pair; ratios are the time with a record over the time without."""
+    per_epoch = 2 * PAIRS_PER_EPOCH
+    samples = per_epoch * BATCH
+    data = TensorDataset(torch.randn(samples, WIDTH), torch.randint(0, 10, (samples,)))
+    begin, end, written = Begin(), End(), Written()
+    recorded = [number for number in range(epochs * per_epoch) if is_recorded(number)]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
             accelerator="cpu",
             devices=processes,
             strategy=HybridStrategy(pipeline_parallel_size=processes, num_microbatches=MICROBATCHES),
-            callbacks=[self.end, *recorder, self.begin, self.written],
-            max_epochs=0,
+            callbacks=[end, HybridTimeline(recorded, folder), begin, written],
+            max_epochs=epochs,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-
-    def round(self) -> tuple[float, float]:
-        """Seconds of a batch, and from its end until the record is written; the medians of a round."""
-        for callback in (self.begin, self.end, self.written):
-            callback.times.clear()
-        self.trainer.fit_loop.max_epochs += 1
-        self.trainer.fit(self.module, self.loader)
-        begins, ends, written = (each.times[UNTIMED:] for each in (self.begin, self.end, self.written))
-        steps = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        return median(steps), median([after - end for end, after in zip(ends, written, strict=True)])
-
-
-def compare(processes: int, rounds: int) -> dict[str, Any]:
-    """Alternate the contenders, and the one that begins; ratios are time with a record over time without."""
-    with tempfile.TemporaryDirectory() as folder:
-        contenders = {"with": Contender(processes, folder), "without": Contender(processes, None)}
-        for contender in contenders.values():  # warm up
-            contender.round()
-        steps: dict[str, list[float]] = {name: [] for name in contenders}
-        writing: dict[str, list[float]] = {name: [] for name in contenders}
-        for index in range(rounds):
-            for name, contender in list(contenders.items())[:: 1 if index % 2 else -1]:
-                step, after = contender.round()
-                steps[name].append(step)
-                writing[name].append(after)
-    ratios = sorted(a / b for a, b in zip(steps["with"], steps["without"], strict=True))
+        trainer.fit(Model(), DataLoader(data, BATCH))
+    steps = [after - before for before, after in zip(begin.times, end.times, strict=True)]
+    writing = [after - before for before, after in zip(end.times, written.times, strict=True)]
+    pairs = [
+        (steps[first], steps[first + 1]) if is_recorded(first) else (steps[first + 1], steps[first])
+        for first in range(0, len(steps), 2)
+        if first % per_epoch
+    ]
+    ratios = [with_record / without for with_record, without in pairs]
     return {
         "time_ratio": median(ratios),
         "interval_95": list(interval(ratios)),
-        "ms_with": 1e3 * median(steps["with"]),
-        "ms_without": 1e3 * median(steps["without"]),
-        "ms_to_write": 1e3 * median(writing["with"]),
+        "ms_with": 1e3 * median(with_record for with_record, _ in pairs),
+        "ms_without": 1e3 * median(without for _, without in pairs),
+        "ms_to_write": 1e3 * median(writing[number] for number in recorded),
         "processes": processes,
         "microbatches": MICROBATCHES,
-        "rounds": rounds,
+        "pairs": len(pairs),
+        "device": f"cpu, {os.cpu_count()} cores",
         "versions": {"torch": torch.__version__, "lightning": lightning.__version__},
     }
 
 
 def main() -> None:
-    """Run the comparison in processes of its own."""
+    """Run the training in processes of its own."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline", description=__doc__)
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON file"
     )
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=30, help=f"of {PAIRS_PER_EPOCH} pairs of steps")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         warnings.filterwarnings("ignore")
         torch.set_num_threads(1)
-        result = compare(arguments.ranks, arguments.rounds)
+        result = compare(arguments.ranks, arguments.epochs)
         if int(os.environ["RANK"]) == 0:
             print(f"RESULT {json.dumps(result)}")
         return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.ranks}"]
     command += ["-m", "benchmarks.timeline", "--worker"]
-    command += ["--ranks", str(arguments.ranks), "--rounds", str(arguments.rounds)]
+    command += ["--ranks", str(arguments.ranks), "--epochs", str(arguments.epochs)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:

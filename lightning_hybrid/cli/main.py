@@ -14,23 +14,24 @@ from pathlib import Path
 from lightning_hybrid.cli.parser import PROGRAM, did_you_mean
 from lightning_hybrid.version import __version__
 
-#: The commands of Lightning's `LightningCLI`, and what they do.
+#: The commands of Lightning's `LightningCLI`: what they do, and an example of their arguments.
 LIGHTNING_COMMANDS = {
-    "fit": f"train:     {PROGRAM} fit --config FILE",
-    "validate": "evaluate on the validation data",
-    "test": "evaluate on the test data",
-    "predict": "run on new data",
+    "fit": ("train", "--config FILE"),
+    "validate": ("evaluate on the validation data", "--config FILE --ckpt_path FILE"),
+    "test": ("evaluate on the test data", "--config FILE --ckpt_path FILE"),
+    "predict": ("run on new data", "--config FILE --ckpt_path FILE"),
 }
 #: Our own ones, each a file of `cli.commands`.
 COMMANDS = {
-    "plan": f"show which rank would hold what:     {PROGRAM} plan --config FILE",
-    "memory": f"estimate what each rank would hold:     {PROGRAM} memory --config FILE --ranks 8",
-    "suggest": f"say which layouts are the fastest that fit:     {PROGRAM} suggest --config FILE --ranks 8",
-    "check": f"compare a layout with one process:     {PROGRAM} check --config FILE",
-    "timeline": f"draw a pipeline schedule:     {PROGRAM} timeline --schedule 1f1b --ranks 4 --microbatches 8",
-    "inspect": f"show what a checkpoint holds:     {PROGRAM} inspect PATH",
-    "consolidate": f"make one file of a checkpoint that is a directory:     {PROGRAM} consolidate DIR FILE",
-    "export": f"write weights as Hugging Face does:     {PROGRAM} export CHECKPOINT FOLDER",
+    "demo": ("train an example that comes along", "--ranks 2"),
+    "plan": ("show which rank would hold what", "--config FILE"),
+    "memory": ("estimate how many bytes each would hold", "--config FILE --ranks 8"),
+    "suggest": ("say which layouts are the fastest that fit", "--config FILE --ranks 8"),
+    "check": ("compare a layout with one process", "--config FILE"),
+    "timeline": ("draw a pipeline schedule", "--ranks 4 --microbatches 8"),
+    "inspect": ("show what a checkpoint holds", "PATH"),
+    "consolidate": ("make a checkpoint directory one file", "DIR FILE"),
+    "export": ("write weights as Hugging Face does", "CHECKPOINT FOLDER"),
 }
 
 
@@ -90,15 +91,16 @@ def _all_words() -> list[str]:
 
 def _help() -> str:
     commands = {**LIGHTNING_COMMANDS, **COMMANDS}
-    width = max(map(len, commands))
+    width, text_width = max(map(len, commands)), max(len(text) for text, _ in commands.values())
     return "\n".join(
         [
             f"usage: {PROGRAM} COMMAND [OPTIONS]",
             "",
             "Train a LightningModule with hybrid parallelism.",
             "",
-            *(f"  {name.ljust(width)}  {text}" for name, text in commands.items()),
+            *(f"  {name:{width}}  {text:{text_width}}  {example}" for name, (text, example) in commands.items()),
             "",
-            f"{PROGRAM} COMMAND --help tells the options of a command, {PROGRAM} --version the version.",
+            f"Example: {PROGRAM} timeline --ranks 4 --microbatches 8",
+            f"{PROGRAM} COMMAND --help tells all options of a command, --version the version.",
         ]
     )

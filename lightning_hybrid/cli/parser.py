@@ -113,6 +113,13 @@ class ConfigParser(Parser):
         )
 
 
+def positive(text: str) -> int:
+    """The value of an option that counts something: 1 or more."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
+
+
 def print_json(value: Any) -> None:
     """Print it for a program."""
     print(json.dumps(value, indent=2, allow_nan=False))

@@ -331,7 +331,9 @@ class HybridStrategy(ReplicaCollectives):
         if num_microbatches is not None and self.settings.auto_microbatches:
             num_microbatches = limit_microbatches(num_microbatches, size, batch_norms(self._module))
         replicas, accumulated = self.mesh.data_parallel_size, trainer.accumulate_grad_batches
-        rank_zero_info(batch_text(size, replicas, accumulated, num_microbatches=num_microbatches))
+        requested = self.settings.num_microbatches
+        text = batch_text(size, replicas, accumulated, num_microbatches=num_microbatches, requested=requested)
+        rank_zero_info(text)
         if self.settings.offload and not self.run.offload.has_effect:
             rank_zero_info(f"offload={list(self.settings.offload)} has no effect: the device is the host.")
         self.world.resume.restore(trainer)

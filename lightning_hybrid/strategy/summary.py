@@ -302,14 +302,17 @@ def layout_text(sizes: Mapping[str, int], schedule: Schedule, *, bubble: float) 
     )
 
 
-def batch_text(batch_size: int | None, replicas: int, accumulated: int, *, num_microbatches: int | None) -> str:
+def batch_text(
+    batch_size: int | None, replicas: int, accumulated: int, *, num_microbatches: int | None, requested: int = 1
+) -> str:
     """The effective batch in one line.
 
     Args:
         batch_size: Of the loader, on each replica; ``None`` if it does not say.
         replicas: The data-parallel size.
         accumulated: The number of batches of an optimizer step.
-        num_microbatches: Into which a batch is split; ``None`` if it is not.
+        num_microbatches: Into which a batch is split, if it has as many samples; ``None`` if it is not.
+        requested: How many the table of the layout has named.
     """
     parts = f"{_counted(replicas, 'replica')} x {_counted(accumulated, 'accumulated batch', 'es')}"
     if batch_size is None:
@@ -317,7 +320,11 @@ def batch_text(batch_size: int | None, replicas: int, accumulated: int, *, num_m
     text = f"Effective batch: {batch_size} samples x {parts} = {batch_size * replicas * accumulated} per optimizer step"
     if num_microbatches is None:
         return text
-    return f"{text}; microbatches of {-(-batch_size // num_microbatches)}"
+    number = min(num_microbatches, batch_size)
+    counted = (
+        f"{_counted(number, 'microbatch', 'es')} instead of {requested}, " if number < requested else "microbatches "
+    )
+    return f"{text}; {counted}of {-(-batch_size // number)}"
 
 
 def _counted(number: int, noun: str, plural: str = "s") -> str:

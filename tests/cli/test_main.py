@@ -16,6 +16,7 @@ from lightning_hybrid.pipeline_parallel.timeline import simulate
 from lightning_hybrid.version import __version__
 
 ROOT = Path(__file__).parent.parent.parent
+DEMO = ROOT / "lightning_hybrid" / "cli" / "demo" / "vit.yaml"
 
 
 def run(*words: str, directory: Path = ROOT) -> str:
@@ -131,6 +132,7 @@ def _commands(tmp_path: Path) -> dict[str, list[str]]:
     config, nothing = str(ROOT / "configs" / "gpt_hybrid.yaml"), str(tmp_path / "nothing")
     wrong = ["--config", config, "--trainer.strategy.init_args.tensor_parallel_plan", "{body.9: colwise}"]
     return {
+        "demo": [],
         "timeline": ["--ranks", "0"],
         "plan": wrong,
         "memory": wrong,
@@ -144,7 +146,10 @@ def _commands(tmp_path: Path) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.usefixtures("words_only")
-def test_every_command_refuses_in_one_way(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_refuses_in_one_way(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)  # as if it were not installed, which is what `demo` refuses
     with pytest.raises(SystemExit) as exit_:
         main([command, *_commands(tmp_path)[command]])
     assert exit_.value.code == 2
@@ -152,6 +157,31 @@ def test_every_command_refuses_in_one_way(command: str, tmp_path: Path, capsys: 
     assert captured.out == ""
     assert captured.err.startswith(f"lightning-hybrid {command}: error: ")
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(("ranks", "tensor", "pipeline"), [(1, 1, 1), (2, 1, 2), (3, 1, 1), (8, 2, 2)])
+@pytest.mark.usefixtures("words_only")
+def test_the_demo_is_divided_as_far_as_it_has_ranks(
+    ranks: int, tensor: int, pipeline: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The configuration that it prints is one for `fit`."""
+    with pytest.raises(SystemExit) as exit_:
+        main(["demo", "--ranks", str(ranks), "--trainer.max_steps", "7", "--print_config"])
+    assert exit_.value.code == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    strategy = config["trainer"]["strategy"]["init_args"]
+    assert (int(config["trainer"]["devices"]), config["trainer"]["max_steps"]) == (ranks, 7)
+    assert (strategy["tensor_parallel_size"], strategy["pipeline_parallel_size"]) == (tensor, pipeline)
+    assert config["model"]["class_path"] == "lightning_hybrid.cli.demo.vit.ViT"
+
+
+def test_the_demo_says_how_to_get_its_digits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(SystemExit):
+        main(["demo"])
+    assert "scikit-learn, which is not installed: pip install scikit-learn" in capsys.readouterr().err
 
 
 def test_timeline_shows_picture_and_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -202,7 +232,7 @@ def test_fit_in_this_process(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     main(words, model="examples.vit.ViT", data="examples.data.Digits")
     assert "val_acc 0." in capsys.readouterr().out
     (saved,) = tmp_path.rglob("config.yaml")
-    assert yaml.safe_load(saved.read_text())["model"]["class_path"] == "examples.vit.ViT"
+    assert yaml.safe_load(saved.read_text())["model"]["class_path"] == "lightning_hybrid.cli.demo.vit.ViT"
 
 
 PROJECT = """
@@ -244,13 +274,13 @@ def test_fit_launches_every_rank_and_finds_the_users_project(tmp_path: Path) -> 
 
 def test_script_of_an_example_is_the_program_with_defaults() -> None:
     config = yaml.safe_load(run("examples/vit.py", "fit", "--print_config"))
-    assert config["model"]["class_path"] == "examples.vit.ViT"
+    assert config["model"]["class_path"] == "lightning_hybrid.cli.demo.vit.ViT"
     assert config["data"]["init_args"]["batch_size"] == 32
 
 
 def test_plan_shows_stages_and_shared_layers_without_starting_anything(capsys: pytest.CaptureFixture[str]) -> None:
     before = list(sys.argv)
-    main(["plan", "--config", str(ROOT / "configs" / "vit_hybrid.yaml"), "--trainer.devices", "8"])
+    main(["plan", "--config", str(DEMO), "--trainer.devices", "8"])
     out = capsys.readouterr().out
     assert "data 2 x tensor 2 x pipeline 2 = 8 processes" in out
     assert "0-3               4 x Block" in out
@@ -259,7 +289,7 @@ def test_plan_shows_stages_and_shared_layers_without_starting_anything(capsys: p
 
 
 def test_plan_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "--json", "--config", str(ROOT / "configs" / "vit_hybrid.yaml"), "--trainer.devices", "8"])
+    main(["plan", "--json", "--config", str(DEMO), "--trainer.devices", "8"])
     found = json.loads(capsys.readouterr().out)
     assert [found[f"{axis}_parallel_size"] for axis in ("data", "tensor", "pipeline")] == [2, 2, 2]
     assert [stage["layers"] for stage in found["stages"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -293,13 +323,13 @@ def test_help_says_by_example_how_to_change_a_configuration(command: str, capsys
 def test_later_configurations_change_earlier_ones(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     more = tmp_path / "more.yaml"
     more.write_text("{trainer: {devices: 8}}")
-    main(["plan", "--config", str(ROOT / "configs" / "vit_hybrid.yaml"), "--config", str(more)])
+    main(["plan", "--config", str(DEMO), "--config", str(more)])
     assert "= 8 processes" in capsys.readouterr().out
 
 
 def test_plan_of_another_strategy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["plan", "--config", str(ROOT / "configs" / "vit_hybrid.yaml"), "--trainer.strategy", "auto"])
+        main(["plan", "--config", str(DEMO), "--trainer.strategy", "auto"])
     assert "is a DDPStrategy, not a HybridStrategy" in capsys.readouterr().err
 
 

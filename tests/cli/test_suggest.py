@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.cli.dry_run import dry_run
 from lightning_hybrid.cli.main import main
+from lightning_hybrid.cli.suggest import traces
 from lightning_hybrid.cli.suggest.cost_model import CostModel, Layout, StageCost, Step
 from lightning_hybrid.cli.suggest.machine import Machine
 from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
@@ -391,6 +393,39 @@ def test_measured_forwards_are_those_of_this_machine() -> None:
     assert 1e-4 < stage.forward < 10
 
 
+class Cached(Blocks):
+    """Its layers take ten times as long for each sample where these are more than four, by a clock of its own."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(depth=2)
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        def run(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            type(self).now += len(args[0]) * (10.0 if len(args[0]) > 4 else 1.0)
+
+        handles = [layer.register_forward_hook(run, prepend=True) for layer in self.body]
+        try:
+            return super().training_step(batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def test_a_small_microbatch_is_measured_and_not_concluded_from_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a batch does not fit into the caches, and its microbatches do."""
+    monkeypatch.setattr(traces, "perf_counter", lambda: Cached.now)
+    profile = make_profile(Cached, ranks=2, measure=True)
+
+    def seconds(samples: int) -> float:
+        return sum(stage.forward for stage in profile.stages(Layout(1, 1, 2), samples))
+
+    assert [seconds(samples) for samples in (1, 2, 4, 8, 16, 32)] == pytest.approx([2, 4, 8, 160, 320, 640])
+    assert seconds(3) == pytest.approx(6)  # between two that were measured
+    assert seconds(6) == pytest.approx((8 + 160) / 2)
+
+
 class ByHand(Blocks):
     def __init__(self) -> None:
         super().__init__()
@@ -412,6 +447,24 @@ def test_the_command_prints_the_best_and_why_the_others_are_not(capsys: pytest.C
     assert "recompute" in text
     assert "Why the others are not among them:" in text
     assert "layers cannot be divided into so many stages" in text
+
+
+def test_the_yaml_starts_the_ranks_on_their_nodes_with_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed to be pasted makes the layout at the top of the table, and says how many ranks a node has."""
+    arguments = ["--model.depth", "2", "--ranks", "4", "--nodes", "2", "--memory", "1GiB"]
+    main(["suggest", "--config", CONFIG, *arguments])
+    text = capsys.readouterr().out
+    pasted = yaml.safe_load(text[text.index("\ntrainer:") : text.index("\n\nWhy")])["trainer"]
+    assert (pasted["num_nodes"], pasted["devices"]) == (2, 2)
+    strategy = HybridStrategy(**pasted["strategy"]["init_args"])
+    assert strategy.settings.num_microbatches == pasted["strategy"]["init_args"]["num_microbatches"]
+    first = next(line.split() for line in text.splitlines() if line.startswith("1  "))
+    sizes = [pasted["strategy"]["init_args"][f"{axis}_parallel_size"] for axis in ("data", "tensor", "pipeline")]
+    assert sizes == list(map(int, first[1:4]))
+    main(["suggest", "--config", CONFIG, *arguments, "--json"])
+    best = json.loads(capsys.readouterr().out)["best"][0]
+    assert best["trainer"] == {"num_nodes": 2, "devices": 2}
+    assert best["strategy"] == pasted["strategy"]["init_args"]
 
 
 def test_the_command_gives_data_and_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

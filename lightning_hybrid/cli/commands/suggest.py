@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
-from lightning_hybrid.cli.parser import ConfigParser, print_json
+from lightning_hybrid.cli.parser import ConfigParser, positive, print_json
 from lightning_hybrid.cli.suggest.machine import Machine
 
 _DESCRIPTION = (
@@ -88,15 +88,15 @@ def run(args: Sequence[str]) -> None:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     usual = Machine()
-    parser.add_argument("--ranks", type=_at_least_one, required=True, metavar="N", help="processes of the run")
-    parser.add_argument("--nodes", type=_at_least_one, metavar="K", help="nodes (default: of 8 ranks each)")
+    parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="processes of the run")
+    parser.add_argument("--nodes", type=positive, metavar="K", help="nodes (default: of 8 ranks each)")
     parser.add_argument(
         "--samples",
-        type=_at_least_one,
+        type=positive,
         metavar="N",
         help="of a step, over all replicas (default: a batch for each rank)",
     )
-    parser.add_argument("--max-tensor", type=_at_least_one, metavar="N", help="default: the ranks of a node")
+    parser.add_argument("--max-tensor", type=positive, metavar="N", help="default: the ranks of a node")
     for name, (text, unit) in _MACHINE.items():
         default = getattr(usual, name)
         shown = f"{default / 2**30:g}GiB" if name == "memory" else f"{default / 1e9:g}G{unit}"
@@ -147,12 +147,6 @@ def _quantity(text: str) -> float:
     if match is None or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no quantity such as 80GiB, 300GB or 156TFLOP")
     return float(float(match[1]) * (1024 if match[3] else 1000) ** _PREFIXES[(match[2] or "").lower()])
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
-    return int(text)
 
 
 def _seconds(text: str) -> float:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from time import perf_counter
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_hybrid.cli.dry_run import (
     DryRunStrategy,
-    Saved,
     StopAfterFirstStepError,
     labels_of_stages,
     run_first_step,
@@ -25,10 +20,9 @@ from lightning_hybrid.cli.dry_run import (
 )
 from lightning_hybrid.cli.suggest.cost_model import MOST_CHUNKS, RECOMPUTE, Layout, StageCost
 from lightning_hybrid.cli.suggest.machine import Machine
-from lightning_hybrid.cli.suggest.operations import OperationCounter
+from lightning_hybrid.cli.suggest.traces import Stopwatch, Timing, Trace, Watch, value_at, value_between
 from lightning_hybrid.config import HybridConfig
-from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter
+from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size
@@ -40,25 +34,6 @@ from lightning_hybrid.trainer.training_step import split_into
 
 _TIMED = 3  # forwards, of which the shortest counts
 _UNCUT = StageMap(None, (), (range(0),), 1)
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One forward with a microbatch.
-
-    Attributes:
-        samples: Of the microbatch.
-        counter: Operations and messages, by label of the place.
-        saved: What it saves for backward.
-        outputs: The bytes that each layer of the body returns, by position.
-        seconds: What it took here, by label of the place; empty if it was not timed.
-    """
-
-    samples: int
-    counter: OperationCounter
-    saved: Saved
-    outputs: dict[Hashable, int]
-    seconds: dict[Hashable, float]
 
 
 @dataclass(frozen=True)
@@ -79,6 +54,13 @@ class Cut:
         return self.body.names if self.body else None
 
     @property
+    def undivided(self) -> StageMap:
+        """All layers on one stage."""
+        if self.body is None:
+            return _UNCUT
+        return StageMap(self.body.name, self.body.names, (range(len(self.body.layers)),), 1)
+
+    @property
     def positions(self) -> tuple[range, ...]:
         """The layers of each stage; all of them without a pipeline."""
         if self.stage_map.body is not None:
@@ -89,8 +71,9 @@ class Cut:
 class ModuleProfile:
     """The :class:`~lightning_hybrid.cli.suggest.cost_model.Profile` of a user's module.
 
-    What is measured with two microbatches of different size is put on a line through both: operations, messages and
-    activations grow with the samples.
+    What is counted with two microbatches of different size is put on a line through both: operations, messages and
+    activations grow with the samples. Seconds do not quite, because of caches and of what a call takes by itself: with
+    `measure` microbatches of half the size, a quarter and so on are timed, and what lies between is interpolated.
 
     Args:
         make: Makes the user's module and its data.
@@ -189,8 +172,8 @@ class ModuleProfile:
                 StageCost(
                     forward=sum(forward for forward, _ in seconds),
                     recomputed=sum(again for _, again in seconds),
-                    saved=_at(samples, traces, [saved_bytes(trace.saved, labels) for trace in traces]),
-                    output=_at(samples, traces, [trace.outputs.get(last, 0) for trace in traces]),
+                    saved=value_at(samples, traces, [saved_bytes(trace.saved, labels) for trace in traces]),
+                    output=value_at(samples, traces, [trace.outputs.get(last, 0) for trace in traces]),
                     **self._messages(layout, samples, labels, traces),
                 )
             )
@@ -201,8 +184,8 @@ class ModuleProfile:
         forward, again = self._count_seconds(layout, samples, label)
         if self._is_measured:
             whole = replace(layout, tensor=1)
-            traces = self._recorder(1).traces(whole)
-            measured = _at(samples, traces, [trace.seconds.get(label, 0.0) for trace in traces])
+            timings = self._recorder(1).timings(whole)
+            measured = value_between(samples, [(each.samples, each.seconds.get(label, 0.0)) for each in timings])
             counted, _ = self._count_seconds(whole, samples, label)
             factor = measured / counted if counted else 0.0
             forward, again = factor * forward, factor * again
@@ -212,8 +195,8 @@ class ModuleProfile:
         traces, machine = self._recorder(layout.tensor).traces(layout), self._machine
         forward = again = 0.0
         for alike in _pairs([trace.counter.operations[label] for trace in traces]):
-            flops = _at(samples, traces, [operation.flops for operation in alike])
-            moved = _at(samples, traces, [operation.bytes for operation in alike])
+            flops = value_at(samples, traces, [operation.flops for operation in alike])
+            moved = value_at(samples, traces, [operation.bytes for operation in alike])
             seconds = max(flops / machine.flops, moved / machine.memory_bandwidth, machine.operation_seconds)
             forward += seconds
             if isinstance(label, int) and (layout.recompute is True or (layout.recompute and not alike[0].is_kept)):
@@ -227,7 +210,7 @@ class ModuleProfile:
         tensor = layout.tensor
         for label in labels:
             for alike in _pairs([trace.counter.messages[label] for trace in traces]):
-                size = _at(samples, traces, [message.bytes for message in alike])
+                size = value_at(samples, traces, [message.bytes for message in alike])
                 share = alike[0].passes * (tensor - 1)
                 sent, hops = sent + share * size / tensor, hops + share
                 repeated += share * size / tensor if isinstance(label, int) and layout.recompute is True else 0.0
@@ -242,15 +225,6 @@ def _pairs(rows: list[list[Any]]) -> list[tuple[Any, ...]]:
     if len({len(row) for row in rows}) == 1:
         return list(zip(*rows, strict=True))
     return [(each,) * len(rows) for each in rows[0]]
-
-
-def _at(samples: int, traces: Sequence[Trace], values: Sequence[float]) -> float:
-    """The value for so many samples, on the line through those of the traces; through zero, if there is one trace."""
-    first = traces[0]
-    if len(traces) == 1:
-        return values[0] * samples / first.samples
-    slope = (values[0] - values[1]) / (first.samples - traces[1].samples)
-    return max(0.0, values[0] + slope * (samples - first.samples))
 
 
 class _Recorder(DryRunStrategy):
@@ -314,9 +288,13 @@ class _Recorder(DryRunStrategy):
         split = find_hook(module, "split_batch")
         microbatches = [split_into(batch, number, split)[0][0] for number in ((1, 2) if size > 1 else (1,))]
         self._traces: dict[Hashable, tuple[Trace, ...] | str] = {}
+        self._timings: dict[Hashable, tuple[Timing, ...]] = {}
         for cut in {cut.key: cut for cut in self._cuts.values() if isinstance(cut, Cut)}.values():
             for recompute in RECOMPUTE:
                 self._traces[cut.key, recompute] = self._trace(cut, recompute, microbatches, args)
+            if self._is_measured:
+                halved = [split_into(batch, 2**power, split)[0][0] for power in range(size.bit_length())]
+                self._timings[cut.key] = tuple(self._time(each, args, cut) for each in halved)
         raise StopAfterFirstStepError
 
     def _trace(
@@ -326,34 +304,30 @@ class _Recorder(DryRunStrategy):
         if cut.body is None and recompute:
             return "there are no layers to run again: the module has no lists of layers"
         config = replace(self._config, recompute=recompute)
-        stage_map = _UNCUT
-        if cut.body is not None:
-            stage_map = StageMap(cut.body.name, cut.body.names, (range(len(cut.body.layers)),), 1)
         traces = []
         for microbatch in microbatches:
-            watch = _Watch(cut.body)
-            saved = self._follow(microbatch, args, config, cut.body, stage_map, watch)
+            watch = Watch(cut.body)
+            saved = self._follow(microbatch, args, config, cut.body, cut.undivided, watch)
             size = find_batch_size(microbatch)
             assert size is not None
-            seconds = self._time(microbatch, args, config, cut.body, stage_map) if self._is_measured else {}
-            traces.append(Trace(size, watch.counter, saved, watch.outputs, seconds))
+            traces.append(Trace(size, watch.counter, saved, watch.outputs))
         return tuple(traces)
 
-    def _time(
-        self, microbatch: Any, args: Sequence[Any], config: HybridConfig, body: Body | None, stage_map: StageMap
-    ) -> dict[Hashable, float]:
+    def _time(self, microbatch: Any, args: Sequence[Any], cut: Cut) -> Timing:
         """The seconds of each place in a forward with numbers: the shortest of some, after one that warms up."""
         if not self._has_values:
             raise ValueError(
                 f"{type(self._module).__name__} has no values to be measured with."
             )  # made, and tried again
-        config = replace(config, recompute=False)
+        config = replace(self._config, recompute=False)
         runs = []
         for _ in range(_TIMED + 1):
-            watch = _Stopwatch()
-            self._measure(microbatch, args, config, body, stage_map, watch, nullcontext())
+            watch = Stopwatch()
+            self._measure(microbatch, args, config, cut.body, cut.undivided, watch, nullcontext())
             runs.append(watch.seconds)
-        return {label: min(seconds.get(label, 0.0) for seconds in runs[1:]) for label in runs[-1]}
+        size = find_batch_size(microbatch)
+        assert size is not None
+        return Timing(size, {label: min(seconds.get(label, 0.0) for seconds in runs[1:]) for label in runs[-1]})
 
     def cut_error(self, layout: Layout) -> str:
         """Why layers cannot be divided into so many stages; nothing if they can."""
@@ -376,6 +350,10 @@ class _Recorder(DryRunStrategy):
         found = self._traces[self.cut(layout).key, layout.recompute]
         assert not isinstance(found, str)
         return found
+
+    def timings(self, layout: Layout) -> tuple[Timing, ...]:
+        """What forwards took, from the largest microbatch to the smallest."""
+        return self._timings[self.cut(layout).key]
 
     def held(self, layout: Layout, accumulated: int) -> tuple[MemoryUsage, ...]:
         """What each pipeline rank holds, apart from activations.
@@ -405,80 +383,3 @@ class _Recorder(DryRunStrategy):
             )
             for rank in range(layout.pipeline)
         )
-
-
-class _Watch:
-    """Counts what a step does; a step that is tried again is counted anew.
-
-    Args:
-        body: Whose outputs are noted.
-
-    Attributes:
-        counter: Operations and messages.
-        outputs: The bytes that each layer returns, by position.
-    """
-
-    counter: OperationCounter
-
-    def __init__(self, body: Body | None) -> None:
-        self._body = body
-        self.outputs: dict[Hashable, int] = {}
-
-    @contextmanager
-    def __call__(self, meter: SavedTensorMeter) -> Iterator[None]:
-        """Enter it around the step."""
-        self.counter = OperationCounter(lambda: meter.label)
-        with self.counter(), _measured_outputs(self._body, self.outputs):
-            yield
-
-
-class _Stopwatch:
-    """Times a step by the label of the place where it is.
-
-    Attributes:
-        seconds: By label.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[Hashable, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, meter: SavedTensorMeter) -> Iterator[None]:
-        """Enter it around the step.
-
-        Args:
-            meter: It knows where the step is.
-        """
-        start = perf_counter()
-
-        def note(*_: Any) -> None:
-            nonlocal start
-            now = perf_counter()
-            self.seconds[meter.label] += now - start
-            start = now
-
-        # Global hooks come before the layer's own, which say where the step will be from then on.
-        before = register_module_forward_pre_hook(note)
-        after = register_module_forward_hook(note, always_call=True)
-        try:
-            yield
-            note()
-        finally:
-            before.remove()
-            after.remove()
-
-
-@contextmanager
-def _measured_outputs(body: Body | None, outputs: dict[Hashable, int]) -> Iterator[None]:
-    """While this is entered, the bytes that each layer of the body returns are noted, by position."""
-
-    def note(position: int) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: Any, output: Any) -> None:
-            outputs[position] = sum(leaf.nbytes for leaf in flatten(output)[0] if isinstance(leaf, Tensor))
-
-        return hook
-
-    with ExitStack() as hooks:
-        for position, layer in enumerate(body.layers if body else ()):
-            hooks.enter_context(layer.register_forward_hook(note(position)))
-        yield

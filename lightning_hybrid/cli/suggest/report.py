@@ -38,7 +38,7 @@ def as_text(found: Suggestions, machine: Machine, step: Step, batch_size: int) -
             "",
             "The first of them:",
             "",
-            as_yaml(found.best[0], step, batch_size),
+            as_yaml(found.best[0], machine, step, batch_size),
         ]
     else:
         lines.append("No layout fits.")
@@ -119,18 +119,26 @@ def arguments(layout: Layout) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in usual or value != usual[name]}
 
 
-def as_yaml(cost: Cost, step: Step, batch_size: int) -> str:
+def devices(layout: Layout, machine: Machine) -> dict[str, int]:
+    """The arguments of the Trainer that start the ranks of a layout: as many on each node."""
+    return {"num_nodes": layout.num_ranks // machine.ranks_per_node, "devices": machine.ranks_per_node}
+
+
+def as_yaml(cost: Cost, machine: Machine, step: Step, batch_size: int) -> str:
     """What to paste into a configuration.
 
     Args:
         cost: Of the layout.
+        machine: What ranks were supposed to run on.
         step: What a step does.
         batch_size: Of the loader, as it is configured.
     """
     layout, batch = cost.layout, step.samples // cost.layout.data
+    started = devices(layout, machine)
     lines = [
         "trainer:",
-        f"  devices: {layout.num_ranks}  # of all nodes together: devices x num_nodes",
+        f"  num_nodes: {started['num_nodes']}",
+        f"  devices: {started['devices']}  # of each node",
         "  strategy:",
         "    class_path: lightning_hybrid.HybridStrategy",
         "    init_args:",
@@ -159,6 +167,7 @@ def as_data(found: Suggestions, machine: Machine, step: Step, batch_size: int) -
         "num_simulated": found.num_simulated,
         "best": [
             {
+                "trainer": devices(cost.layout, machine),
                 "strategy": arguments(cost.layout),
                 "batch_size": step.samples // cost.layout.data,
                 "seconds": cost.seconds,

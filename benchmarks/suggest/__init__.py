@@ -1,0 +1,1 @@
+"""Whether `lightning-hybrid suggest` puts layouts in the order in which they run."""

@@ -1,0 +1,40 @@
+"""``lightning-hybrid demo``: trains a Vision Transformer on handwritten digits; all that it needs is in the package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_hybrid.cli.parser import PROGRAM, Parser, positive
+
+_CONFIG = Path(__file__).parent.parent / "demo" / "vit.yaml"
+
+
+def run(args: Sequence[str]) -> None:
+    """Train the demo."""
+    parser = Parser(
+        "demo",
+        description="Train a Vision Transformer on handwritten digits, on the CPU of this machine: a pipeline of 2"
+        " stages where the ranks are even, whose layers are shared by 2 ranks each where they are a multiple of 4, and"
+        " as many replicas of it as are left. Nothing is downloaded.",
+        epilog="Other options change the configuration as those of `fit` do, and --print_config prints it. Example:"
+        f" {PROGRAM} demo --ranks 2 --trainer.max_steps 20",
+    )
+    parser.add_argument("--ranks", type=positive, default=4, metavar="N", help="processes (default: %(default)s)")
+    options, overrides = parser.parse_known_args(args)
+
+    from lightning_hybrid.cli.demo.digits import load_digits
+    from lightning_hybrid.cli.hybrid_cli import HybridCLI
+
+    with parser.refusing(ModuleNotFoundError):
+        load_digits()
+    # Where a LightningCLI looks, and what Lightning runs again for the other ranks.
+    sys.argv[1:] = ["fit", "--config", str(_CONFIG), *_layout(options.ranks), *overrides]
+    HybridCLI()
+
+
+def _layout(ranks: int) -> list[str]:
+    sizes = {"pipeline_parallel_size": 1 if ranks % 2 else 2, "tensor_parallel_size": 1 if ranks % 4 else 2}
+    options = [f"--trainer.strategy.init_args.{name}={size}" for name, size in sizes.items()]
+    return [f"--trainer.devices={ranks}", *options]

@@ -1,0 +1,1 @@
+"""What ``lightning-hybrid demo`` trains: a module and data as users write them."""

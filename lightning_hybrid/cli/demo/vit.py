@@ -1,0 +1,171 @@
+"""A Vision Transformer: a plain LightningModule that knows nothing of parallel training."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+__all__ = ["Attention", "Block", "Embedding", "ViT"]
+
+
+class Embedding(nn.Module):
+    """Images to tokens: each patch is projected, a class token is put in front, and positions are added.
+
+    Shapes: ``(batch, channels, image_size, image_size)`` to ``(batch, 1 + number of patches, dim)``.
+    """
+
+    def __init__(self, image_size: int, patch_size: int, channels: int, dim: int) -> None:
+        super().__init__()
+        if image_size % patch_size:
+            raise ValueError(f"image_size ({image_size}) must be a multiple of patch_size ({patch_size})")
+        self.project = nn.Conv2d(channels, dim, kernel_size=patch_size, stride=patch_size)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, dim))
+        # As large as the projected patches: with the usual 0.02 a small model on little data is slow to see positions.
+        self.positions = nn.Parameter(torch.randn(1, 1 + (image_size // patch_size) ** 2, dim) * 0.3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Tokens of a batch of images."""
+        patches: Tensor = self.project(images).flatten(2).transpose(1, 2)
+        return torch.cat([self.class_token.expand(len(images), -1, -1), patches], dim=1) + self.positions
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention over ``(batch, tokens, dim)``."""
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"dim ({dim}) must be a multiple of heads ({heads})")
+        self.heads, self.head_dim = heads, dim // heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Every token looks at every token."""
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
+        output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block over ``(batch, tokens, dim)``."""
+
+    def __init__(self, dim: int, heads: int, mlp_dim: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads, dropout)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, mlp_dim), nn.GELU(), nn.Linear(mlp_dim, dim))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention and MLP, each around a residual."""
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        output: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
+        return output
+
+
+class ViT(LightningModule):
+    """A Vision Transformer (https://arxiv.org/abs/2010.11929) for classification.
+
+    The defaults are for 8 x 8 handwritten digits. The body, an ordinary ``nn.Sequential`` of blocks, is what a pipeline
+    divides; everything around it is ordinary code too.
+
+    Args:
+        image_size: Height and width of the images, in pixels.
+        patch_size: Height and width of a patch, in pixels.
+        channels: Channels of the images.
+        num_classes: Number of classes.
+        dim: Width of a token.
+        depth: Number of blocks.
+        heads: Attention heads of a block.
+        mlp_ratio: Width of a block's MLP over `dim`.
+        dropout: Probability of dropping a value, in attention and after each sub-layer.
+        lr: Peak learning rate of AdamW.
+        weight_decay: Weight decay of AdamW.
+        warmup_epochs: Epochs of linear warm-up, after which the learning rate falls as a cosine.
+        label_smoothing: Share of a label that is spread over all classes.
+    """
+
+    def __init__(
+        self,
+        image_size: int = 8,
+        patch_size: int = 2,
+        channels: int = 1,
+        num_classes: int = 10,
+        dim: int = 64,
+        depth: int = 8,
+        heads: int = 4,
+        mlp_ratio: float = 2.0,
+        dropout: float = 0.0,
+        lr: float = 1e-3,
+        weight_decay: float = 0.05,
+        warmup_epochs: int = 2,
+        label_smoothing: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.lr, self.weight_decay, self.warmup_epochs = lr, weight_decay, warmup_epochs
+        self.label_smoothing = label_smoothing
+
+        self.embedding = Embedding(image_size, patch_size, channels, dim)
+        self.body = nn.Sequential(*(Block(dim, heads, int(mlp_ratio * dim), dropout) for _ in range(depth)))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, num_classes)
+
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits ``(batch, num_classes)`` of images ``(batch, channels, image_size, image_size)``."""
+        tokens = self.body(self.embedding(images))
+        logits: Tensor = self.head(self.norm(tokens[:, 0]))
+        return logits
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Cross-entropy of a batch of images and labels."""
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Loss and accuracy of a batch."""
+        images, labels = batch
+        logits = self(images)
+        self.val_accuracy(logits, labels)
+        self.log("val_loss", F.cross_entropy(logits, labels), prog_bar=True, sync_dist=True)
+        self.log("val_acc", self.val_accuracy, prog_bar=True)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Accuracy of a batch."""
+        images, labels = batch
+        self.test_accuracy(self(images), labels)
+        self.log("test_acc", self.test_accuracy)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The most likely class of each image, ``(batch,)``."""
+        classes: Tensor = self(batch[0]).argmax(dim=-1)
+        return classes
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW; the learning rate follows the epochs."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_factor)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def lr_factor(self, epoch: int) -> float:
+        """Learning rate of an epoch, as a share of its peak."""
+        if epoch < self.warmup_epochs:
+            return (epoch + 1) / (self.warmup_epochs + 1)
+        epochs = max((self.trainer.max_epochs or 1) - self.warmup_epochs, 1)
+        return 0.5 * (1 + math.cos(math.pi * min((epoch - self.warmup_epochs) / epochs, 1.0)))
