@@ -35,7 +35,7 @@ from lightning_hybrid.strategy.gather import check_gathering, gather_module
 from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from lightning_hybrid.strategy.summary import divided_share, plan_table
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
-from lightning_hybrid.tensor_parallel.plan import Plan
+from lightning_hybrid.tensor_parallel.plan import Plan, check_names
 
 _PLAN = "_tensor_parallel_plan"  # where a module remembers how its layers were divided
 _OUTSIDE = "_parameters_outside_the_body"  # where it remembers (stages, where what is outside of the body went)
@@ -211,6 +211,9 @@ class ModuleParallelizer:
         before, known = vars(self._module).get(_PLAN, (None, None))
         self._was_parallelized = known is not None
         if known is None and size == 1:
+            plan = self._settings.tensor_parallel_plan
+            if isinstance(plan, Mapping):
+                agree(lambda: check_names(self._module, plan))
             return
         if known is not None and before != requested:
             raise ValueError(
