@@ -107,7 +107,7 @@ class ModuleParallelizer:
             else:
                 self._apply_plan()
             if weights is not None:
-                agree(lambda: weights.load(self._module, self.stage_map, self._mesh))
+                agree(lambda: self._load(weights))
                 self.source = None
             if self._settings.gather_module_on_teardown:
                 agree(lambda: check_gathering(self._module, self.plan))
@@ -146,7 +146,11 @@ class ModuleParallelizer:
             self.source = source
             return
         weights = agree(lambda: Weights(source))
-        agree(lambda: weights.load(self._module, self.stage_map, self._mesh))
+        agree(lambda: self._load(weights))
+
+    def _load(self, weights: Weights) -> None:
+        trainer = self._module.trainer  # the processes of a machine share the work on files
+        weights.load(self._module, self.stage_map, self._mesh, share=(trainer.local_rank, trainer.num_devices))
 
     def around_forwards(
         self, offload: Offload, stays: Callable[[], Iterable[Tensor]]
