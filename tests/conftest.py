@@ -79,6 +79,12 @@ def _flags_restored() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Where the thorough tests are taken too, properties are tried with many examples."""
+    if "not thorough" not in config.option.markexpr:
+        os.environ.setdefault("LIGHTNING_HYBRID_EXAMPLES", "600")
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: runs that collect garbage need not look through it each time."""
     gc.freeze()

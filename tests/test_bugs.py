@@ -591,6 +591,8 @@ class Penalized(Regression):
         return loss + 1e-3 * self.penalty() if self.where == "loss" else loss
 
     def on_train_batch_end(self, *args: Any) -> None:
+        if self.where == "reads":
+            float(next(iter(self.body[0].parameters())).norm() + self.body[5][0].weight.norm())
         if self.where == "hook":
             self.log("last", self.body[5][0].weight.norm())  # the last stage has it
             self.log("penalty", self.penalty())
@@ -612,6 +614,7 @@ def penalized(layout: Layout, where: str) -> str:
         ("loss", ["The loss of `training_step` depends on parameters of layers that live on", "`weight_decay`"]),
         ("log", ["The value logged as 'penalty' depends on parameters", "`self.device`"]),
         ("hook", ["The value logged as 'penalty' depends on parameters", "`self.device`"]),
+        ("reads", ["What `float` was called on depends on parameters", "`if not p.is_meta`"]),
         ("norms", ["where the last stage logs", "`self.trainer.strategy.grad_norm()`"]),
     ],
 )

@@ -568,6 +568,17 @@ def test_replace_closure() -> None:
     assert epoch_loop.automatic_optimization is restored
 
 
+def test_is_about_several_optimizers() -> None:
+    class Two(Small):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
+
+    with pytest.raises(RuntimeError) as error:
+        quiet_trainer().fit(Two())
+    assert internals.is_about_several_optimizers(error.value)
+    assert not internals.is_about_several_optimizers(RuntimeError("another"))
+
+
 def test_move_optimizer_states() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([parameter])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.pool import Pools
 from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer
@@ -185,3 +189,142 @@ def test_a_tensor_that_happens_to_be_as_long_as_the_batch_is_a_warning(ranks: Po
     assert len(found) == 1
     assert found[0].startswith("A tensor of length 8 in the batch was split")
     assert ranks(1, lightning=True).run(warnings_of, {"num_microbatches": 4}, Regression) == [[]]
+
+
+# -- ranks that are not alike ------------------------------------------------------------------------------------------
+
+
+class OfRank(Regression):
+    """Depends on the rank in one way."""
+
+    def __init__(self, kind: str) -> None:
+        rank = int(os.environ["RANK"])
+        super().__init__(num_layers=6 + rank * (kind == "depth"))
+        self.kind, self.differs = kind, rank == 1
+        if self.differs and kind == "width":
+            self.body[2][0] = nn.Linear(8, 8, bias=False).double()
+        elif self.differs and kind == "frozen":
+            self.embed.requires_grad_(False)
+        elif self.differs and kind == "dtype":
+            self.head.float()
+
+    def configure_optimizers(self) -> Any:
+        if self.differs and self.kind == "optimizer":
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+        rate = 2e-2 if self.differs and self.kind == "learning rate" else 1e-2
+        return torch.optim.AdamW(self.parameters(), lr=rate)
+
+
+DIFFERENT = {
+    "depth": "`body.6.0.weight` is not the same on every rank: nothing on rank 0; [8, 8] of float64 on rank 1.",
+    "width": "`body.2.0.bias` is not the same on every rank: [8] of float64 on rank 0; nothing on rank 1.",
+    "frozen": "`embed.weight` is not the same on every rank: [8, 6] of float64 on rank 0; [8, 6] of float64, frozen",
+    "dtype": "`head.weight` is not the same on every rank: [1, 8] of float64 on rank 0; [1, 8] of float32 on rank 1.",
+    "optimizer": "`optimizer 0, group 0` is not the same on every rank: AdamW of 16 tensors with {'lr': 0.01",
+    "learning rate": "`optimizer 0, group 0` is not the same on every rank: AdamW of 16 tensors with {'lr': 0.01",
+}
+
+
+def of_ranks(layout: Any, kinds: list[str]) -> list[str]:
+    return [said(layout, OfRank(kind)) for kind in kinds]
+
+
+@pytest.mark.parametrize("layout", [PP2, {"zero_stage": 3}], ids=["pp2", "zero3"])
+def test_ranks_that_made_different_models_or_optimizers_are_refused(ranks: Pools, layout: Any) -> None:
+    first, second = ranks(2, lightning=True).run(of_ranks, layout, list(DIFFERENT))
+    assert first == second
+    for text, expected in zip(first, DIFFERENT.values(), strict=True):
+        assert text.startswith(f"ValueError: {expected}")
+
+
+# -- parts that ranks make by themselves -------------------------------------------------------------------------------
+
+
+class OwnParts(Regression):
+    """Each tensor-parallel rank makes its part of a layer in `configure_model`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up: nn.Parameter | None = None
+
+    def configure_model(self) -> None:
+        if self.up is None:
+            mesh = self.device_mesh["tensor_parallel"]
+            part = torch.full((4, 8), 1.0 + mesh.get_local_rank() * (self.kind != "same"), dtype=torch.float64)
+            whole = DTensor.from_local(part, mesh, [Shard(0)]) if self.kind == "marked" else part
+            self.up = nn.Parameter(whole)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up.to_local() if isinstance(self.up, DTensor) else self.up
+        assert up is not None
+        return super().forward(x) + up.sum()
+
+
+def with_own_parts(kind: str) -> tuple[str, list[str]]:
+    if kind == "no seed":
+        os.environ.pop("PL_GLOBAL_SEED", None)
+    else:
+        os.environ["PL_GLOBAL_SEED"] = "1"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        text = said({"tensor_parallel_size": 2}, OwnParts(kind))
+    return text, [str(each.message) for each in caught if "`configure_model` made have other" in str(each.message)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "no seed", "same", "marked"])
+def test_parts_that_ranks_make_by_themselves_are_asked_about(ranks: Pools, kind: str) -> None:
+    """All ranks would train those of the first one."""
+    (first, warned), (second, _) = ranks(2, lightning=True).run(with_own_parts, kind)
+    if kind == "plain":
+        assert first == second
+        assert first.startswith(
+            "ValueError: Parameters that `configure_model` made have other values on each rank, although a seed is set:"
+            " 'up'. They are plain tensors"
+        )
+        assert "DTensor.from_local(part" in first
+    else:
+        assert first == second == "no error"
+        assert len(warned) == (kind == "no seed")
+
+
+# -- parts of a state dict ---------------------------------------------------------------------------------------------
+
+
+class TakesState(Callback):
+    """In a run a part is what there is."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.state_dict()
+
+
+def state_warnings(layout: Any, path: str) -> list[list[str]]:
+    module, found = Regression(), []
+    trainer = make_trainer(layout, callbacks=[TakesState()])
+    for action in (
+        lambda: trainer.fit(module, loader()),
+        lambda: trainer.save_checkpoint(path),
+        module.state_dict,
+        module.zero_grad,
+        lambda: copy.deepcopy(module).state_dict(),
+        lambda: trainer.strategy.gather_module(),
+        module.state_dict,
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            action()
+        found.append([str(each.message) for each in caught if "This state dict" in str(each.message)])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [(PP2, "6 live on other stages"), ({"zero_stage": 3}, "of 15 this rank has a shard")],
+    ids=["pp2", "zero3"],
+)
+def test_a_state_dict_that_is_not_all_of_it_is_a_warning(ranks: Pools, tmp_path: Path, layout: Any, words: str) -> None:
+    found, _ = ranks(2, lightning=True).run(state_warnings, layout, str(tmp_path / "x.ckpt"))
+    assert [len(each) for each in found] == [0, 0, 1, 0, 0, 0, 0]
+    assert "This state dict of Regression is not all of it: of 16 tensors" in found[2][0]
+    assert words in found[2][0]
+    assert "gather_module()" in found[2][0]

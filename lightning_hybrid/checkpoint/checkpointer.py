@@ -18,10 +18,12 @@ from lightning_hybrid.checkpoint.full import FullCheckpoint
 from lightning_hybrid.checkpoint.metadata import METADATA, check_kind, make_metadata
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
+from lightning_hybrid.checkpoint.partial_state import part_expected
 from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
 from lightning_hybrid.checkpoint.snapshot import snapshot
 from lightning_hybrid.checkpoint.state_dict_match import load_module_state
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
+from lightning_hybrid.checkpoint.storage.checksums import verify
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.agreement import agree
@@ -91,7 +93,9 @@ class Checkpointer:
 
     def module_state(self) -> dict[str, Any]:
         """The full state dict of the module on rank 0, or this rank's shard of it where directories are written."""
-        return self._module.state_dict() if self._settings.save_distributed_checkpoint else self._full.module_state()
+        sharded = self._settings.save_distributed_checkpoint
+        with part_expected():
+            return self._module.state_dict() if sharded else self._full.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The full state of the optimizer on rank 0, or by name this rank's shard of it."""
@@ -204,7 +208,8 @@ class Checkpointer:
             weights_only: As for `torch.load`.
 
         Raises:
-            FileNotFoundError, ValueError: If there is none, it is not complete, or is something else; on every rank.
+            FileNotFoundError, ValueError: If there is none, or it is not complete, damaged or something else; on every
+                rank.
             RuntimeError: If a directory is one of another model; on every rank.
         """
         self.finish()
@@ -213,6 +218,9 @@ class Checkpointer:
             load = partial(plugin.load_checkpoint, weights_only=weights_only)
             local = local_path(path)
             if local is None or not DistributedCheckpoint.is_at(local, or_unfinished=type(plugin) in FILE_PLUGINS):
+                if local is not None and local.is_file() and type(plugin) in FILE_PLUGINS:
+                    trainer = self._module.trainer
+                    verify(local, share=(trainer.local_rank, trainer.num_devices))  # of the processes of this machine
                 return load(path)
             load_value = partial(torch.load, weights_only=weights_only)
             return self._sharded.load(local, strict=self._module.strict_loading, read_extra=load, load_value=load_value)

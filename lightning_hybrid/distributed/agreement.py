@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -56,11 +57,14 @@ def check_equal(values: Mapping[str, str], advice: str) -> None:
         ValueError: If one of them is not the same everywhere; on every rank.
     """
     found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, hashlib.sha256(repr(sorted(values.items())).encode()).digest())
+    if len(set(found)) == 1:
+        return
     dist.all_gather_object(found, dict(values))
-    for name in found[0]:
+    for name in dict.fromkeys(name for of_rank in found for name in of_rank):
         ranks_of: dict[str, list[int]] = {}
         for rank, other in enumerate(found):
-            ranks_of.setdefault(str(other.get(name)), []).append(rank)
+            ranks_of.setdefault(other.get(name, "nothing"), []).append(rank)
         if len(ranks_of) > 1:
             parts = [
                 f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST]))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -227,8 +228,20 @@ def _like(local: Tensor, tensor: DTensor) -> DTensor:
 
 
 def from_shard(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], full: Tensor) -> DTensor:
-    """A DTensor of this rank's shard, with the shape and strides of another tensor, which may be on the meta device."""
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    """A DTensor of this rank's shard, with the shape and strides of another tensor, which may be on the meta device.
+
+    Its dimensions are divided in the order of the mesh's axes. Where torch finds blocks (of a packed projection, over
+    the tensor-parallel ranks) before another shard of the same dimension (the rows of a replica) it would take them for
+    a sign of another order, and `full_tensor()` would fail.
+    """
+    made = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    spec: Any = getattr(made, "_spec", None)
+    if not getattr(spec, _BLOCKS_ARE_ORDER, False):
+        return made
+    return _from_local(local, replace(spec, **{_BLOCKS_ARE_ORDER: False}))
+
+
+_BLOCKS_ARE_ORDER = "use_strided_shard_as_shard_order"  # of torch's description of a DTensor, where it has that
 
 
 def full_tensor(value: Any) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.module_names import join_names
+from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.frame.units import (
     find_units,
     is_container,
@@ -267,6 +269,7 @@ class BodyCut:
             call.count += 1
             if call.count > 1:
                 raise BodyCallError(body_call_text(self._name, call.step, call.count))
+            given = x
             if not call.unwinds:
                 x = call.inputs
             with call.random:
@@ -274,6 +277,7 @@ class BodyCut:
                     x = layer(x)
             if call.unwinds:
                 raise _Unwind(x)
+            call.refuse_derivatives(self._name, given, x)
             return x
 
         self._body.forward = redirected  # type: ignore[method-assign]
@@ -334,12 +338,19 @@ class BodyCut:
 
         Raises:
             BodyCallError: If the step does not call the body exactly once.
+            WrongUseError: If it differentiates through the body.
         """
         self._call = call = _Call(step.__name__, layers, random, inputs)
         try:
             value = step(*arguments)
+        except RuntimeError as error:
+            if _NOT_IN_GRAPH in str(error):
+                raise WrongUseError(_derivative_text(step.__name__, self._name)) from error
+            raise
         finally:
             self._call = None
+            for hook in call.hooks:
+                hook.remove()
         if call.count != 1:
             raise BodyCallError(body_call_text(self._name, step.__name__, call.count))
         return value
@@ -355,3 +366,44 @@ class _Call:
     inputs: Any = None
     unwinds: bool = False
     count: int = 0
+    hooks: list[RemovableHandle] = field(default_factory=list)
+
+    def refuse_derivatives(self, name: str, given: Any, output: Any) -> None:
+        """Refuse a backward that comes to the layers, or to what is before them, until the step ends.
+
+        ::
+
+            x --> code before --> given      inputs --> layers --> output --> code after --> y
+                                     `------------- around the layers ----------^
+
+        The graph of what is given does not go on in the layers, which got what another stage made of it: a derivative
+        of `y` with respect to `x` would be that of the way around them alone.
+
+        Args:
+            name: The dotted name of the body.
+            given: What the body was called with.
+            output: Of its last layer.
+        """
+
+        def refuse(*_: Any) -> None:
+            raise WrongUseError(_derivative_text(self.step, name))
+
+        for value in (given, output):
+            for leaf in (value,) if isinstance(value, Tensor) else flatten(value)[0]:
+                if not isinstance(leaf, Tensor):
+                    continue
+                if leaf.grad_fn is not None:
+                    self.hooks.append(leaf.grad_fn.register_prehook(refuse))
+                elif leaf.requires_grad:
+                    self.hooks.append(leaf.register_hook(refuse))  # type: ignore[no-untyped-call]
+
+
+_NOT_IN_GRAPH = "to not have been used in the graph"  # as torch says it
+
+
+def _derivative_text(step: str, name: str) -> str:
+    return (
+        f"`{step}` differentiates through the body {name!r} in the step, by `torch.autograd.grad` or `backward`. Its"
+        " layers live on several stages, and no rank has the whole graph: a loss of derivatives needs"
+        " pipeline_parallel_size=1."
+    )

@@ -16,6 +16,10 @@ from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 _T = TypeVar("_T", bound=Tensor)
 
+#: What asks for values.
+_READS = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__}
+_READS |= {getattr(Tensor, f"__{kind}__") for kind in ("bool", "int", "float", "complex", "index")}
+
 _WRITTEN_TEXT = (
     "A tensor is written with the values of a parameter that lives on other stages, which are not here. An average of"
     " weights that a hook moves has to live with the weights: let the first batch of training use both on the same side"
@@ -36,10 +40,12 @@ class PlaceholderTensor(Tensor):
         """Results of operations are without values too; tensors with values must not be written with them.
 
         Raises:
-            WrongUseError: If one is. (Torch leaves it as it is, without a word.)
+            WrongUseError: If one is (torch leaves it as it is, without a word), or if a value is asked for.
         """
         if func is torch.equal:  # by which callbacks look for parameters
             return args[0] is args[1]
+        if func in _READS:
+            raise WrongUseError(without_value_text(f"what `{func.__name__.strip('_')}` was called on"))
         with torch._C.DisableTorchFunctionSubclass():
             if _writes_values(func, args, kwargs or {}):
                 raise WrongUseError(_WRITTEN_TEXT)
@@ -209,12 +215,12 @@ def without_value_text(what: str) -> str:
     """
     return (
         f"{what[0].upper()}{what[1:]} depends on parameters of layers that live on other stages: no stage has the"
-        " values of all parameters. To move a teacher or an average of weights, use a hook, such as"
-        " `on_train_batch_end`, or `WeightAveraging`. To penalise weights use the optimizer's `weight_decay`, for the"
-        " norm of the gradients `self.trainer.strategy.grad_norm()` in `on_before_optimizer_step`, for the device"
-        " `self.device`, not a parameter's. To log weights, call"
-        " `self.trainer.strategy.lightning_module_state_dict()` in a hook on"
-        " every rank (it is whole on rank 0), and log with `rank_zero_only=True`."
+        " values of all parameters. A hook takes those of its stage by `if not p.is_meta`. To move a teacher or an"
+        " average of weights, use a hook, such as `on_train_batch_end`, or `WeightAveraging`. To penalise weights use"
+        " the optimizer's `weight_decay`, for the norm of the gradients `self.trainer.strategy.grad_norm()` in"
+        " `on_before_optimizer_step`, for the device `self.device`, not a parameter's. To log weights, call"
+        " `self.trainer.strategy.lightning_module_state_dict()` in a hook on every rank (it is whole on rank 0), and"
+        " log with `rank_zero_only=True`."
     )
 
 

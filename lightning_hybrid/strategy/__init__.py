@@ -1,13 +1,14 @@
 """The strategy that Lightning calls, and how a run is put together: checks, layout, parallelized module, launch.
 
-Lightning's Trainer finds it by names such as ``"hybrid_pp2"``. They are registered as soon as both packages are
-imported, in whichever order. Lightning, which takes seconds, is not imported for them: where it comes later, they are
-registered when it has been imported.
+Lightning's Trainer finds it by names such as ``"hybrid_pp2"``, of any sizes. They are registered as soon as both
+packages are imported, in whichever order. Lightning, which takes seconds, is not imported for them: where it comes
+later, they are registered when it has been imported.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -17,10 +18,17 @@ from types import ModuleType
 from typing import Any
 
 _REGISTRY = "lightning.pytorch.strategies"  # the module that has it
+_PREFIX = "hybrid"  # of names
+_ARGUMENTS = {  # what the parts of names are short for
+    "dp": "data_parallel_size",
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "zero": "zero_stage",
+}
 
 
 def register_with_lightning() -> None:
-    """Register ``"hybrid"`` and presets such as ``"hybrid_pp2"`` and ``"hybrid_tp2_pp2"``, now or with Lightning."""
+    """Register ``"hybrid"`` and names such as ``"hybrid_tp2_pp2"``, now or with Lightning."""
     if _REGISTRY in sys.modules:
         _register(import_module(_REGISTRY))
     else:
@@ -28,18 +36,67 @@ def register_with_lightning() -> None:
 
 
 def _register(strategies: ModuleType) -> None:
+    """Register the usual names; others with sizes in them when the Trainer looks for one, see :class:`_Names`."""
+    registry = strategies.StrategyRegistry
     for tensor, pipeline in itertools.product((1, 2, 4, 8), repeat=2):
         parts = [f"{axis}{size}" for axis, size in (("tp", tensor), ("pp", pipeline)) if size > 1]
-        sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline} if parts else {}
-        text = f"Pipeline of {pipeline} stages, layers shared by {tensor} ranks, data parallel over the rest"
-        name = "_".join(["hybrid", *parts])
-        strategies.StrategyRegistry.register(name, _make_strategy, description=text, override=True, **sizes)
+        _register_name(registry, "_".join([_PREFIX, *parts]))
+    for zero_stage in (1, 2, 3):
+        _register_name(registry, f"{_PREFIX}_zero{zero_stage}")
+    names = registry.available_strategies
+    registry.available_strategies = lambda: _Names(names(), registry)
 
 
-def _make_strategy(**sizes: Any) -> Any:
+def _register_name(registry: Any, name: str) -> None:
+    arguments = _parse(name)
+    text = ", ".join(f"{argument}={value}" for argument, value in arguments.items())
+    registry.register(name, _make_strategy, description=f"HybridStrategy({text})", override=True, **arguments)
+
+
+class _Names(list[str]):
+    """The names of strategies, in which the Trainer looks for the one that it was given. Ours may have any sizes."""
+
+    def __init__(self, names: Sequence[str], registry: Any) -> None:
+        super().__init__(names)
+        self._registry = registry
+
+    def __contains__(self, name: object) -> bool:
+        is_new = isinstance(name, str) and name.startswith(f"{_PREFIX}_") and not super().__contains__(name)
+        if is_new:
+            _register_name(self._registry, str(name))
+        return is_new or super().__contains__(name)
+
+    def __reduce__(self) -> tuple[type, tuple[list[str]]]:
+        """A Trainer is pickled with the names that it has found."""
+        return list, (list(self),)
+
+
+def _parse(name: str) -> dict[str, int]:
+    """The arguments that a name such as ``"hybrid_dp2_tp2_pp4_zero1"`` stands for.
+
+    Raises:
+        ValueError: If it stands for none.
+    """
+    arguments: dict[str, int] = {}
+    for part in name.split("_")[1:]:
+        found = re.fullmatch(r"([a-z]+)([1-9]\d*)", part)
+        argument = None if found is None else _ARGUMENTS.get(found[1])
+        if found is None or argument is None or argument in arguments:
+            reason = "comes a second time" if argument in arguments else "is no size"
+            raise ValueError(
+                f"There is no strategy {name!r}: its part {part!r} {reason}. Names are {_PREFIX!r}, and behind"
+                f" it any of {', '.join(_ARGUMENTS)} with a number each, once, such as '{_PREFIX}_pp3',"
+                f" '{_PREFIX}_dp2_tp2_pp4' or '{_PREFIX}_zero3'. For other arguments give the Trainer an object:"
+                " `strategy=HybridStrategy(...)`."
+            )
+        arguments[argument] = int(found[2])
+    return arguments
+
+
+def _make_strategy(**arguments: Any) -> Any:
     from lightning_hybrid.strategy.strategy import HybridStrategy
 
-    return HybridStrategy(**sizes)
+    return HybridStrategy(**arguments)
 
 
 class _RegistryFinder:

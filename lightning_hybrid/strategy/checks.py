@@ -8,26 +8,36 @@ whole again in `strategy.gather`, of optimizers in `trainer.precision`, of callb
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import os
+import zlib
+from collections.abc import Collection, Mapping
 from dataclasses import fields
+from datetime import timedelta
 from typing import Any
 
+import lightning
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.checkpoint.file_io import local_path
 from lightning_hybrid.config import HybridConfig
-from lightning_hybrid.distributed.agreement import check_equal
+from lightning_hybrid.distributed.agreement import agree, check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
-from lightning_hybrid.distributed.mesh import AXES
+from lightning_hybrid.distributed.mesh import AXES, Mesh
+from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute
 from lightning_hybrid.memory.offload import check_offload
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES
+from lightning_hybrid.version import __version__
 
 _AT_LEAST_ONE = ("tensor_parallel_size", "pipeline_parallel_size", "num_chunks")
 _AUTO = ("data_parallel_size", "num_microbatches")
@@ -70,14 +80,31 @@ def check_arguments(**arguments: Any) -> None:
             f"schedule='1f1b' runs one chunk per rank, got num_chunks={arguments['num_chunks']}. Use"
             " schedule='interleaved_1f1b', or num_chunks=1."
         )
+    for name in ("body", "initial_weights"):
+        if arguments[name] in ("", []):
+            raise ValueError(f"{name} must name something, or be None; got {arguments[name]!r}.")
+    _check_groups(arguments["process_group_backend"], arguments["timeout"])
     _check_partition(arguments)
     check_offload(arguments["offload"])
     check_recompute(arguments["recompute"], arguments["pipeline_parallel_size"], arguments["num_chunks"])
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices or isinstance(value, bool):
+    if value not in choices or type(value) is not type(choices[0]):  # 1 == 1.0 == True
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_groups(backend: str | None, timeout: timedelta | None) -> None:
+    """Of the process groups."""
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(f"timeout must be longer than nothing, or None for torch's own; got {timeout!r}.")
+    names = [] if backend is None else [part.rpartition(":")[2] for part in backend.split(",")]
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    if unknown := [name for name in names if name.lower() not in known]:
+        raise ValueError(
+            f"process_group_backend={backend!r} names {unknown[0]!r}; there are {', '.join(map(repr, known))}, one"
+            " alone, or one for each kind of device, such as 'cpu:gloo,cuda:nccl'."
+        )
 
 
 def _check_partition(arguments: dict[str, Any]) -> None:
@@ -183,7 +210,76 @@ def check_ranks(settings: HybridConfig, sizes: tuple[int, int, int], trainer: Tr
     values["initial_weights"] = "None" if settings.initial_weights is None else "given"  # each node has its paths
     values |= {f"Trainer.{name}": repr(getattr(trainer, name)) for name in _SAME_OF_TRAINER}
     values["trainer.state.fn"] = str(trainer.state.fn)
+    values |= {f"{package.__name__}.__version__": str(package.__version__) for package in (torch, lightning)}
+    values["lightning_hybrid.__version__"] = __version__
     check_equal(values, "All ranks run the same program, with the same arguments.")
+
+
+def check_modules(module: nn.Module) -> None:
+    """Compare on all ranks the names and shapes of the parameters, before the module is divided.
+
+    Buffers may differ: an earlier run may have left results in them, on the rank that has made them.
+
+    Args:
+        module: The user's module.
+
+    Raises:
+        ValueError: If it is not the same everywhere; on every rank.
+    """
+    parameters = module.named_parameters(remove_duplicate=False)
+    values = {name: "lazy" if is_lazy(parameter) else _looks_of(parameter) for name, parameter in parameters}
+    check_equal(
+        values,
+        f"Every rank makes the same {type(module).__name__}: what decides its sizes must not depend on the rank. If it"
+        " is drawn, set a seed (`seed_everything`); if it is read from files, all nodes need the same.",
+    )
+
+
+def _looks_of(parameter: Tensor) -> str:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return f"{list(parameter.shape)} of {dtype}{'' if parameter.requires_grad else ', frozen'}"
+
+
+def check_own_parts(module: nn.Module, before: Collection[Tensor], mesh: Mesh) -> None:
+    """Ask about parameters of which each rank may have made a part by itself, without saying so.
+
+    Ranks that share a plain parameter are given the values of the first one, so of such parts all but one are lost.
+    Where a seed is set, all ranks draw the same, unless code reads the rank. Otherwise it may be chance.
+
+    Args:
+        module: The user's module, not divided yet.
+        before: The parameters that it had before `configure_model`.
+        mesh: The ranks.
+
+    Raises:
+        ValueError: If plain parameters that `configure_model` made differ although a seed was set; on every rank.
+    """
+    known = set(map(id, before))
+    sums = {
+        name: zlib.crc32(as_bytes(parameter.cpu()).numpy().data)
+        for name, parameter in module.named_parameters()
+        if id(parameter) not in known and not parameter.is_meta and not isinstance(parameter, DTensor)
+        if not is_lazy(parameter)
+    }
+    found: list[Any] = [None] * mesh.model_group.size()
+    dist.all_gather_object(found, sums, group=mesh.control_group)
+    names = [name for name, own in sums.items() if any(other.get(name) != own for other in found)]
+    has_seed = "PL_GLOBAL_SEED" in os.environ
+    text = (
+        f"Parameters that `configure_model` made have other values on each rank{', although a seed is set' * has_seed}:"
+        f" {', '.join(map(repr, names[:3]))}{' and more' if len(names) > 3 else ''}. They are plain tensors, of which"
+        " ranks that share a layer get the first one's values. If each rank has made its part of a larger parameter,"
+        " say so: `DTensor.from_local(part, self.device_mesh['tensor_parallel'], [Shard(dim)])`. Otherwise draw the"
+        " same numbers on every rank (`seed_everything`)."
+    )
+
+    def refuse() -> None:
+        if names and has_seed:
+            raise ValueError(text)
+
+    agree(refuse)
+    if names:
+        rank_zero_warn(text)
 
 
 #: Of the Trainer: what decides how often ranks meet.
@@ -192,6 +288,20 @@ _SAME_OF_TRAINER = (
     *("gradient_clip_algorithm", "precision", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"),
     *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"),
     "reload_dataloaders_every_n_epochs",
+)
+
+
+def _group_text(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
+    options = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+    return f"{type(optimizer).__name__} of {len(group['params'])} tensors with {options}"
+
+
+SEVERAL_OPTIMIZERS = (
+    "`configure_optimizers` returned several optimizers, of which each needs a backward of its own. With stages, with"
+    " layers shared by ranks (tensor_parallel_size), with microbatches, or where a module has `microbatch_weight`, the"
+    " strategy runs forward and backward itself, for one optimizer. Put the parameters into groups of one"
+    " (`[{'params': ..., 'lr': ...}, ...]`); or use pipeline_parallel_size=1, tensor_parallel_size=1 and"
+    " num_microbatches=1 without that hook, where manual optimization works, also with zero_stage."
 )
 
 
@@ -205,14 +315,9 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
 
     Raises:
         ValueError: If there is one whose step is a search over the whole model, one that needs all of a parameter
-            of which a rank has a part, or one over parameters that the module had before its layers were shared; or
-            if there are several.
+            of which a rank has a part, one over parameters that the module had before its layers were shared, or one
+            that is not the same on every rank.
     """
-    if cut and len(optimizers) > 1:
-        raise ValueError(
-            f"`configure_optimizers` returned {len(optimizers)} optimizers; automatic optimization, which microbatches"
-            " need, works with one. Put the parameters into groups of one optimizer."
-        )
     if any(is_sharded(parameter) for parameter in module.parameters()):
         names = {kind.__name__ for optimizer in optimizers for kind in type(optimizer).__mro__}
         if "Adafactor" in names:
@@ -227,6 +332,12 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
             "LBFGS searches along the gradient of the whole model, of which each stage knows a part. Use an optimizer"
             " that treats parameters one by one, such as AdamW or SGD, or pipeline_parallel_size=1."
         )
+    values = {
+        f"optimizer {number}, group {position}": _group_text(optimizer, group)
+        for number, optimizer in enumerate(optimizers)
+        for position, group in enumerate(getattr(optimizer, "param_groups", ()))
+    }
+    check_equal(values, "Every rank configures the same optimizer: what decides about it must not depend on the rank.")
     known = set(map(id, module.parameters()))
     groups = [group["params"] for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
     foreign = [tuple(parameter.shape) for group in groups for parameter in group if id(parameter) not in known]

@@ -35,7 +35,7 @@ from lightning_hybrid.strategy.gather import check_gathering, gather_module
 from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from lightning_hybrid.strategy.summary import divided_share, plan_table
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
-from lightning_hybrid.tensor_parallel.plan import Plan
+from lightning_hybrid.tensor_parallel.plan import Plan, check_names
 
 _PLAN = "_tensor_parallel_plan"  # where a module remembers how its layers were divided
 _OUTSIDE = "_parameters_outside_the_body"  # where it remembers (stages, where what is outside of the body went)
@@ -107,7 +107,7 @@ class ModuleParallelizer:
             else:
                 self._apply_plan()
             if weights is not None:
-                agree(lambda: weights.load(self._module, self.stage_map, self._mesh))
+                agree(lambda: self._load(weights))
                 self.source = None
             if self._settings.gather_module_on_teardown:
                 agree(lambda: check_gathering(self._module, self.plan))
@@ -146,7 +146,11 @@ class ModuleParallelizer:
             self.source = source
             return
         weights = agree(lambda: Weights(source))
-        agree(lambda: weights.load(self._module, self.stage_map, self._mesh))
+        agree(lambda: self._load(weights))
+
+    def _load(self, weights: Weights) -> None:
+        trainer = self._module.trainer  # the processes of a machine share the work on files
+        weights.load(self._module, self.stage_map, self._mesh, share=(trainer.local_rank, trainer.num_devices))
 
     def around_forwards(
         self, offload: Offload, stays: Callable[[], Iterable[Tensor]]
@@ -211,6 +215,9 @@ class ModuleParallelizer:
         before, known = vars(self._module).get(_PLAN, (None, None))
         self._was_parallelized = known is not None
         if known is None and size == 1:
+            plan = self._settings.tensor_parallel_plan
+            if isinstance(plan, Mapping):
+                agree(lambda: check_names(self._module, plan))
             return
         if known is not None and before != requested:
             raise ValueError(

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
 from torch.distributed.tensor.experimental import implicit_replication
 
 from lightning_hybrid.checkpoint.checkpointer import Checkpointer
+from lightning_hybrid.checkpoint.partial_state import warn_of_parts
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import agree
@@ -39,6 +41,7 @@ from lightning_hybrid.memory.report import MemoryReport
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.p2p import make_channels
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
+from lightning_hybrid.strategy.checks import check_modules, check_own_parts
 from lightning_hybrid.strategy.gather import RefusedStep
 from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
@@ -172,6 +175,7 @@ class AttachedModule:
         if module.trainer.ckpt_path is None and module not in started:  # what is resumed or trained wins
             self.parallelizer.source = world.config.initial_weights
         self._world = world
+        self._before_configure_model: list[nn.Parameter] | None = None
         self._hook: AfterHook | None = None
         self._checkpointer: Checkpointer | None = None
         world.in_flight.add(self)
@@ -195,6 +199,7 @@ class AttachedModule:
         Callbacks that average weights do, and copy the module right after it.
         """
         if is_overridden("configure_model", self.module) and not self.parallelizer.is_done:
+            self._before_configure_model = list(self.module.parameters())
             self._hook = AfterHook(self.module, "configure_model", self.divide)
             return
         try:
@@ -208,12 +213,18 @@ class AttachedModule:
         """Put placeholders for what other stages hold; once for each module.
 
         Raises:
-            ValueError: If there is no body, or it has fewer layers than there are stages; on every rank.
+            ValueError: If there is no body, it has fewer layers than there are stages, or the module is not the same on
+                every rank; on every rank.
             TypeError: If the body cannot be divided; on every rank.
         """
         if self.parallelizer.is_done:
             return
+        check_modules(self.module)
+        before, self._before_configure_model = self._before_configure_model, None
+        if before is not None and self._world.mesh.tensor_parallel_size > 1:
+            check_own_parts(self.module, before, self._world.mesh)
         self.parallelizer()
+        warn_of_parts(self.module)
         self._started.add(self.module)
         self.is_gathered = False
         self._checkpointer = self._new_checkpointer()
@@ -232,6 +243,7 @@ class AttachedModule:
         if run is not None:
             run.stop_steps()
         self.parallelizer.undo()
+        warn_of_parts(self.module)
         self.parallelizer, self.is_gathered = self._new_parallelizer(world), True
         self._checkpointer = self._new_checkpointer()
 

@@ -39,7 +39,7 @@ from lightning_hybrid.strategy.summary import batch_text
 from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import pinned
 from lightning_hybrid.trainer.batch_norm import batch_norms, limit_microbatches
-from lightning_hybrid.trainer.exceptions import stops_together
+from lightning_hybrid.trainer.exceptions import print_shortly, stops_together
 from lightning_hybrid.trainer.optimization import PipelineClosure
 from lightning_hybrid.trainer.precision import adapt, check_optimizer
 
@@ -345,6 +345,8 @@ class HybridStrategy(ReplicaCollectives):
         if self._world is None or self.world_size == 1 or stops_together(exception, self._module.trainer):
             return
         cause = self._world.exceptions.leave(exception)
+        told_elsewhere = cause is not None or self._world.exceptions.are_told_elsewhere(exception)
+        print_shortly(cause or exception, self.global_rank, told_elsewhere=told_elsewhere)
         if cause is not None:
             self.teardown()  # the Trainer comes no further than this
             raise cause from exception
@@ -487,7 +489,12 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Let the user configure optimizers over the whole module, and keep what lives here."""
-        super().setup_optimizers(trainer)
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if self.attached.is_cut and lightning_internals.is_about_several_optimizers(error):
+                raise ValueError(checks.SEVERAL_OPTIMIZERS) from None
+            raise
         checks.check_optimizers(self.optimizers, self._module, cut=self.attached.is_cut)
         for optimizer in self.optimizers:
             check_optimizer(self.precision_plugin, optimizer)

@@ -133,6 +133,15 @@ def make_plan(module: nn.Module, requested: UserPlan | str | None, size: int, *,
     return Plan(size, tuple(rows), torch_styles, reasons, frozenset(_partial_grads(module, rows)) - sharded, shapes)
 
 
+def check_names(module: nn.Module, requested: UserPlan) -> None:
+    """Check the names of modules and styles of a plan that is not used, as without ranks that share layers.
+
+    Raises:
+        ValueError: If a pattern matches nothing, or a style does not exist.
+    """
+    _expand(module, requested)
+
+
 def _expand(module: nn.Module, requested: UserPlan) -> dict[str, Any]:
     """Names for patterns; of several that match, the last one counts."""
     first = {id(layer): name for name, layer in module.named_modules()}

@@ -1,10 +1,29 @@
-"""The way out after a failure: a rank leaves its groups before a callback can wait for ranks that go on."""
+"""The way out after a failure: a rank leaves its groups before a callback can wait for ranks that go on.
+
+What a process prints that ends by it: the cause once, with the lines of the user's code; elsewhere one line.
+
+::
+
+    rank 1, where it was raised                       the other ranks
+    [rank1]: Traceback (most recent call last):       [rank0]: RuntimeError: Rank 1 (...), action 1F0, failed: ...
+    [rank1]:   File "train.py", line 12, in ...
+    [rank1]: ValueError: ...
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import lightning
+import lightning_utilities
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
@@ -13,6 +32,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.distributed.failure import FailureStore, is_transport
+
+VARIABLE = "LIGHTNING_HYBRID_TRACEBACK"  # "full" prints what Python prints
+_PACKAGES = tuple(Path(str(each.__file__)).parent for each in (lightning, lightning_utilities, torch))
+_LEFT_OUT = tuple(f"{package}{os.sep}" for package in (*_PACKAGES, Path(__file__).parent.parent))
 
 
 class ExceptionCallback(Callback):
@@ -80,6 +103,20 @@ class ExceptionCallback(Callback):
             self._cause = cause if is_transport(exception) else None
         return self._cause
 
+    def are_told_elsewhere(self, exception: BaseException) -> bool:
+        """Whether another rank tells where a failure comes from.
+
+        Args:
+            exception: What this rank raises.
+        """
+        error: BaseException | None = exception
+        while error is not None:
+            if is_transport(error):  # it only noticed that another rank has left
+                return True
+            error = error.__cause__
+        first = self._failures.cause(patience=0.0)
+        return str(first).startswith("Rank ") and not str(first).startswith(f"Rank {self._rank} ")
+
 
 def stops_together(exception: BaseException, trainer: Trainer) -> bool:
     """Whether all ranks get this exception before the same batch, so that they can go on together until the end."""
@@ -100,3 +137,56 @@ _WHY_NOT = (
 
 def _save_nothing(*args: Any) -> None:
     """Takes the place of a callback's `on_exception`."""
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+def print_shortly(error: BaseException, rank: int, *, told_elsewhere: bool) -> None:
+    """Have an error printed shortly if it ends the process. Whoever prints errors in a way of their own goes on so.
+
+    Args:
+        error: What the Trainer is about to raise.
+        rank: Of this process.
+        told_elsewhere: Whether another rank prints where it comes from.
+    """
+    former = sys.excepthook
+    is_usual = former is sys.__excepthook__ or (former.__module__ or "").startswith("torch.")  # which adds the rank
+    if os.environ.get(VARIABLE) != "full" and is_usual:
+        sys.excepthook = partial(_print, former, error, rank, told_elsewhere)
+
+
+def _print(
+    former: Callable[..., Any],
+    known: BaseException,
+    rank: int,
+    told_elsewhere: bool,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """In the place of `sys.excepthook`."""
+    if error is not known:
+        former(kind, error, trace)
+        return
+    lines = [f"{kind.__name__}: {error}"] if told_elsewhere else _lines(error)
+    text = "".join(lines).rstrip("\n")
+    print("\n".join(f"[rank{rank}]: {line}" for line in text.split("\n")), file=sys.stderr)
+
+
+def _lines(error: BaseException) -> list[str]:
+    """What Python would print, without frames of Lightning, torch and this package."""
+    shown = traceback.TracebackException.from_exception(error)
+    if error.__cause__ is not None and str(error.__cause__) == str(error):  # of another type, where the user's code is
+        assert shown.__cause__ is not None
+        shown.stack, shown.__cause__ = shown.__cause__.stack, shown.__cause__.__cause__
+    chain: list[traceback.TracebackException | None] = [shown]
+    number = 0
+    for each in chain:
+        if each is not None:
+            users = [frame for frame in each.stack if not frame.filename.startswith(_LEFT_OUT)]
+            number += len(each.stack) - len(users) if users else 0
+            each.stack = traceback.StackSummary.from_list(users or list(each.stack))
+            chain += [each.__cause__, each.__context__]
+    end = f"({number} frames of Lightning, torch and lightning_hybrid are left out: {VARIABLE}=full shows them.)\n"
+    return [*shown.format(), *([end] if number else [])]

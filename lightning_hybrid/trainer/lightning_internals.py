@@ -573,6 +573,16 @@ class _OptimizationBy(_AutomaticOptimization):
         )
 
 
+def is_about_several_optimizers(error: Exception) -> bool:
+    """Whether Lightning refuses several optimizers: it advises manual optimization, which is not always possible.
+
+    Touches: the text of ``lightning.pytorch.core.optimizer._validate_multiple_optimizers_support``.
+
+    Without: users are sent from one refusal to the next.
+    """
+    return isinstance(error, RuntimeError) and "multiple optimizers" in str(error)
+
+
 def move_optimizer_states(optimizers: Iterable[Optimizer], device: torch.device) -> None:
     """Move the states of optimizers, all but the step counts that torch wants on the host.
 

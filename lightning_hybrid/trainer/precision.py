@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ def adapt(
     check(plugin)
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None and scaler.is_enabled():
-        plugin.scaler = ModelGroupGradScaler.like(scaler, model_group)  # type: ignore[attr-defined]
+        ModelGroupGradScaler.adopt(scaler, model_group)
     if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
         plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin, clip_by_norm)  # type: ignore[method-assign]
     else:
@@ -127,25 +127,28 @@ class ModelGroupGradScaler(GradScaler):
     """
 
     def __init__(self, model_group: Callable[[], ProcessGroup | None], device: str = "cuda", **settings: Any) -> None:
+        super().__init__(device, **settings)
+        self._join(model_group)
+
+    def _join(self, model_group: Callable[[], ProcessGroup | None]) -> None:
         if not callable(getattr(GradScaler, "_unscale_grads_", None)):
             raise RuntimeError(
                 f"torch {torch.__version__} has no `torch.amp.GradScaler._unscale_grads_`, through which ranks agree on"
                 " an overflow. Use precision 'bf16-mixed', or another version of torch for '16-mixed'."
             )
-        super().__init__(device, **settings)
-        self.device_type = device
+        self.device_type = getattr(self, "_device", "cuda")
         self.model_group = model_group
 
     @classmethod
-    def like(cls, scaler: GradScaler, model_group: Callable[[], ProcessGroup | None]) -> ModelGroupGradScaler:
-        """A scaler with the settings and the state of another one.
+    def adopt(cls, scaler: GradScaler, model_group: Callable[[], ProcessGroup | None]) -> ModelGroupGradScaler:
+        """Let a scaler agree with other ranks; the object stays, as its user may ask it for its scale.
 
         Args:
-            scaler: torch's scaler, for any device, or one of this class.
+            scaler: torch's scaler, for any device, or one of this class; its class changes.
             model_group: Gives the ranks that together hold the model, or ``None``.
 
         Returns:
-            The new scaler.
+            The scaler.
 
         Raises:
             TypeError: If the scaler is of a class of the user, whose methods would be lost.
@@ -155,9 +158,10 @@ class ModelGroupGradScaler(GradScaler):
                 f"The precision plugin's scaler is a `{type(scaler).__qualname__}`. Ranks can agree on an overflow only"
                 " with torch's own: pass a `torch.amp.GradScaler` with the settings you want."
             )
-        new = cls(model_group, getattr(scaler, "_device", "cuda"))
-        new.load_state_dict(scaler.state_dict())
-        return new
+        adopted: Any = scaler
+        adopted.__class__ = cls
+        adopted._join(model_group)
+        return cast("ModelGroupGradScaler", adopted)
 
     def initialize(self, device: torch.device | str | None = None) -> None:
         """Creates the scale on a device, as the first :meth:`scale` does elsewhere; afterwards does nothing.

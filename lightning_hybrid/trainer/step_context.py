@@ -33,6 +33,7 @@ from lightning_hybrid.pipeline_parallel.p2p import MOST_FORMATS
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer, original_classes
+from lightning_hybrid.tensor_parallel.shape_errors import explain_shape_error
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.results.logger_proxy import LoggerProxy, make_calls, pack_calls
 from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
@@ -463,6 +464,7 @@ class StepContext:
         except Exception as error:
             mesh, position = self.mesh, self.engine.position
             rank = mesh.rank(mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank)  # groups may be gone
+            explain_shape_error(error, self.module)
             where = f"Rank {rank} (pipeline rank {mesh.pipeline_rank}, data rank {mesh.data_rank})"
             if position is not None:
                 where += f", stage {position.stage}, action {position},"

@@ -18,11 +18,13 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.storage import dcp
 from lightning_hybrid.checkpoint.storage.atomic import new_file
+from tests.checkpoint.test_checksums import flip
 from tests.checkpoint.test_full import Resumable, Tested, everything, trained
 from tests.pool import Pools
 from tests.test_trainer_features import tuned
@@ -517,9 +519,15 @@ def load_damaged(layout: Any, path: str) -> tuple[str, str]:
     [
         (PP2, "short", "cannot be read"),
         (PP2, "empty", "cannot be read"),
+        (PP2, "bit", "c.ckpt is damaged: the tensor 'state_dict.steps' is not what was written (CRC-32"),
         (SHARDED, "unfinished", "no complete checkpoint"),
         (SHARDED, "missing shard", "lacks the file"),
         (SHARDED, "short shard", "is damaged"),
+        (
+            SHARDED,
+            "bit of a shard",
+            "__1_0.distcp is damaged: 'state_dict.head.weight' is not what was",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -530,6 +538,12 @@ def test_a_damaged_checkpoint_is_an_error_on_every_rank(
     everything(ranks(2, lightning=True).run(trained, layout, 8, 1, str(path), None))
     if fault in ("short", "empty"):
         os.truncate(path, path.stat().st_size // 2 if fault == "short" else 0)
+    elif fault == "bit":
+        flip(path, "data/0")
+    elif fault == "bit of a shard":
+        places = FileSystemReader(path).read_metadata().storage_data
+        (place,) = (place for index, place in places.items() if index.fqn == "state_dict.head.weight")
+        flip(path / place.relative_path, "data/0", place.offset, place.length)
     elif fault == "unfinished":
         (path / ".metadata").unlink()
     else:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.weights.weights import Weights
 from tests import tensor_modules as zoo
+from tests.checkpoint.test_checksums import flip
 from tests.pool import Pools
 from tests.training_jobs import PP2, assert_same, make_trainer
 
@@ -248,6 +249,8 @@ def broken(fault: str, folder: Path) -> Path:
         torch.save({"state_dict": state, "other": Dangerous()}, path)
     elif fault == "truncated":
         path.write_bytes(path.read_bytes()[:3000])
+    elif fault == "bit":
+        flip(path, "data/3")
     elif fault == "no state dict":
         torch.save({"weights": state}, path)
     elif fault.endswith("safetensors"):
@@ -283,6 +286,7 @@ FAULTS = {
     "shape": "RuntimeError: .*size mismatch for body.3.linear2.bias",
     "dangerous": "ValueError: .*cannot be read as weights.*strategy.load_weights",
     "truncated": "ValueError: .*3000 bytes, cannot be read",
+    "bit": f"ValueError: .*wrong.pt is damaged: the tensor '{list(made(5).state_dict())[3]}' is not what was written",
     "no state dict": "ValueError: .*has no state dict.*'weights'",
     "short safetensors": "ValueError: .*no complete .safetensors file",
     "headless safetensors": "ValueError: .*no complete .safetensors file",

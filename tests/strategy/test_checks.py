@@ -6,58 +6,73 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
+from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lightning_hybrid import HybridStrategy
 from tests.pool import Pools
-from tests.training_jobs import PP2, Regression, loader, make_trainer
+from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "words"),
-    [
-        ({"pipeline_parallel_size": 0}, ValueError, ["pipeline_parallel_size", "at least 1", "0"]),
-        ({"pipeline_parallel_size": -2}, ValueError, ["pipeline_parallel_size", "-2"]),
-        ({"pipeline_parallel_size": "2"}, TypeError, ["pipeline_parallel_size", "integer", "'2'", "str"]),
-        ({"pipeline_parallel_size": True}, TypeError, ["pipeline_parallel_size", "integer", "bool"]),
-        ({"pipeline_parallel_size": 2.0}, TypeError, ["pipeline_parallel_size", "2.0", "float"]),
-        ({"data_parallel_size": 0}, ValueError, ["data_parallel_size", "'auto'", "0"]),
-        ({"data_parallel_size": "all"}, TypeError, ["data_parallel_size", "'auto'", "'all'"]),
-        ({"num_microbatches": 0}, ValueError, ["num_microbatches", "'auto'", "0"]),
-        ({"num_microbatches": None}, TypeError, ["num_microbatches", "'auto'", "None"]),
-        ({"num_chunks": 0}, ValueError, ["num_chunks", "0"]),
-        ({"tensor_parallel_plan": ["colwise"]}, TypeError, ["tensor_parallel_plan", "str or dict or None"]),
-        ({"sequence_parallel": 1}, TypeError, ["sequence_parallel", "bool", "1"]),
-        ({"schedule": "2f2b"}, ValueError, ["schedule", "'2f2b'", "'1f1b'", "'gpipe'", "'interleaved_1f1b'"]),
-        ({"schedule": None}, TypeError, ["schedule", "None", "str"]),
-        ({"schedule": ["1f1b"]}, TypeError, ["schedule", "['1f1b']", "list"]),
-        ({"num_chunks": 2}, ValueError, ["num_chunks", "2", "interleaved_1f1b"]),
-        ({"partition": "best"}, ValueError, ["partition", "'best'", "'uniform'", "'parameters'"]),
-        ({"partition": 3}, TypeError, ["partition", "3", "list"]),
-        ({"partition": [3, 3], "pipeline_parallel_size": 3}, ValueError, ["partition", "[3, 3]", "3"]),
-        ({"partition": [6, 0], "pipeline_parallel_size": 2}, ValueError, ["partition", "[6, 0]", "at least 1"]),
-        ({"partition": [3, 3.0], "pipeline_parallel_size": 2}, ValueError, ["partition", "3.0"]),
-        ({"rank_order": "pp-dp"}, ValueError, ["rank_order", "'pp-dp'", "'pp-dp-tp'"]),
-        ({"rank_order": "pp-dp-dp"}, ValueError, ["rank_order", "'pp-dp-dp'"]),
-        ({"rank_order": None}, TypeError, ["rank_order", "None"]),
-        ({"loss_reduction": "none"}, ValueError, ["loss_reduction", "'none'", "'mean'", "'sum'"]),
-        ({"body": 3}, TypeError, ["body", "3"]),
-        ({"broadcast_batches": "yes"}, TypeError, ["broadcast_batches", "'yes'"]),
-        ({"dynamic_shapes": 1}, TypeError, ["dynamic_shapes", "1"]),
-        ({"gather_module_on_teardown": 1}, TypeError, ["gather_module_on_teardown", "1"]),
-        ({"initial_weights": 3}, TypeError, ["initial_weights", "3"]),
-        ({"timeout": 30}, TypeError, ["timeout", "30", "timedelta"]),
-        ({"process_group_backend": 1}, TypeError, ["process_group_backend", "1"]),
-    ],
-)
+#: Arguments that cannot be, what refuses them, and what the text says.
+IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
+    ({"pipeline_parallel_size": 0}, ValueError, ["pipeline_parallel_size", "at least 1", "0"]),
+    ({"pipeline_parallel_size": -2}, ValueError, ["pipeline_parallel_size", "-2"]),
+    ({"pipeline_parallel_size": "2"}, TypeError, ["pipeline_parallel_size", "integer", "'2'", "str"]),
+    ({"pipeline_parallel_size": True}, TypeError, ["pipeline_parallel_size", "integer", "bool"]),
+    ({"pipeline_parallel_size": 2.0}, TypeError, ["pipeline_parallel_size", "2.0", "float"]),
+    ({"data_parallel_size": 0}, ValueError, ["data_parallel_size", "'auto'", "0"]),
+    ({"data_parallel_size": "all"}, TypeError, ["data_parallel_size", "'auto'", "'all'"]),
+    ({"num_microbatches": 0}, ValueError, ["num_microbatches", "'auto'", "0"]),
+    ({"num_microbatches": None}, TypeError, ["num_microbatches", "'auto'", "None"]),
+    ({"num_chunks": 0}, ValueError, ["num_chunks", "0"]),
+    ({"tensor_parallel_plan": ["colwise"]}, TypeError, ["tensor_parallel_plan", "str or dict or None"]),
+    ({"sequence_parallel": 1}, TypeError, ["sequence_parallel", "bool", "1"]),
+    ({"schedule": "2f2b"}, ValueError, ["schedule", "'2f2b'", "'1f1b'", "'gpipe'", "'interleaved_1f1b'"]),
+    ({"schedule": None}, TypeError, ["schedule", "None", "str"]),
+    ({"schedule": ["1f1b"]}, TypeError, ["schedule", "['1f1b']", "list"]),
+    ({"num_chunks": 2}, ValueError, ["num_chunks", "2", "interleaved_1f1b"]),
+    ({"partition": "best"}, ValueError, ["partition", "'best'", "'uniform'", "'parameters'"]),
+    ({"partition": 3}, TypeError, ["partition", "3", "list"]),
+    ({"partition": [3, 3], "pipeline_parallel_size": 3}, ValueError, ["partition", "[3, 3]", "3"]),
+    ({"partition": [6, 0], "pipeline_parallel_size": 2}, ValueError, ["partition", "[6, 0]", "at least 1"]),
+    ({"partition": [3, 3.0], "pipeline_parallel_size": 2}, ValueError, ["partition", "3.0"]),
+    ({"rank_order": "pp-dp"}, ValueError, ["rank_order", "'pp-dp'", "'pp-dp-tp'"]),
+    ({"rank_order": "pp-dp-dp"}, ValueError, ["rank_order", "'pp-dp-dp'"]),
+    ({"rank_order": None}, TypeError, ["rank_order", "None"]),
+    ({"loss_reduction": "none"}, ValueError, ["loss_reduction", "'none'", "'mean'", "'sum'"]),
+    ({"body": 3}, TypeError, ["body", "3"]),
+    ({"broadcast_batches": "yes"}, TypeError, ["broadcast_batches", "'yes'"]),
+    ({"dynamic_shapes": 1}, TypeError, ["dynamic_shapes", "1"]),
+    ({"gather_module_on_teardown": 1}, TypeError, ["gather_module_on_teardown", "1"]),
+    ({"initial_weights": 3}, TypeError, ["initial_weights", "3"]),
+    ({"timeout": 30}, TypeError, ["timeout", "30", "timedelta"]),
+    ({"process_group_backend": 1}, TypeError, ["process_group_backend", "1"]),
+    ({"process_group_backend": "nope"}, ValueError, ["process_group_backend", "'nope'", "'gloo'", "cpu:gloo,cuda"]),
+    ({"process_group_backend": "cpu:gloo,cuda:nope"}, ValueError, ["'nope'", "'gloo'"]),
+    ({"timeout": timedelta(0)}, ValueError, ["timeout", "timedelta(0)", "longer"]),
+    ({"timeout": timedelta(seconds=-5)}, ValueError, ["timeout", "seconds=86395"]),
+    ({"initial_weights": ""}, ValueError, ["initial_weights", "''", "None"]),
+    ({"body": ""}, ValueError, ["body", "''", "None"]),
+    ({"body": []}, ValueError, ["body", "[]", "None"]),
+    ({"zero_stage": 1.0}, ValueError, ["zero_stage", "1.0", "0, 1, 2, 3"]),
+    ({"zero_stage": True}, ValueError, ["zero_stage", "True"]),
+    ({"zero_stage": 4}, ValueError, ["zero_stage", "4", "0, 1, 2, 3"]),
+    ({"zero_frees": "never"}, ValueError, ["zero_frees", "'never'", "'microbatch'"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "words"), IMPOSSIBLE)
 def test_impossible_arguments_are_refused_with_their_values(
     arguments: dict[str, Any], kind: type[Exception], words: list[str]
 ) -> None:
@@ -65,6 +80,34 @@ def test_impossible_arguments_are_refused_with_their_values(
         HybridStrategy(**arguments)
     for word in words:
         assert word in str(error.value)
+
+
+def refused_in_yaml(arguments: dict[str, Any]) -> str:
+    """What reading a configuration says; no process has been started by then."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_subclass_arguments(HybridStrategy, "strategy")
+    strategy = {"class_path": "lightning_hybrid.HybridStrategy", "init_args": arguments}
+    try:
+        parser.instantiate_classes(parser.parse_args(["--config", yaml.safe_dump({"strategy": strategy})]))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_impossible_arguments_are_refused_in_yaml() -> None:
+    said = 0
+    for arguments, _, words in IMPOSSIBLE:
+        (name, value), *_ = arguments.items()
+        if isinstance(value, timedelta):
+            arguments = {name: "-1:00:00"}
+        text = refused_in_yaml(arguments)
+        if text:
+            assert name in text or words[0] in text, (arguments, text)
+            said += 1
+        else:  # YAML's reader has made a possible value of it, such as 2 of '2'
+            assert isinstance(value, (str, float, bool, int)), arguments
+    assert said > len(IMPOSSIBLE) - 8
 
 
 @pytest.mark.rows(5)
@@ -230,6 +273,47 @@ class BadCall(Regression):
         return self.loss(batch)
 
 
+class Penalized(Regression):
+    """Adds a derivative with respect to its input."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x.requires_grad_()
+        h = self.embed(x)
+        z = self.body(h)
+        out = self.head(z if self.how == "through" else z + h)  # or around the body, too
+        if self.how == "backward":
+            out.sum().backward(retain_graph=True)
+            return nn.functional.mse_loss(out, y) + x.grad.norm()
+        (gradient,) = torch.autograd.grad(out.sum(), z if self.how == "behind" else x, create_graph=True)
+        return nn.functional.mse_loss(out, y) + gradient.square().mean()
+
+
+def penalized(layout: Any) -> list[str | float]:
+    """What follows from each kind of derivative: an error, or the last loss."""
+    results: list[str | float] = []
+    for how in ("through", "around", "backward", "behind"):
+        losses = Losses()
+        try:
+            make_trainer(layout, callbacks=[losses]).fit(Penalized(how), loader())
+            results.append(losses.values[-1])
+        except ValueError as error:
+            results.append(str(error))
+    return results
+
+
+def test_a_derivative_through_the_body_is_refused_and_one_behind_it_is_not(ranks: Pools) -> None:
+    expected = penalized(None)
+    for *refused_texts, behind in ranks(2, lightning=True).run(penalized, PP2):
+        for text in refused_texts:
+            assert text.startswith("`training_step` differentiates through the body 'body' in the step")
+        assert_same(behind, expected[3])
+
+
 class BadReturn(Regression):
     def __init__(self, value: str) -> None:
         super().__init__()
@@ -303,7 +387,7 @@ def check_refused(
         (FetchesItself, {}, "ValueError", ["FetchesItself.training_step", "dataloader_iter", "batch"]),
         (FetchesItselfInValidation, {}, "ValueError", ["validation_step", "dataloader_iter", "batch"]),
         (HalfSplit, {}, "ValueError", ["HalfSplit", "split_body_input", "join_body_output"]),
-        (TwoOptimizers, {}, "RuntimeError", ["multiple optimizers", "manual optimization"]),  # Lightning's own
+        (TwoOptimizers, {}, "ValueError", ["returned several optimizers", "groups of one", "num_microbatches=1"]),
         (Searches, {}, "ValueError", ["LBFGS", "AdamW"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_hybrid.strategy import launch
 from lightning_hybrid.strategy.launch import announce, make_launcher
+from tests.strategy import quick_exits
 
 
 @pytest.mark.parametrize(("num_processes", "num_nodes", "launches"), [(1, 1, False), (2, 1, True), (1, 2, True)])
@@ -26,3 +37,29 @@ def test_the_rank_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(function, "rank", 0, raising=False)
     announce(3)
     assert (rank_zero_only.rank, fabric_rank_zero_only.rank) == (3, 3)
+
+
+def test_groups_are_left_before_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their threads may hold tensors, of which an interpreter that ends does not let go."""
+    at_exit: list[Callable[[], Any]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", lambda job: at_exit.remove(job) if job in at_exit else None)
+    store = dist.HashStore()
+    monkeypatch.setattr(
+        launch,
+        "connect_processes",
+        lambda *_, **__: dist.init_process_group("gloo", store=store, rank=0, world_size=1),
+    )
+    launch.start_groups(TorchElasticEnvironment(), None, torch.device("cpu"), None)
+    (leave,) = at_exit
+    assert launch.has_groups()
+    leave()
+    assert not launch.has_groups()
+    leave()  # as where a failure has destroyed them
+
+
+@pytest.mark.thorough
+def test_two_hundred_exits_are_quiet() -> None:
+    words = [sys.executable, "-W", "ignore", "-m", quick_exits.__name__, "100"]
+    found = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr

@@ -7,6 +7,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,10 +25,15 @@ assert not {"torch", "lightning"} & set(sys.modules)
 from lightning.pytorch import Trainer
 
 assert finder not in sys.meta_path
-for name in ("hybrid", "HYBRID_PP2"):
-    found = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False).strategy
+for name in ("hybrid", "HYBRID_PP2", "hybrid_pp3", "hybrid_tp5_dp3", "hybrid_zero3"):
+    found = Trainer(strategy=name, accelerator="cpu", devices=15 if "5" in name else 6, logger=False).strategy
     assert type(found) is lightning_hybrid.HybridStrategy
-    print(found.sizes)
+    print(found.sizes, found.settings.zero_stage)
+for name in ("hybrid_pp_2", "hybrid_ep2", "hybrid_pp2_pp2", "hybrid_", "hybrid_pp0", "hybrids"):
+    try:
+        Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
+    except ValueError as error:
+        print(str(error)[:60])
 """
 
 
@@ -35,12 +41,27 @@ def test_names_are_known_where_lightning_comes_later() -> None:
     words = [sys.executable, "-W", "ignore", "-c", OURS_FIRST]
     found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    assert found.stdout == "(2, 1, 1)\n(1, 1, 2)\n"
+    assert found.stdout.splitlines() == [
+        "(6, 1, 1) 0",
+        "(3, 1, 2) 0",
+        "(2, 1, 3) 0",
+        "(3, 5, 1) 0",
+        "(6, 1, 1) 3",
+        "There is no strategy 'hybrid_pp_2': its part 'pp' is no size",
+        "There is no strategy 'hybrid_ep2': its part 'ep2' is no size",
+        "There is no strategy 'hybrid_pp2_pp2': its part 'pp2' comes ",
+        "There is no strategy 'hybrid_': its part '' is no size. Name",
+        "There is no strategy 'hybrid_pp0': its part 'pp0' is no size",
+        "You selected an invalid strategy name: `strategy='hybrids'`.",
+    ]
 
 
-class Recorder(dict):  # type: ignore[type-arg]
+class Recorder(dict[str, Any]):
     def register(self, name: str, strategy: object, **arguments: object) -> None:
         self[name] = arguments
+
+    def available_strategies(self) -> list[str]:
+        return list(self)
 
 
 @pytest.fixture
@@ -73,7 +94,11 @@ def test_others_find_the_module_as_before(monkeypatch: pytest.MonkeyPatch) -> No
 def test_presets_say_what_they_are() -> None:
     recorder = Recorder()
     strategy._register(SimpleNamespace(StrategyRegistry=recorder))  # type: ignore[arg-type]
-    assert len(recorder) == 16
+    assert len(recorder) == 19
     assert recorder["hybrid_tp2_pp4"]["tensor_parallel_size"] == 2
     assert recorder["hybrid_tp2_pp4"]["pipeline_parallel_size"] == 4
+    assert recorder["hybrid_zero2"]["description"] == "HybridStrategy(zero_stage=2)"
     assert "tensor_parallel_size" not in recorder["hybrid"]
+    assert "hybrid_pp2_tp3" in recorder.available_strategies()
+    assert recorder["hybrid_pp2_tp3"]["tensor_parallel_size"] == 3
+    assert "ddp" not in recorder.available_strategies()

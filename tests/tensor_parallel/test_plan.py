@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from lightning_hybrid.tensor_parallel.plan import make_plan
+from tests.pool import Pools
+from tests.training_jobs import Regression, loader, make_trainer
 
 
 def auto(module: nn.Module, size: int = 2, *, sequence_parallel: bool = False) -> tuple[dict[str, str], dict[str, str]]:
@@ -174,6 +176,22 @@ def test_refusals(name: str) -> None:
     with pytest.raises(ValueError, match="tensor_parallel_plan") as caught:
         make_plan(pair(), plan, 2, sequence_parallel=True)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [({"bodies.*": "colwise"}, "matches no module of Regression"), ({"embed": "columns"}, "names the style 'columns'")],
+)
+def test_a_plan_is_checked_without_shared_layers(ranks: Pools, plan: dict[str, str], words: str) -> None:
+    (text,) = ranks(1, lightning=True).run(refused_plan, plan)
+    assert words in text
+
+
+def refused_plan(plan: dict[str, str]) -> str:
+    make_trainer({"tensor_parallel_plan": {"embed": "colwise"}}, max_steps=1).fit(Regression(), loader())
+    with pytest.raises(ValueError, match="tensor_parallel_plan") as error:
+        make_trainer({"tensor_parallel_plan": plan}).fit(Regression(), loader())
+    return str(error.value)
 
 
 def test_nothing() -> None:

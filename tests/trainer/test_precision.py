@@ -80,7 +80,7 @@ def scale_steps(steps: list[list[list[float | None]]], rank: int | None) -> list
         scaler = GradScaler("cpu", **SETTINGS)
         scaler.scale(torch.zeros(()))
     else:
-        scaler = ModelGroupGradScaler.like(GradScaler("cpu", **SETTINGS), world)
+        scaler = ModelGroupGradScaler.adopt(GradScaler("cpu", **SETTINGS), world)
     history = []
     for step in steps:
         gradients = step[rank] if rank is not None else [g for stage in step for g in stage]
@@ -106,7 +106,7 @@ def test_overflow_on_one_rank_is_overflow_on_all(ranks: Pools) -> None:
 
 
 def several_optimizers() -> tuple[int, list[float], float]:
-    scaler = ModelGroupGradScaler.like(GradScaler("cpu", init_scale=4.0), world)
+    scaler = ModelGroupGradScaler.adopt(GradScaler("cpu", init_scale=4.0), world)
     first = optimizer_with([INFINITY if dist.get_rank() == 1 else 4.0])
     second = optimizer_with([4.0])
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
@@ -122,8 +122,9 @@ def test_each_optimizer_decides_for_itself_with_one_collective(ranks: Pools) -> 
 
 
 def test_state_is_that_of_torch() -> None:
-    theirs = GradScaler("cpu", **SETTINGS)
-    ours = ModelGroupGradScaler.like(theirs, nobody)
+    theirs, given = GradScaler("cpu", **SETTINGS), GradScaler("cpu", **SETTINGS)
+    ours = ModelGroupGradScaler.adopt(given, nobody)
+    assert ours is given
     assert ours.state_dict() == theirs.state_dict()
     for scaler in (theirs, ours):
         optimizer = optimizer_with([4.0])
@@ -132,7 +133,7 @@ def test_state_is_that_of_torch() -> None:
         scaler.update()
     assert ours.state_dict() == theirs.state_dict()
     assert ours.state_dict()["_growth_tracker"] == 1
-    assert ModelGroupGradScaler.like(theirs, nobody).state_dict() == theirs.state_dict()
+    assert ModelGroupGradScaler.adopt(ours, world).state_dict() == theirs.state_dict()
     fresh = ModelGroupGradScaler(nobody, "cpu")
     fresh.load_state_dict(theirs.state_dict())
     assert fresh.state_dict() == theirs.state_dict()
@@ -153,7 +154,7 @@ def test_scaler_and_plugin_are_copied_with_their_state(duplicate: Any) -> None:
 
 
 def test_without_a_group_torch_decides() -> None:
-    scaler = ModelGroupGradScaler.like(GradScaler("cpu"), nobody)
+    scaler = ModelGroupGradScaler.adopt(GradScaler("cpu"), nobody)
     with pytest.raises(AssertionError, match="No inf checks"):
         scaler.step(optimizer_with([]))
 
@@ -177,7 +178,9 @@ def test_a_torch_without_the_method_is_refused() -> None:
 
 def test_a_plugin_keeps_its_identity_and_may_be_adapted_again() -> None:
     plugin = mixed_precision(init_scale=32.0)
+    given = plugin.scaler
     assert adapt(plugin, model_group=world, clip_by_norm=clip_in_world) is plugin
+    assert plugin.scaler is given  # whose scale its user may ask for
     assert type(plugin) is MixedPrecision
     adapt(plugin, model_group=nobody, clip_by_norm=clip_alone)
     assert isinstance(plugin.scaler, ModelGroupGradScaler)

@@ -50,6 +50,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lightning_hybrid.checkpoint.storage.atomic import MARK, commit, recover, resolve, rollback, unfinished
+from lightning_hybrid.checkpoint.storage.checksums import verify
 from lightning_hybrid.checkpoint.storage.chunks import local_chunks
 from lightning_hybrid.checkpoint.storage.unpickle import read_harmless
 from lightning_hybrid.distributed.pytree import TreePath
@@ -251,7 +252,10 @@ class DistributedCheckpoint:
             read: Reads a file that `torch.save` has written.
         """
         extra = self.path / _EXTRA
-        found: dict[str, Any] = read(extra) if extra.is_file() else {}
+        if not extra.is_file():
+            return {}
+        verify(extra)
+        found: dict[str, Any] = read(extra)
         return found
 
     def read(self, targets: Mapping[TreePath, Tensor | None]) -> dict[TreePath, Any]:
@@ -263,12 +267,21 @@ class DistributedCheckpoint:
 
         Returns:
             The values by path, tensors too.
+
+        Raises:
+            ValueError: If something of it is not what was written.
         """
         named = {self._names[path]: target for path, target in targets.items()}
         planner = _LoadPlanner(named, self._metadata, self._load_value)
+        plan = planner.create_local_plan()
+        for index in {item.storage_index: None for item in plan.items}:
+            place = self._metadata.storage_data[index]
+            offset = list(index.offset or ())
+            what = f"{index.fqn!r}{f' from {offset}' if any(offset) else ''}"
+            verify(self.path / place.relative_path, offset=place.offset, length=place.length, holds=what)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
         with torch.no_grad():
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
+            self._reader.read_data(plan, planner).wait()
         return {path: planner.values.get(self._names[path], target) for path, target in targets.items()}
 
 

@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
+
 _PLAIN = ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple")
 _NAMES = {
     "__builtin__": _PLAIN,  # what Python 2 called it, and so do pickles of the second protocol, which torch writes
@@ -88,6 +90,36 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(constant := getattr(torch, name, None), _CONSTANTS):
             return constant
         return _OWN.get((module, name)) or _stand_in(module, name)
+
+
+class _Record(str):
+    """The name of the record in which a storage is, in the place of what is made of it."""
+
+
+class _RecordUnpickler(_Unpickler):
+    def persistent_load(self, identity: Any) -> Any:
+        """A storage: ``("storage", class, name of its record, device, number of elements)``."""
+        return _Record(identity[2])
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _record_among if name.startswith("_rebuild_") else super().find_class(module, name)
+
+
+def _record_among(*arguments: Any) -> Any:
+    """The record among what a tensor is made of, or of which the tensor is that another one is made of."""
+    flat = [each for one in arguments for each in (one if isinstance(one, tuple) else (one,))]
+    return next((each for each in flat if isinstance(each, _Record)), None)
+
+
+def record_names(file: BinaryIO) -> list[tuple[TreePath, str]]:
+    """For the tensors of a pickle of `torch.save` the records that they are in.
+
+    Args:
+        file: The pickle alone.
+    """
+    return [
+        (path, str(leaf)) for path, leaf in flatten_with_path(_RecordUnpickler(file).load()) if type(leaf) is _Record
+    ]
 
 
 class _TrustingUnpickler(pickle.Unpickler):

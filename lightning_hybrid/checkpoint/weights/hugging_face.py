@@ -34,6 +34,7 @@ class HuggingFaceFolder:
 
     Attributes:
         path: The folder.
+        files: Those of it that have tensors.
         shapes: What is in it, by name.
 
     Raises:
@@ -43,6 +44,7 @@ class HuggingFaceFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.files: list[Path] = []
         self.shapes: dict[str, torch.Size] = {}
         self._files: dict[str, TensorFile] = {}
         main = next(path / name for name in _FILES if (path / name).is_file())
@@ -60,6 +62,7 @@ class HuggingFaceFolder:
 
     def _add(self, path: Path) -> None:
         file = open_tensors(path)
+        self.files.append(path)
         self.shapes |= file.shapes
         self._files |= dict.fromkeys(file.shapes, file)
 

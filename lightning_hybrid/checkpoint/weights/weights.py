@@ -16,6 +16,7 @@ from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
 from lightning_hybrid.checkpoint.state_dict_match import check_match, load_module_state, shape_of
+from lightning_hybrid.checkpoint.storage.checksums import verify
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from lightning_hybrid.checkpoint.weights.hugging_face import HuggingFaceFolder
 from lightning_hybrid.checkpoint.weights.tensor_files import SAFETENSORS, open_tensors, read_torch
@@ -48,6 +49,7 @@ class Weights:
         if self._directory is not None:
             _check_directory(self._directory)
         self._state = {} if self._folder or self._directory else _read(source)
+        self._files = self._folder.files if self._folder else [path] if path is not None and path.is_file() else []
 
     def shapes(self, module: nn.Module) -> dict[str, torch.Size]:
         """What there is, by the names that it has in a module.
@@ -63,18 +65,24 @@ class Weights:
         directory = DistributedCheckpoint(self._directory)
         return {path[0]: entry.size for path, entry in directory.below(directory.module_root).items() if entry}
 
-    def load(self, module: LightningModule, stage_map: StageMap, mesh: Mesh) -> None:
+    def load(
+        self, module: LightningModule, stage_map: StageMap, mesh: Mesh, *, share: tuple[int, int] = (0, 1)
+    ) -> None:
         """Give the module its values.
 
         Args:
             module: The user's module, parallelized. Its `strict_loading` says whether names may differ.
             stage_map: Which stage holds what.
             mesh: The ranks.
+            share: (number, count): which of so many equal parts of files is compared with its checksums here.
 
         Raises:
-            ValueError: If a folder of Hugging Face is for no part of the module, or for several.
+            ValueError: If a folder of Hugging Face is for no part of the module, or for several; or if something is not
+                what was written, where the format has checksums.
             RuntimeError: If names or shapes do not fit; nothing is loaded then.
         """
+        for file in self._files:
+            verify(file, share=share)
         if self._folder is not None:
             _load_folder(self._folder, module)
             return

@@ -1,0 +1,103 @@
+"""Where a plan divides some layers of a block and lacks an entry for another, the error names the entry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.pool import Pools
+from tests.training_jobs import Regression, loader, make_trainer
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (layer(x).view(len(x), self.num_heads, 2) for layer in (self.q, self.k))
+        return self.out((q.softmax(1) * k).flatten(1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Blocks(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[Block() for _ in range(4)]).double()
+
+
+ATTENTION = {"body.*.attention.q": "colwise", "body.*.attention.k": "colwise", "body.*.attention.out": "rowwise"}
+MLP = {"body.*.up": "colwise", "body.*.down": "rowwise"}
+HEADS = {"body.*.attention": "divide:num_heads"}
+
+
+def trained(plan: dict[str, str]) -> str:
+    try:
+        make_trainer({"tensor_parallel_size": 2, "tensor_parallel_plan": plan}).fit(Blocks(), loader())
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("plan", "torchs", "words"),
+    [
+        (
+            {**ATTENTION, **MLP},
+            "shape '[8, 4, 2]' is invalid for input of size 32\nThis is in 'body.0.attention', in which"
+            " tensor_parallel_plan divides 'body.0.attention.q', 'body.0.attention.k', 'body.0.attention.out': a rank",
+            "If the plan lacks an entry, it may be 'body.*.attention': 'divide:num_heads'.",
+        ),
+        (
+            {**ATTENTION, **HEADS, "body.*.up": "colwise"},
+            "mat1 and mat2 shapes cannot be multiplied (8x8 and 16x8)\nThis is in 'body.0', in which"
+            " tensor_parallel_plan divides 'body.0.attention', 'body.0.up': a rank has a part",
+            "it may be 'body.*.down': 'rowwise'.",
+        ),
+        (
+            {"embed": "colwise"},
+            "This is in 'Blocks', in which tensor_parallel_plan divides 'embed': a rank",
+            "it may be 'embed': 'colwise_gather_output'.",
+        ),
+        ({**ATTENTION, **MLP, **HEADS}, "no error", ""),
+    ],
+    ids=["heads", "rowwise", "around", "complete"],
+)
+def test_a_shape_that_does_not_fit_names_the_entry_that_is_missing(
+    ranks: Pools, plan: dict[str, str], torchs: str, words: str
+) -> None:
+    for text in ranks(2, lightning=True).run(trained, plan):
+        assert torchs in text
+        assert words in text
+
+
+class Unrelated(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(3, 5)
+
+
+def unrelated() -> Any:
+    with pytest.raises(RuntimeError) as error:
+        make_trainer({"num_microbatches": 2}).fit(Unrelated(), loader())
+    return str(error.value)
+
+
+def test_without_divided_layers_an_error_stays_what_it_is(ranks: Pools) -> None:
+    (text,) = ranks(1, lightning=True).run(unrelated)
+    assert "shape '[3, 5]' is invalid" in text
+    assert "tensor_parallel_plan" not in text

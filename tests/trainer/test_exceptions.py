@@ -1,0 +1,95 @@
+"""What a process prints that an error ends: the cause once, with the user's lines; the other ranks say one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_hybrid.trainer.exceptions import VARIABLE, print_shortly
+from tests.pool import Pools
+from tests.training_jobs import PP2, Regression, loader, make_trainer
+
+
+class Fails(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.strategy.mesh.pipeline_rank == 1 and batch_idx == 1:
+            raise KeyError("no such column")  # a line of the user's
+        return loss
+
+
+class CalledTwice(Regression):
+    def forward(self, x: Any) -> Any:
+        return self.head(self.body(self.body(self.embed(x))))  # a wrong line of the user's
+
+
+def printed(module: type[Regression]) -> str:
+    """What the end of the process would print."""
+    sys.excepthook = sys.__excepthook__
+    written = io.StringIO()
+    try:
+        make_trainer(PP2).fit(module(), loader())
+    except Exception as error:
+        with contextlib.redirect_stderr(written):
+            sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.excepthook = sys.__excepthook__
+    return written.getvalue()
+
+
+def test_a_cause_is_told_once_with_the_lines_of_the_user(ranks: Pools) -> None:
+    other, failed = ranks(2, lightning=True).run(printed, Fails)
+    assert other.splitlines() == [
+        "[rank0]: RuntimeError: Rank 1 (pipeline rank 1, data rank 0), stage 1, action 1F0, failed: KeyError:"
+        " 'no such column'"
+    ]
+    assert "a line of the user's" in failed
+    assert "lightning/pytorch" not in failed
+    assert "lightning_hybrid/trainer" not in failed
+    assert "[rank1]: KeyError: 'no such column'\n[rank1]: (" in failed
+    assert failed.count("Traceback (most recent call last)") == 1
+    assert len(failed.splitlines()) < 15
+
+
+def test_what_is_wrong_on_every_rank_is_told_where_it_was_seen(ranks: Pools) -> None:
+    other, seen = ranks(2, lightning=True).run(printed, CalledTwice)
+    assert seen.startswith("[rank1]: Traceback (most recent call last)")
+    assert "a wrong line of the user's" in seen
+    assert "[rank1]: ValueError: `training_step` called 2 times the body" in seen
+    assert seen.count("called 2 times") == 1
+    assert other.startswith("[rank0]: ValueError: `training_step` called 2 times the body")
+    assert len(other.splitlines()) == 1
+
+
+def test_other_errors_and_other_hooks_stay_what_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raised() -> Exception:
+        try:
+            nn.Linear(2, 2)(None)
+        except TypeError as error:
+            return error
+        raise AssertionError
+
+    error = raised()
+    monkeypatch.setattr(sys, "excepthook", print)
+    print_shortly(error, 0, told_elsewhere=False)
+    assert sys.excepthook is print
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv(VARIABLE, "full")
+    print_shortly(error, 0, told_elsewhere=False)
+    assert sys.excepthook is sys.__excepthook__
+    monkeypatch.delenv(VARIABLE)
+    print_shortly(error, 0, told_elsewhere=False)
+    sys.excepthook(type(error), error, error.__traceback__)
+    short = capsys.readouterr().err
+    assert "nn/modules/linear.py" not in short
+    assert f"are left out: {VARIABLE}=full shows them" in short
+    another = raised()
+    sys.excepthook(type(another), another, another.__traceback__)
+    assert "nn/modules/linear.py" in capsys.readouterr().err
