@@ -28,6 +28,7 @@ from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.weights.weights import Source
 from lightning_hybrid.config import HybridConfig, resolve_sizes
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
+from lightning_hybrid.distributed.connections import Connections
 from lightning_hybrid.distributed.dtensor import keeping_marks
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.strategy import checks, launch
@@ -148,6 +149,7 @@ class HybridStrategy(ReplicaCollectives):
         self._attached: AttachedModule | None = None
         self._run: Run | None = None
         self._started: WeakSet[LightningModule] | None = None  # modules that have had their initial weights
+        self._connections = Connections()
         self._sync_blocked = False
         self.num_nodes = 1
         super().__init__()
@@ -261,13 +263,15 @@ class HybridStrategy(ReplicaCollectives):
         self.set_world_ranks()
         if not launch.has_groups():
             assert self.cluster_environment is not None
-            self._process_group_backend = launch.start_groups(
-                self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
-            )
+            with self._connections.opened():
+                self._process_group_backend = launch.start_groups(
+                    self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
+                )
             self._world = None
         checks.check_ranks(self.settings, self.sizes, self._module.trainer)
         if self._world is None:
-            self._world, self._attached, self._run = World(self.settings, self.sizes, self.root_device), None, None
+            self._world = World(self.settings, self.sizes, self.root_device, self._connections)
+            self._attached, self._run = None, None
         module = self._module
         lightning_internals.set_device_mesh(module, self.device_mesh)
         if self._attached is None or self._attached.module is not module:
