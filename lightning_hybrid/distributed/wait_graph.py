@@ -120,7 +120,7 @@ def _describe(waiting: Mapping[int, Waiting], stuck: set[int]) -> str:
         f"{ranks_text(ranks)} {line.format('' if len(ranks) > 1 else 's')}"
         for line, ranks in list(lines.items())[:_MOST]
     ]
-    return f"The ranks do not do the same, so they would wait for each other for ever. {'; '.join(told)}. {_ADVICE}"
+    return f"The ranks do not do the same, so they would wait for each other for ever: {'; '.join(told)}. {_ADVICE}"
 
 
 _ADVICE = (

@@ -84,11 +84,15 @@ class WatchedThread:
         return " < ".join(_place(each) for each, _ in zip(_frames(frame), range(6), strict=False))
 
     def place(self) -> str:
-        """The place in the user's code, or else the innermost calls."""
-        frame = sys._current_frames().get(self._ident)
-        found = next((each for each in _frames(frame) if not each.f_code.co_filename.startswith(_LIBRARIES)), None)
-        is_script = found is None or found.f_back is None  # only the call of the Trainer
-        return self.calls() if found is None or is_script else _place(found)
+        """The place in the user's code that libraries called, such as a hook; or else the innermost calls."""
+        frames = list(_frames(sys._current_frames().get(self._ident)))
+        own = [index for index, each in enumerate(frames) if not each.f_code.co_filename.startswith(_LIBRARIES)]
+        called = (index for index in own if len(frames) - index > len([each for each in own if each >= index]))
+        index = next(called, None)
+        if index is not None:
+            return _place(frames[index])
+        outside = [each for each in frames if not each.f_code.co_filename.startswith(_TORCH)]
+        return " < ".join(map(_place, outside[:3]))
 
     def interrupt(self) -> bool:
         """Have the handler of SIGTERM called in this thread, whatever it does in Python; whether there is one."""

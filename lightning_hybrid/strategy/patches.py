@@ -14,6 +14,7 @@ signal handlers, the broadcast of SIGTERM        no collective in a handler     
 `self.log`, `self.print`, `trainer.loggers`      recorded during a step                 `trainer.results`
 Lightning's console handlers, `showwarning`      lines beside progress bars             `trainer.results.terminal`
 `Metric.sync`, `compute`, `update`               over the replicas, on the last stage   `trainer.results.metrics`
+`torch.distributed.all_reduce`, ...              not in a step over stages              `strategy.collectives`
 `body.forward`                                   the step is cut there                  `pipeline_parallel.body`
 ===============================================  =====================================  ===============================
 """

@@ -44,6 +44,7 @@ from lightning_hybrid.memory.report import MemoryReport
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.p2p import make_channels
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
+from lightning_hybrid.strategy.collectives import StepCollectives
 from lightning_hybrid.strategy.gather import RefusedStep
 from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
@@ -205,6 +206,12 @@ class World:
         self.resume.close(trainer)
         remove_callbacks(trainer)
         self.exceptions.close(trainer)
+
+    def end_together(self) -> None:
+        """Wait for the others at the end of a run without a failure: none has succeeded where another one fails."""
+        is_in_run = self._trainer is not None and dist.is_initialized()
+        if is_in_run and not self.failures.failed and not self.failures.is_leaving:
+            dist.barrier(group=self.mesh.decision_group)
 
     def finish(self) -> None:
         """The last collectives of a run are behind this rank."""
@@ -474,6 +481,10 @@ class Run:
         patches = Patches(module, world.mesh)
         patches.install(trainer)
         undo.callback(patches.remove)
+        if world.mesh.pipeline_parallel_size > 1:
+            step_collectives = StepCollectives(world.mesh, lambda: self.in_step)
+            step_collectives.install()
+            undo.callback(step_collectives.remove)
         self._context.metrics.install()
         undo.callback(self._context.metrics.remove)
         source = world.mesh.model_group_rank(world.mesh.pipeline_parallel_size - 1, 0)

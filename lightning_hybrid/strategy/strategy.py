@@ -354,6 +354,8 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def teardown(self) -> None:
         """Give the module and the Trainer back as they were."""
+        if self._world is not None:
+            self._world.end_together()
         try:
             self._teardown()
         finally:
