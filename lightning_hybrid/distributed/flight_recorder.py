@@ -30,9 +30,9 @@ class Collectives:
 def read_collectives(since: int = -1, thread: int | None = None) -> Collectives:
     """The collectives that have been started.
 
-    The recorder keeps the last 2,000 or so, of every backend but for gloo's sends and receives. It takes a few
-    milliseconds to read; torch keeps it anyway. It is private to torch (2.13): where it is missing, or off
-    (``TORCH_FR_BUFFER_SIZE=0``), there are none.
+    The recorder keeps the last 2,000 or so. Those of gloo are listed, whose ends the host waits for; with NCCL it is
+    the device that waits. Sends and receives are none of them. To read it takes a few milliseconds; torch keeps it
+    anyway. It is private to torch (2.13): where it is missing, or off (``TORCH_FR_BUFFER_SIZE=0``), there are none.
 
     Args:
         since: :attr:`Collectives.last` of before, when groups of the same names may have been others.
@@ -40,10 +40,10 @@ def read_collectives(since: int = -1, thread: int | None = None) -> Collectives:
     """
     found = Collectives(last=since)
     for entry in _entries():
-        if entry["record_id"] <= since or entry["is_p2p"]:
+        backend, _, kind = entry["profiling_name"].partition(":")
+        if entry["record_id"] <= since or backend != "gloo":
             continue
         group, number = entry["process_group"][0], entry["collective_seq_id"]
-        kind = entry["profiling_name"].partition(":")[2]
         first, kinds = found.started.setdefault(group, (number, []))
         if number != first + len(kinds):  # what was between is no longer listed
             first, kinds = number, []
@@ -78,7 +78,7 @@ def _entries() -> list[dict[str, Any]]:
 
 _FIELDS = {
     *("record_id", "process_group", "collective_seq_id", "profiling_name"),
-    *("retired", "thread_id", "is_p2p"),
+    *("retired", "thread_id"),
 }
 
 

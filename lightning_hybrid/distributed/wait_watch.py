@@ -120,7 +120,12 @@ class WaitWatch:
         messages = self._messages()
         if thread.in_collective or thread.awaits or messages.awaited is not None:
             recorded = read_collectives(self._since, thread.ident)
-            groups = [(group, ranks_of(group), number, kind) for group, number, kind in recorded.pending]
+            pending = recorded.pending
+            if messages.awaited is not None:
+                pending = []  # those were started before, and are waited for later
+            elif thread.in_collective:
+                pending = pending[-1:]
+            groups = [(group, ranks_of(group), number, kind) for group, number, kind in pending]
             waiting = Waiting(
                 collectives=[(group, list(ranks), number, kind) for group, ranks, number, kind in groups if ranks],
                 message=messages.awaited,

@@ -63,7 +63,9 @@ class Fault:
     def __str__(self) -> str:
         data, tensor, pipeline, zero = self.layout
         layout = f"dp{data} tp{tensor} pp{pipeline}" + (f" zero{zero}" if zero else "")
-        return f"#{self.number} {self.launcher}, {layout}: {self.kind} in {self.place} ({self.time}) on rank {self.rank}"
+        return (
+            f"#{self.number} {self.launcher}, {layout}: {self.kind} in {self.place} ({self.time}) on rank {self.rank}"
+        )
 
 
 def draw(number: int, kinds: list[str] | None = None, launcher: str = "fork") -> Fault:
@@ -79,7 +81,7 @@ def draw(number: int, kinds: list[str] | None = None, launcher: str = "fork") ->
     everything = DEADLY * 3 + ALONE * 2 + STILL * 2 + OTHER * 2
     kind = chance.choice(kinds or everything)
     fault = Fault(number, launcher, layout, kind)
-    data, tensor, pipeline, _ = layout
+    pipeline = layout[2]
     fault.rank = chance.randrange(fault.size)
     fault.place = chance.choice(HOOKS)
     fault.time = chance.choice([1, 1, 2, 3])

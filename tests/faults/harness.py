@@ -30,7 +30,6 @@ class Ending:
         codes: Exit codes by rank; of a launcher, its own. ``None`` for what had to be ended.
         texts: What each rank said in the end.
         orphans: Processes that were left.
-        shared_memory: What was left in shared memory.
         checkpoint: The last checkpoint, if there is one, and whether it loads.
     """
 
@@ -39,7 +38,6 @@ class Ending:
     codes: list[int | None] = field(default_factory=list)
     texts: dict[int, str] = field(default_factory=dict)
     orphans: int = 0
-    shared_memory: list[str] = field(default_factory=list)
     checkpoint: str = ""
 
     @property
@@ -70,8 +68,6 @@ class Ending:
             found.append("wrong name")
         if self.orphans:
             found.append(f"{self.orphans} orphans")
-        if self.shared_memory:
-            found.append(f"left {self.shared_memory}")
         if self.checkpoint not in ("", "loads"):
             found.append(self.checkpoint)
         return found
@@ -83,7 +79,6 @@ _ALONE = re.compile(r"do not do the same|The run is over for|in a step|not the s
 def run(fault: Fault, timeout: float = TIMEOUT) -> Ending:
     """Run a training with a fault."""
     ending = Ending(fault)
-    before = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory(prefix="fault-") as name:
         directory = Path(name)
         processes = _fork(fault, directory) if fault.launcher == "fork" else _launch(fault, directory)
@@ -115,8 +110,12 @@ def run(fault: Fault, timeout: float = TIMEOUT) -> Ending:
                 os.waitpid(pid, 0)
         ending.texts = _texts(fault, directory)
         ending.checkpoint = _load_last(directory)
-    ending.shared_memory = sorted(set(os.listdir("/dev/shm")) - before)
     return ending
+
+
+def shared_memory() -> set[str]:
+    """What is in shared memory."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def _fork(fault: Fault, directory: Path) -> list[int]:

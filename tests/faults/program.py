@@ -256,11 +256,15 @@ def main(fault: Fault, directory: Path) -> None:
         short = rank % (data * tensor) < tensor  # the first replica
         length = 24 if short else 32
         trigger.mark()
-    workers = 1 if kind.startswith("worker") or fault.place in ("getitem", "collate") else 0
+    workers = int(kind.startswith("worker") or fault.place == "getitem")
+
     def collate(samples: list[Tensor]) -> Tensor:
         trigger.reach("collate")
         return torch.stack(samples)
-    train = DataLoader(Data(trigger, length * data), 8, num_workers=0 if fault.place == "collate" else workers, collate_fn=collate)
+
+    train = DataLoader(
+        Data(trigger, length * data), 8, num_workers=0 if fault.place == "collate" else workers, collate_fn=collate
+    )
     validation = DataLoader(Data(Trigger(Fault(0, rank=-1), directory), 8 * data), 8)
     trainer.fit(Module(trigger), train, validation)
     if trainer.received_sigterm:
