@@ -26,6 +26,10 @@ class WrongUseError(ValueError):
     """The user's code does what cannot work in a pipeline. Becomes a `ValueError` of this text on every rank."""
 
 
+class PeerFailedError(RuntimeError):
+    """Another rank has failed, and has said so in the place of what this one waited for."""
+
+
 class Store(Protocol):
     """What is needed of `torch.distributed.Store`."""
 
@@ -130,8 +134,6 @@ class FailureStore:
         with contextlib.suppress(Exception):
             if self._store.add(self.key("count"), 1) == 1:
                 self._tell(CAUSE, json.dumps([kind, text]))
-                if self._rank == 0:
-                    self._linger()
             else:
                 self._needs_no_store()
 
@@ -153,11 +155,11 @@ class FailureStore:
         """This rank has what it tells its user: whose process holds the store need not wait for it."""
         self._store.set(self.key(f"read/{self._rank}"), "")
 
-    def _linger(self) -> None:
-        """The store often lives in the process of rank 0: the others read the text before that ends."""
+    def linger(self, store: Store) -> None:
+        """The store often lives in the process of rank 0: the others read the first failure before that ends."""
         deadline = time.monotonic() + _LINGER
-        keys = [self.key(f"read/{rank}") for rank in range(1, self._size)]
-        while keys and not self._store.check(keys) and time.monotonic() < deadline:
+        keys = [self.key(f"read/{rank}") for rank in range(1, self._size)] if self._rank == 0 else []
+        while keys and not store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def learn(self, text: str) -> None:
@@ -218,6 +220,8 @@ class FailureStore:
             cause = self.cause(patience=0.0) or found  # another rank may have been first
         elif cause is None:
             self.report(error, where, verbatim=verbatim)
+        with contextlib.suppress(Exception):
+            self.linger(self._store)
         abandon()
         close_groups(error)
         return cause
@@ -294,4 +298,4 @@ def has_nccl() -> bool:
 
 def is_transport(error: BaseException) -> bool:
     """Whether an error only says that another rank has left."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+    return isinstance(error, (dist.DistError, PeerFailedError)) or "gloo" in str(error) or "NCCL" in str(error)

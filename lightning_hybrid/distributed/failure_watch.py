@@ -194,6 +194,8 @@ class FailureWatch:
         text = f"[rank {self._rank}] {self._cause}\nThis rank was at {self._thread.calls()}, and ends."
         print(text, file=sys.stderr)
         with suppress(Exception):
+            self._failures.linger(self._store)
+        with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         self._end(1)

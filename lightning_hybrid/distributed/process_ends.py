@@ -38,6 +38,7 @@ class ProcessEnds:
 
     def __init__(self) -> None:
         self._descriptors: dict[int, int] = {}  # descriptor: rank
+        self._ended: list[int] = []
         self.known: set[int] = set()
 
     def add(self, rank: int, description: str) -> None:
@@ -51,8 +52,12 @@ class ProcessEnds:
         _, machine, pid = description.split()
         open_process = getattr(os, "pidfd_open", None)
         if open_process is not None and machine != "?" and machine == _machine():
-            with suppress(OSError):  # no such process: it has ended before, and its connections tell
+            try:
                 self._descriptors[open_process(int(pid))] = rank
+            except ProcessLookupError:
+                self._ended.append(rank)
+            except OSError:  # not allowed
+                return
 
     def descriptors(self) -> Collection[int]:
         """What can be read when a process ends."""
@@ -63,7 +68,7 @@ class ProcessEnds:
         poll = select.poll()
         for descriptor in self._descriptors:
             poll.register(descriptor, select.POLLIN)
-        ended = []
+        ended, self._ended = self._ended, []
         for descriptor, _ in poll.poll(0) if self._descriptors else ():
             ended.append(self._descriptors.pop(descriptor))
             os.close(descriptor)
@@ -74,4 +79,5 @@ class ProcessEnds:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
+        self._ended.clear()
         self.known.clear()

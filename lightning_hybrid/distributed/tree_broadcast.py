@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.distributed.failure import PeerFailedError
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import TreeMeta, TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
@@ -145,9 +146,9 @@ class TreeBroadcast:
         return self.receive()
 
     def fail(self, error: BaseException) -> None:
-        """On the source, instead of a tree: the others raise this error's text as a `RuntimeError`."""
+        """On the source, instead of a tree: the others raise this error's text as a :class:`PeerFailedError`."""
         self._control(_FAILED)
-        self._broadcast_object(f"{type(error).__name__}: {error}")
+        self._broadcast_object(f"Rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 
     def end(self) -> None:
         """On the source, instead of a tree: the others raise `StopIteration`."""
@@ -185,13 +186,13 @@ class TreeBroadcast:
 
         Raises:
             StopIteration: If the source has no more.
-            RuntimeError: If the source failed; the text is the source's.
+            PeerFailedError: If the source failed; the text is the source's.
         """
         code = self._control(0)
         if code == _END:
             raise StopIteration
         if code == _FAILED:
-            raise RuntimeError(self._broadcast_object())
+            raise PeerFailedError(self._broadcast_object())
         if code == _NEW:
             self._metas.append(pickle.loads(self._broadcast_object()))
             code = len(self._metas)

@@ -157,6 +157,7 @@ class World:
             self._failure_watch.begin()
             self._signals.install(trainer)
             self._watcher.start()
+            self._watcher.wake()
 
     def _look(self, signals: Collection[int]) -> None:
         """On the watcher's thread."""

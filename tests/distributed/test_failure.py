@@ -490,7 +490,7 @@ def test_what_a_watch_has_read_is_known_when_the_store_is_gone() -> None:
     store = dist.HashStore()
     reader, watch = watched(store, 1)
     failures, _ = watched(store, 0)
-    thread = threading.Thread(target=failures.report, args=(ArithmeticError("broken"), "Rank 0"))
+    thread = threading.Thread(target=failures.leave, args=(ArithmeticError("broken"), "Rank 0", lambda: None))
     thread.start()
     assert wait_for(lambda: watch.look() or reader._known)
     thread.join(timeout=1)
@@ -572,8 +572,8 @@ def test_a_rank_that_talks_to_nobody_is_interrupted_and_one_that_saves_is_not() 
     for is_busy in (False, True):
         store, told, codes = dist.HashStore(), [], []
         thread = Thread()
-        thread.is_busy = is_busy
         _, watch = watched(store, 0, thread=thread, interrupt=told.append, end=codes.append)
+        thread.is_busy = is_busy
         other, _ = watched(store, 1)
         other.report(ArithmeticError("broken"), "Rank 1")
         watch.look()
