@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 #: (data, tensor, pipeline) parallel size and the stage of ZeRO.
 LAYOUTS = [
@@ -52,13 +51,17 @@ class Fault:
     place: str = "on_train_batch_end"
     rank: int = 0
     time: int = 1
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         data, tensor, pipeline, _ = self.layout
         return data * tensor * pipeline
+
+    @property
+    def works(self) -> bool:
+        """Whether it is none: what one process logs for itself is its own, where no stage has to agree."""
+        return self.kind == "log" and self.layout[2] == 1
 
     def __str__(self) -> str:
         data, tensor, pipeline, zero = self.layout

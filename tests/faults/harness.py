@@ -48,6 +48,8 @@ class Ending:
     def is_named(self) -> bool:
         """Whether every other rank names the true rank, or for what one does alone the place."""
         fault = self.fault
+        if fault.kind == "disk_full":
+            return all("could not be written" in text for text in self.texts.values())
         others = [text for rank, text in self.texts.items() if rank != fault.rank]
         if fault.kind in ALONE:
             return bool(self.texts) and all(_ALONE.search(text) for text in self.texts.values())
@@ -62,6 +64,8 @@ class Ending:
         found = []
         if self.hangs:
             found.append("HANG")
+        if self.fault.works and set(self.codes) == {0}:
+            return found
         if self.seconds is not None and 0 in self.codes and not self.fault.kind.endswith("sigterm"):
             found.append("exit code 0")
         if self.seconds is not None and not self.is_named:

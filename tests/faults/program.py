@@ -38,7 +38,6 @@ class Trigger:
     def __init__(self, fault: Fault, directory: Path) -> None:
         self.fault, self.directory = fault, directory
         self.calls = 0
-        self.is_armed = False
 
     @property
     def rank(self) -> int:
@@ -50,7 +49,7 @@ class Trigger:
     def reach(self, place: str, act: Callable[[], Any] | None = None) -> Any:
         """Come to a place; what goes wrong there may be returned."""
         fault = self.fault
-        if place != fault.place or self.rank != fault.rank or not self.is_armed:
+        if place != fault.place or self.rank != fault.rank:
             return None
         self.calls += 1
         return self._go_off() if self.calls == fault.time else None
@@ -142,7 +141,6 @@ class Module(LightningModule):
         self.log("val_loss", self.head(self.body(self.embed(batch))).square().mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        self.trigger.is_armed = True
         self.trigger.reach("configure_optimizers")
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
@@ -209,7 +207,7 @@ def corrupt_messages(trigger: Trigger) -> None:
     sent = [0]
 
     def corrupted(self: Channel, key: Any, leaves: list[Any], spec: Any) -> Any:
-        if trigger.rank == trigger.fault.rank and trigger.is_armed:
+        if trigger.rank == trigger.fault.rank:
             sent[0] += 1
             if sent[0] == 6:
                 trigger.mark()
