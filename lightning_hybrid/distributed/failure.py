@@ -70,6 +70,7 @@ class FailureStore:
     Attributes:
         failed: Whether this rank failed, or left because another one did.
         is_leaving: Whether this rank is on its way out after an exception.
+        gone: The ranks whose processes are known to have ended.
     """
 
     def __init__(self, store: Store, name: str, *, rank: int, size: int) -> None:
@@ -77,6 +78,7 @@ class FailureStore:
         self._run = 0
         self._known: str | None = None  # the first failure: the store may be gone when it is asked for
         self._hosts: dict[int, str] = {}
+        self.gone: set[int] = set()
         self.failed = self.is_leaving = False
 
     def key(self, name: str) -> str:
@@ -87,6 +89,7 @@ class FailureStore:
         """The next run begins: what former ones wrote counts no longer."""
         self._run += 1
         self.is_leaving = False
+        self.gone.clear()
         with contextlib.suppress(Exception):
             self._store.set(self.key(f"process/{self._rank}"), describe_process())
 
@@ -134,8 +137,7 @@ class FailureStore:
         with contextlib.suppress(Exception):
             if self._store.add(self.key("count"), 1) == 1:
                 self._tell(CAUSE, json.dumps([kind, text]))
-            else:
-                self._needs_no_store()
+            self._needs_no_store()
 
     def report_text(self, text: str, store: Store) -> None:
         """Write down what a watcher has found, unless another rank was first, and wait until that is to be read.
@@ -158,7 +160,8 @@ class FailureStore:
     def linger(self, store: Store) -> None:
         """The store often lives in the process of rank 0: the others read the first failure before that ends."""
         deadline = time.monotonic() + _LINGER
-        keys = [self.key(f"read/{rank}") for rank in range(1, self._size)] if self._rank == 0 else []
+        others = set(range(1, self._size)) - self.gone if self._rank == 0 else set()
+        keys = [self.key(f"read/{rank}") for rank in others]
         while keys and not store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.02)
 

@@ -110,6 +110,7 @@ class FailureWatch:
     def _find(self) -> str | None:
         """Why this run cannot go on, if it cannot."""
         gone = self._ends.take()
+        self._failures.gone.update(gone)
         if self._parent is not None and os.getppid() != self._parent:
             return self._report("The process that started this rank, torchrun or another launcher, has ended.")
         try:

@@ -55,7 +55,11 @@ class Ending:
             return bool(self.texts) and all(_ALONE.search(text) for text in self.texts.values())
         if fault.kind.endswith("sigterm"):
             return True
-        names = rf"\brank {fault.rank}\b"
+        true = fault.rank
+        if "+" in fault.kind and fault.launcher == "fork":  # who was interrupted
+            true = (fault.rank + 1) % fault.size
+            others = [text for rank, text in self.texts.items() if rank != true]
+        names = rf"\brank {true}\b"
         return all(re.search(names, text, re.IGNORECASE) for text in others if text)
 
     @property

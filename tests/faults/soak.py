@@ -1,4 +1,4 @@
-"""``python -m tests.faults.soak``: long training with changing shapes; memory, threads and files stay what they were."""
+"""``python -m tests.faults.soak``: long training with changing shapes; memory, threads and files stay the same."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.rows(67, 68)
 def test_every_fault_ends_all_ranks_with_its_name() -> None:
     output = run("--jobs", "3", "--numbers", *map(str, DAILY))
     assert f"{len(DAILY)} faults, 0 of them never happened" in output
