@@ -182,12 +182,13 @@ class FailureWatch:
             self._failures.failed = True
             self._abort()
         is_stuck = thread.waits and thread.seconds_still > _PATIENCE
+        is_elsewhere = not thread.waits and not thread.is_busy
         if self._failures.is_leaving:
             if is_stuck:
                 self._end_process()
-        elif seconds > 2 * _STEP and (is_stuck or (not thread.waits and not thread.is_busy)):
+        elif seconds > 2 * _STEP and (is_stuck or is_elsewhere):
             self._end_process()
-        elif seconds > _STEP and not self._has_interrupted and not thread.waits and not thread.is_busy:
+        elif is_elsewhere and not self._has_interrupted and max(seconds, thread.seconds_still) > _STEP:
             self._has_interrupted = True
             self._interrupt(RuntimeError(self._cause))
 

@@ -11,7 +11,7 @@ from lightning_hybrid.distributed.wait_graph import Waiting, find_deadlock, rank
 from lightning_hybrid.distributed.watched_thread import WatchedThread
 
 _STILL = 1.0  # seconds after which a rank that waits tells what it waits for
-_TERMINATED = 3.0  # seconds after SIGTERM in which something has to move
+_TERMINATED = 2.0  # seconds after SIGTERM in which something has to move
 
 
 class Messages(NamedTuple):

@@ -103,12 +103,11 @@ def run(fault: Fault, timeout: float = TIMEOUT) -> Ending:
                 hit = True
                 _hit_from_outside(fault, directory, processes)
             time.sleep(0.02)
-        sessions = _sessions(directory, processes)
-        ended = _wait_for_sessions(sessions, 5.0)
+        ended = _wait_for_all(processes, directory, 5.0)
         with suppress(OSError, ValueError):
             ending.seconds = ended - float((directory / "fault").read_text())
         ending.codes = [codes.get(index) for index in range(len(processes))]
-        left = _members(sessions)
+        left = _members(processes, directory)
         ending.orphans = len(left) - sum(code is None for code in ending.codes)
         for pid in left:
             with suppress(OSError):
@@ -178,14 +177,14 @@ def _launch(fault: Fault, directory: Path) -> list[int]:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={fault.size}"]
     with (directory / "output").open("w") as output:
         process = subprocess.Popen(
-            [*command, *arguments], stdout=output, stderr=output, start_new_session=True, env=_environment()
+            [*command, *arguments], stdout=output, stderr=output, start_new_session=True, env=_environment(directory)
         )
     return [process.pid]
 
 
-def _environment() -> dict[str, str]:
+def _environment(directory: Path) -> dict[str, str]:
     root = str(Path(__file__).parents[2])
-    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "FAULT": str(directory)}
 
 
 def _redirect(path: Path) -> None:
@@ -209,25 +208,23 @@ def _hit_from_outside(fault: Fault, directory: Path, processes: list[int]) -> No
         os.kill(pid, number)
 
 
-def _sessions(directory: Path, processes: list[int]) -> set[int]:
-    return set(processes)
-
-
-def _members(sessions: set[int]) -> list[int]:
+def _members(sessions: list[int], directory: Path) -> list[int]:
+    """The processes of a run that live: those of the sessions, and those that a launcher started in others."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError, IndexError, ValueError):
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) in sessions and fields[0] != "Z":
+                is_member = int(fields[3]) in sessions or os.fsencode(directory) in (entry / "environ").read_bytes()
+                if is_member and fields[0] != "Z":
                     found.append(int(entry.name))
     return found
 
 
-def _wait_for_sessions(sessions: set[int], patience: float) -> float:
+def _wait_for_all(sessions: list[int], directory: Path, patience: float) -> float:
     """When the last process had ended; launchers and workers may take a moment longer than what was waited for."""
     deadline = time.monotonic() + patience
-    while _members(sessions) and time.monotonic() < deadline:
+    while _members(sessions, directory) and time.monotonic() < deadline:
         time.sleep(0.02)
     return time.time()
 
