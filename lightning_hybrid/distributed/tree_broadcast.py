@@ -128,6 +128,7 @@ class TreeBroadcast:
         self._source = source
         self._device = device
         self.is_source = dist.get_rank(control_group) == source
+        self._is_sending = False
         self._numbers: dict[TreeMeta, int] = {}
         self._metas: list[TreeMeta] = []
 
@@ -146,7 +147,13 @@ class TreeBroadcast:
         return self.receive()
 
     def fail(self, error: BaseException) -> None:
-        """On the source, instead of a tree: the others raise this error's text as a :class:`PeerFailedError`."""
+        """On the source, instead of a tree: the others raise this error's text as a :class:`PeerFailedError`.
+
+        If the error came while a tree was being sent, as that of a signal's handler may (PyTorch's, when a worker of a
+        loader is killed), nothing is said: the others would read it as the rest. They notice when this rank leaves.
+        """
+        if self._is_sending:
+            return
         self._control(_FAILED)
         self._broadcast_object(f"Rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 
@@ -173,6 +180,7 @@ class TreeBroadcast:
         # Pickled before anything is sent: after an error :meth:`fail` still reaches the others.
         pickled_meta = pickle.dumps(meta) if number is None else None
         pickled_values = pickle.dumps(values) if meta.has_values else None
+        self._is_sending = True
         self._control(_NEW if number is None else number)
         if pickled_meta is not None:
             self._broadcast_object(pickled_meta)
@@ -180,6 +188,7 @@ class TreeBroadcast:
         if pickled_values is not None:
             self._broadcast_object(pickled_values)
         self._exchange_tensors([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        self._is_sending = False
 
     def receive(self) -> Any:
         """Receive a tree that the source sends.
