@@ -19,6 +19,8 @@ TORCH = {
     "_cdata": "what tells storages apart",
     "_custom_op_handlers": "where a `DTensor` may answer an operation in another way; nothing public does",
     "_device": "the type of device of a `GradScaler`",
+    "_distributed_c10d": "where the flight recorder is read, if it is there",
+    "_dump_fr_trace_json": "the flight recorder, if torch has one: what ranks wait for",
     "_engine_run_backward": "what `torch.autograd.backward` calls after its checks, if it can be called",
     "_flat_weights": "by which recurrent layers are known, which have a list of their parameters",
     "_foreach_norm": "one kernel for many tensors, where torch has it",
@@ -36,6 +38,7 @@ TORCH = {
     "_op_dispatcher": "of the class `DTensor`: holds the former",
     "_parameters": "parameters of one layer under all their names; `named_parameters` leaves shared ones out",
     "_profiler_enabled": "whether names of ranges would be seen, where torch tells",
+    "_resolve_process_group": "the ranks of a group that the flight recorder names, if torch tells",
     "_scale": "whether a `GradScaler` has been initialized",
     "_schema": "the signature of an operator",
     "_spec": "of a `DTensor`: mesh, placements and whole shape",
@@ -52,6 +55,8 @@ OTHERS = {
     "_exit": "the documented function of `os` that ends a process at once",
     "_fields": "the public name of the fields of named tuples",
     "_gathered_from_sp": "a mark of this package on tensors",
+    "_getframe": "the documented function of `sys` that says who calls",
+    "_replace": "the public name of the method of named tuples",
     "_tp_plan": "the plan that a model of transformers has of itself; its public name may be another thing elsewhere",
 }
 _BY_STRING = {"getattr", "setattr", "hasattr", "delattr"}

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from lightning_hybrid.distributed.process_ends import describe_process, host_of
+from lightning_hybrid.distributed.watch.process_ends import describe_process, host_of
 
 _KEY = "lightning_hybrid/failure"
 EVENT, CAUSE = "event", "cause"  # keys in the store: whether there is anything to look at; the first failure

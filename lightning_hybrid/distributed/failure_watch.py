@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from lightning_hybrid.distributed.failure import CAUSE, EVENT, FailureStore, Store, finished_text, gone_text
-from lightning_hybrid.distributed.process_ends import ProcessEnds
-from lightning_hybrid.distributed.wait_watch import WaitWatch
-from lightning_hybrid.distributed.watched_thread import WatchedThread
+from lightning_hybrid.distributed.watch.process_ends import ProcessEnds
+from lightning_hybrid.distributed.watch.wait_watch import WaitWatch
+from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
 _INTERRUPTED = 1.0  # seconds in which a rank comes to the handler of SIGINT, if it can
 _STEP = 1.5  # seconds before something stronger is done

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property, partial
@@ -20,7 +19,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.tensor.experimental import implicit_replication
@@ -29,16 +27,12 @@ from lightning_hybrid.checkpoint.checkpointer import Checkpointer
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import agree
-from lightning_hybrid.distributed.connections import Connections
-from lightning_hybrid.distributed.failure import FailureStore, close_groups, has_nccl
-from lightning_hybrid.distributed.failure_watch import FailureWatch
-from lightning_hybrid.distributed.flight_recorder import read_collectives
+from lightning_hybrid.distributed.failure import FailureStore
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
-from lightning_hybrid.distributed.wait_watch import Messages, WaitWatch
-from lightning_hybrid.distributed.watched_thread import WatchedThread
-from lightning_hybrid.distributed.watcher import Watcher
+from lightning_hybrid.distributed.watch.connections import Connections
+from lightning_hybrid.distributed.watch.flight_recorder import read_collectives
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.memory.report import MemoryReport
 from lightning_hybrid.pipeline_parallel.engine import Engine
@@ -49,8 +43,8 @@ from lightning_hybrid.strategy.gather import RefusedStep
 from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
-from lightning_hybrid.strategy.signals import SignalAgreement
 from lightning_hybrid.strategy.summary import memory_table, placed_text
+from lightning_hybrid.strategy.watch.run_watch import RunWatch
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
@@ -84,6 +78,7 @@ class World:
     Attributes:
         mesh: The ranks.
         failures: Where failures are written.
+        watch: The thread beside a run.
         streams: The random streams of this rank.
         engine: Runs schedules.
         exceptions: Leaves the groups after a failure.
@@ -106,37 +101,12 @@ class World:
         name, store = broadcast_object(str(next(_RUNS)), 0, world), world.get_group_store()
         rank, size = dist.get_rank(), dist.get_world_size()
         self.failures = FailureStore(store, name, rank=rank, size=size)
-        watched = store.clone()  # type: ignore[attr-defined]  # a store is locked while it waits for a key
-        self._thread = WatchedThread()
-        self._wait_watch = WaitWatch(
-            self.failures,
-            watched,
-            rank=rank,
-            size=size,
-            thread=self._thread,
-            messages=self._messages,
-            state=self._state,
-            since=before,
-        )
-        self._failure_watch = FailureWatch(
-            self.failures,
-            watched,
-            rank=rank,
-            size=size,
-            thread=self._thread,
-            waits=self._wait_watch,
-            abort=self._abort,
-            interrupt=self._interrupt,
-            parent=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None,
-        )
-        self._watcher = Watcher(self._look, descriptors=self._failure_watch.descriptors)
-        self._trainer: Trainer | None = None
-        self._signals = SignalAgreement(self.mesh, watched, self.failures.key, self._watcher.wake)
         self.seed: int = broadcast_object(torch.initial_seed(), 0, world)
         self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
         with connections.opened():
             channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
         self.engine = Engine(self.mesh.pipeline_rank, channels)
+        self.watch = RunWatch(self.mesh, self.engine, self.failures, connections, since=before)
         self.in_flight: WeakSet[_InFlight] = WeakSet()
         self._mixed_operations = ExitStack()
         self.exceptions = ExceptionCallback(self.failures, self.abandon)
@@ -152,75 +122,16 @@ class World:
             self._mixed_operations.enter_context(implicit_replication())
         add_callbacks(trainer, self.exceptions)
         if dist.get_world_size() > 1:
-            self._trainer = trainer
-            self.failures.begin()
-            self._failure_watch.begin()
-            self._signals.install(trainer)
-            self._watcher.start()
-            self._watcher.wake()
-
-    def _look(self, signals: Collection[int]) -> None:
-        """On the watcher's thread."""
-        self._signals.look(signals)
-        self._failure_watch.look(signals)
-
-    def _messages(self) -> Messages:
-        """On the watcher's thread: messages between stages."""
-        mesh, engine = self.mesh, self.engine
-        name_of = {}
-        for key in engine.num_messages():
-            sender, receiver = (mesh.rank(each, mesh.data_rank, mesh.tensor_rank) for each in key[:2])
-            name_of[key] = f"{key[2]} from rank {sender} to rank {receiver}", sender
-        awaited = engine.awaited_message()
-        return Messages(
-            None if awaited is None else (*name_of[awaited[0]], awaited[1]),
-            {name_of[key][0]: number for key, number in engine.num_messages().items() if key[0] == mesh.pipeline_rank},
-        )
-
-    def _state(self) -> str:
-        """On the watcher's thread: where the Trainer is."""
-        trainer = self._trainer
-        if trainer is None or trainer.state.fn is None:
-            return ""
-        if trainer.state.fn != TrainerFn.FITTING:
-            return str(trainer.state.fn.value)
-        stops = ", should_stop" if trainer.should_stop else ""
-        stage = "validating" if trainer.validating or trainer.sanity_checking else "training"
-        return f"{stage}, epoch {trainer.current_epoch}, global_step {trainer.global_step}{stops}"
-
-    def _abort(self) -> None:
-        """On the watcher's thread: wake who waits in a group."""
-        if has_nccl():
-            close_groups()
-        port = os.environ.get("MASTER_PORT", "")
-        self.connections.shut_down(int(port) if port.isdigit() else None)
-
-    def _interrupt(self, exception: Exception) -> bool:
-        """On the watcher's thread: raise in that of the run."""
-        return self._signals.interrupt(exception, self._thread.interrupt)
+            self.watch.open(trainer)
 
     def close(self, trainer: Trainer) -> None:
         """A run ends."""
-        self._signals.remove()
+        self.watch.close()
         self._mixed_operations.close()
         self.loaders.detach(trainer)
         self.resume.close(trainer)
         remove_callbacks(trainer)
         self.exceptions.close(trainer)
-
-    def end_together(self) -> None:
-        """Wait for the others at the end of a run without a failure: none has succeeded where another one fails."""
-        is_in_run = self._trainer is not None and dist.is_initialized()
-        if is_in_run and not self.failures.failed and not self.failures.is_leaving:
-            dist.barrier(group=self.mesh.decision_group)
-
-    def finish(self) -> None:
-        """The last collectives of a run are behind this rank."""
-        if self._trainer is not None and not self.failures.failed:
-            self.failures.finish(self._wait_watch.final_note())
-        self._trainer = None
-        self._watcher.close()
-        self._failure_watch.close()
 
     def abandon(self) -> None:
         """Let go of everything that is under way, after a failure."""

@@ -28,9 +28,9 @@ from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.weights.weights import Source
 from lightning_hybrid.config import HybridConfig, resolve_sizes
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
-from lightning_hybrid.distributed.connections import Connections
 from lightning_hybrid.distributed.dtensor import keeping_marks
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.strategy import checks, launch
 from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of_steps
 from lightning_hybrid.strategy.layout import is_cut
@@ -355,12 +355,12 @@ class HybridStrategy(ReplicaCollectives):
     def teardown(self) -> None:
         """Give the module and the Trainer back as they were."""
         if self._world is not None:
-            self._world.end_together()
+            self._world.watch.end_together()
         try:
             self._teardown()
         finally:
             if self._world is not None:
-                self._world.finish()
+                self._world.watch.finish()
 
     def _teardown(self) -> None:
         if self._world is not None and self._attached is not None and self.lightning_module is not None:

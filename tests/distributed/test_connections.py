@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.distributed.connections import Connections
 from lightning_hybrid.distributed.failure import is_transport
-from lightning_hybrid.distributed.flight_recorder import ranks_of, read_collectives
-from lightning_hybrid.distributed.watched_thread import WatchedThread
+from lightning_hybrid.distributed.watch.connections import Connections
+from lightning_hybrid.distributed.watch.flight_recorder import ranks_of, read_collectives
+from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 from tests.pool import Pools
 
 

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, close_groups
 from lightning_hybrid.distributed.failure_watch import FailureWatch
-from lightning_hybrid.distributed.process_ends import ProcessEnds, describe_process
-from lightning_hybrid.distributed.wait_graph import Waiting
-from lightning_hybrid.distributed.wait_watch import Messages, WaitWatch
-from lightning_hybrid.distributed.watched_thread import WatchedThread
+from lightning_hybrid.distributed.watch.process_ends import ProcessEnds, describe_process
+from lightning_hybrid.distributed.watch.wait_graph import Waiting
+from lightning_hybrid.distributed.watch.wait_watch import Messages, WaitWatch
+from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 from lightning_hybrid.distributed.watcher import THREAD_NAME, Watcher
 from tests.pool import Pools
 from tests.training_jobs import Losses, Regression, assert_same, loader, make_trainer
@@ -273,7 +273,7 @@ def vanish(layout: Mapping[str, Any], rank: int) -> tuple[str, float]:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1 and trainer.global_rank == rank:
                 world = trainer.strategy.world
-                world._watcher.close()
+                world.watch._watcher.close()
                 world.failures.failed = True  # it tells nothing
                 world.abandon()
                 close_groups()

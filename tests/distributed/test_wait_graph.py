@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightning_hybrid.distributed.wait_graph import Waiting, find_deadlock
+from lightning_hybrid.distributed.watch.wait_graph import Waiting, find_deadlock
 
 EVERYONE = [0, 1]
 

@@ -63,9 +63,7 @@ class Fault:
         """Whether it is none: where no stage has to agree on a log, or nobody needs this rank's part of the state."""
         data, tensor, pipeline, zero = self.layout
         is_second_replica = (self.rank // tensor) % data > 0
-        return (self.kind == "log" and pipeline == 1) or (
-            self.kind == "state_dict" and zero == 0 and is_second_replica
-        )
+        return (self.kind == "log" and pipeline == 1) or (self.kind == "state_dict" and zero == 0 and is_second_replica)
 
     def __str__(self) -> str:
         data, tensor, pipeline, zero = self.layout

@@ -105,21 +105,21 @@ def _missing(rank: int, waiting: Mapping[int, Waiting]) -> Iterator[tuple[int, b
 
 
 def _describe(waiting: Mapping[int, Waiting], stuck: set[int]) -> str:
-    lines: dict[str, list[int]] = {}
+    alike: dict[str, list[int]] = {}  # ranks that would be told of in the same words
     for rank in sorted(stuck):
         own = waiting[rank]
         state = f" ({own.state})" if own.state else ""
         if own.finished:
-            line = f"the run is over{state}"
+            text = f"came to the end of the run{state}"
         else:
             missing = [each for each in _missing(rank, waiting) if each[0] in stuck or each[1]]
             others = sorted({other for other, *_ in missing})
-            line = f"wait{{}} for {ranks_text(others)} in {missing[0][2]}, at {own.place}{state}"
-        lines.setdefault(line, []).append(rank)
-    told = [
-        f"{ranks_text(ranks)} {line.format('' if len(ranks) > 1 else 's')}"
-        for line, ranks in list(lines.items())[:_MOST]
-    ]
+            text = f"for {ranks_text(others)} in {missing[0][2]}, at {own.place}{state}"
+        alike.setdefault(text, []).append(rank)
+    told = []
+    for text, ranks in list(alike.items())[:_MOST]:
+        waits = "" if waiting[ranks[0]].finished else "wait " if len(ranks) > 1 else "waits "
+        told.append(f"{ranks_text(ranks)} {waits}{text}")
     return f"The ranks do not do the same, so they would wait for each other for ever: {'; '.join(told)}. {_ADVICE}"
 
 

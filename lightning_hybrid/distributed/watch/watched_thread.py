@@ -14,8 +14,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-_TORCH, _PACKAGE = str(Path(dist.__file__).parent), str(Path(__file__).parents[1])
-_SAVING = str(Path(__file__).parents[1] / "checkpoint")
+_TORCH, _PACKAGE = str(Path(dist.__file__).parent), str(Path(__file__).parents[2])
+_SAVING = str(Path(__file__).parents[2] / "checkpoint")
 _LOADING = str(Path(torch.__file__).parent / "utils" / "data")
 _LIBRARIES = (_PACKAGE, *{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 _MOST_COMPUTED = 0.05  # seconds in which it does not compute more than this

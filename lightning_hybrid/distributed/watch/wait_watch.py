@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lightning_hybrid.distributed.failure import FailureStore, Store
-from lightning_hybrid.distributed.flight_recorder import ranks_of, read_collectives
-from lightning_hybrid.distributed.wait_graph import Waiting, find_deadlock, ranks_text
-from lightning_hybrid.distributed.watched_thread import WatchedThread
+from lightning_hybrid.distributed.watch.flight_recorder import ranks_of, read_collectives
+from lightning_hybrid.distributed.watch.wait_graph import Waiting, find_deadlock, ranks_text
+from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
 _STILL = 1.0  # seconds after which a rank that waits tells what it waits for
 _TERMINATED = 2.0  # seconds after SIGTERM in which something has to move
