@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
+import torch.distributed as dist
+
 from lightning_hybrid.distributed.failure import CAUSE, EVENT, FailureStore, Store, finished_text, gone_text
 from lightning_hybrid.distributed.watch.process_ends import ProcessEnds
 from lightning_hybrid.distributed.watch.wait_watch import WaitWatch
@@ -93,7 +95,7 @@ class FailureWatch:
             signals: What has come since.
         """
         self._thread.look()
-        if signal.SIGINT in signals:
+        if signal.SIGINT in signals and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._sigint_at = time.monotonic()
         if self._cause is None:
             self._cause = self._find()
@@ -115,7 +117,7 @@ class FailureWatch:
             return self._report("The process that started this rank, torchrun or another launcher, has ended.")
         try:
             return self._look_at_store(gone)
-        except Exception:
+        except (dist.DistError, OSError):
             if 0 in gone:
                 return gone_text([self._failures.name_of(0)])
             if 0 in self._finished:  # nothing can be heard any more, and nobody need be missing

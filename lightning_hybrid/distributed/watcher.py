@@ -12,6 +12,19 @@ from contextlib import suppress
 THREAD_NAME = "lightning_hybrid-watcher"
 
 
+_hearing: set[int] = set()  # files into which this process writes its signals
+
+
+def _be_deaf() -> None:
+    """In a process that was forked: its signals are not ours."""
+    if _hearing:
+        signal.set_wakeup_fd(-1)
+        _hearing.clear()
+
+
+os.register_at_fork(after_in_child=_be_deaf)
+
+
 class Watcher:
     """Calls a function every now and then from a thread, and at once when it is woken.
 
@@ -52,7 +65,9 @@ class Watcher:
             return
         former = signal.set_wakeup_fd(self._wake_fd, warn_on_full_buffer=False)
         self._hears_signals = former == -1
-        if former != -1:  # an event loop's
+        if self._hears_signals:
+            _hearing.add(self._wake_fd)
+        else:  # an event loop's
             signal.set_wakeup_fd(former)
 
     def _run(self, read_fd: int) -> None:
@@ -80,6 +95,7 @@ class Watcher:
         self._is_closed = True
         if self._hears_signals and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
+            _hearing.discard(self._wake_fd)
             self._hears_signals = False
         self.wake()
         wake_fd, self._wake_fd = self._wake_fd, -1

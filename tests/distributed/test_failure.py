@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -707,6 +709,29 @@ def test_a_watcher_that_is_closed_looks_no_more_and_can_be_started_again() -> No
     watcher.start()
     assert not looks
     watcher.close()
+
+
+def test_a_watcher_hears_of_a_signal_while_the_main_thread_waits_and_not_of_those_of_children() -> None:
+    heard: list[int] = []
+    watcher = Watcher(heard.extend, interval=0.05)
+    handled: list[int] = []
+    former = signal.signal(signal.SIGUSR2, lambda number, _: handled.append(number))
+    watcher.start()
+    try:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(0.2)
+        assert not heard
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert wait_for(lambda: heard)
+        assert heard == handled == [signal.SIGUSR2]
+    finally:
+        watcher.close()
+        signal.signal(signal.SIGUSR2, former)
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_leaving_reports_the_first_failure_and_returns_it_to_the_others() -> None:
