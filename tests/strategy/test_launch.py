@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import sys
+import time
+
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_hybrid.strategy import launch
 from lightning_hybrid.strategy.launch import announce, make_launcher
 
 
@@ -26,3 +33,41 @@ def test_the_rank_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(function, "rank", 0, raising=False)
     announce(3)
     assert (rank_zero_only.rank, fabric_rank_zero_only.rank) == (3, 3)
+
+
+def start_child(started_by: int | None) -> tuple[int, int]:
+    """A parent and its child, which sleeps for long; the parent has started it as Lightning does, or not."""
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        own = os.getpid()
+        child = os.fork()
+        if child == 0:
+            os.environ.pop(launch._STARTED_BY, None)
+            if started_by is not None:
+                os.environ[launch._STARTED_BY] = str(own + started_by)
+            launch.end_with_parent()
+            os.write(write, f"{os.getpid()}\n".encode())
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(60)
+            os._exit(0)
+        os.waitpid(child, 0)
+        os._exit(0)
+    child = int(os.read(read, 100))
+    os.close(read)
+    os.close(write)
+    return parent, child
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the children")
+@pytest.mark.parametrize(("started_by", "ends"), [(0, True), (None, False), (-1, False)])
+def test_a_child_of_the_launcher_ends_with_it_and_others_do_not(started_by: int | None, ends: bool) -> None:
+    parent, child = start_child(started_by)
+    watched = os.pidfd_open(child)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    is_over = bool(select.select([watched], [], [], 10.0 if ends else 0.3)[0])
+    os.close(watched)
+    if not is_over:
+        os.kill(child, signal.SIGKILL)
+    assert is_over == ends
