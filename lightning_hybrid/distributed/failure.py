@@ -139,19 +139,25 @@ class FailureStore:
                 self._tell(CAUSE, json.dumps([kind, text]))
             self._needs_no_store()
 
-    def report_text(self, text: str, store: Store) -> None:
+    def report_text(self, text: str, store: Store) -> bool:
         """Write down what a watcher has found, unless another rank was first, and wait until that is to be read.
 
         Args:
             text: Why the run cannot go on.
             store: That of the watcher.
+
+        Returns:
+            Whether it is: not if the rank that was first has ended before it had written.
         """
         if store.add(self.key("count"), 1) == 1:
             store.set(self.key(CAUSE), json.dumps(["RuntimeError", text]))
             store.set(self.key(EVENT), "")
         deadline = time.monotonic() + _PATIENCE
-        while not store.check([self.key(CAUSE)]) and time.monotonic() < deadline:
+        while not store.check([self.key(CAUSE)]):
+            if time.monotonic() > deadline:
+                return False
             time.sleep(0.02)
+        return True
 
     def _needs_no_store(self) -> None:
         """This rank has what it tells its user: whose process holds the store need not wait for it."""

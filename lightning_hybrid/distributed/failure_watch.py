@@ -160,9 +160,9 @@ class FailureWatch:
 
     def _report(self, text: str) -> str:
         """Write down what was found, unless another rank was first; returns what counts."""
-        with suppress(Exception):
-            self._failures.report_text(text, self._store)
-            return self._learn()
+        with suppress(dist.DistError, OSError):
+            if self._failures.report_text(text, self._store):
+                return self._learn()
         return text
 
     def _learn(self) -> str:
