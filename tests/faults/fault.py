@@ -25,7 +25,7 @@ STALLS = ["sleep", "stop"]
 #: One rank does what the others do not.
 ALONE = [
     *("log", "log_sync", "should_stop", "skip_epoch", "save", "state_dict", "barrier", "torch_barrier"),
-    *("all_reduce_in_step", "short_loader", "checkpoint_callback"),
+    *("all_reduce_in_step", "short_loader", "checkpoint_callback", "max_epochs", "resumes"),
 ]
 OTHER = ["corrupt", "worker_raises", "worker_killed", "disk_full"]
 
@@ -99,6 +99,8 @@ def draw(number: int, kinds: list[str] | None = None, launcher: str = "fork") ->
             "skip_epoch": "on_train_batch_start",
             "short_loader": "loader",
             "checkpoint_callback": "trainer",
+            "max_epochs": "trainer",
+            "resumes": "trainer",
         }.get(kind, chance.choice(["on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end"]))
         if kind == "should_stop":
             fault.place = "on_train_batch_end"

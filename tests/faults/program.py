@@ -235,7 +235,7 @@ def main(fault: Fault, directory: Path) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=fault.size,
-        max_epochs=2,
+        max_epochs=2 + (kind == "max_epochs" and rank == fault.rank),
         strategy=HybridStrategy(
             data_parallel_size=data,
             tensor_parallel_size=tensor,
@@ -264,7 +264,15 @@ def main(fault: Fault, directory: Path) -> None:
         Data(trigger, length * data), 8, num_workers=0 if fault.place == "collate" else workers, collate_fn=collate
     )
     validation = DataLoader(Data(Trigger(Fault(0, rank=-1), directory), 8 * data), 8)
-    trainer.fit(Module(trigger), train, validation)
+    if kind in ("max_epochs", "resumes"):
+        trigger.mark()
+    alone = directory / "checkpoints" / "epoch=1-step=8.ckpt"
+    if kind == "resumes":
+        trainer.fit(Module(trigger), train, validation)
+        trigger.mark()
+        trainer.fit_loop.max_epochs = 3
+    path = alone if kind == "resumes" and rank == fault.rank else None
+    trainer.fit(Module(trigger), train, validation, ckpt_path=path)
     if trainer.received_sigterm:
         sys.exit(143)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -79,10 +80,15 @@ class RunWatch:
         self._signals.remove()
 
     def end_together(self) -> None:
-        """Wait for the others at the end of a run without a failure: none has succeeded where another one fails."""
+        """Wait for the others at the end of a run without a failure: none has succeeded where another one fails.
+
+        Not in a barrier: one that a rank has called alone, before, would be taken for it.
+        """
         is_in_run = self._trainer is not None and dist.is_initialized()
         if is_in_run and not self._failures.failed and not self._failures.is_leaving:
-            dist.barrier(group=self._mesh.decision_group)
+            group = self._mesh.decision_group
+            end = torch.zeros(1, dtype=torch.uint8)
+            dist.all_gather([torch.empty_like(end) for _ in range(group.size())], end, group=group)
 
     def finish(self) -> None:
         """The last collectives of a run are behind this rank."""
