@@ -184,7 +184,7 @@ class FailureWatch:
             self._failures.failed = True
             self._abort()
         is_stuck = thread.waits and thread.seconds_still > _PATIENCE
-        is_elsewhere = not thread.waits and not thread.is_busy
+        is_elsewhere = not thread.waits and not thread.is_saving
         if self._failures.is_leaving:
             if is_stuck:
                 self._end_process()

@@ -571,11 +571,11 @@ def test_a_rank_that_waits_in_vain_is_ended_with_the_cause(ranks: Pools, how: st
 
 def test_a_rank_that_talks_to_nobody_is_interrupted_and_one_that_saves_is_not() -> None:
     """It may stand in the user's code for hours; what is written is of use although the run has failed."""
-    for is_busy in (False, True):
+    for is_saving in (False, True):
         store, told, codes = dist.HashStore(), [], []
         thread = Thread()
         _, watch = watched(store, 0, thread=thread, interrupt=told.append, end=codes.append)
-        thread.is_busy = is_busy
+        thread.is_saving = is_saving
         other, _ = watched(store, 1)
         other.report(ArithmeticError("broken"), "Rank 1")
         watch.look()
@@ -583,10 +583,10 @@ def test_a_rank_that_talks_to_nobody_is_interrupted_and_one_that_saves_is_not() 
         watch._known_at -= 2
         watch.look()
         watch.look()
-        assert [str(each) for each in told] == ([] if is_busy else ["Rank 1 failed: ArithmeticError: broken"])
+        assert [str(each) for each in told] == ([] if is_saving else ["Rank 1 failed: ArithmeticError: broken"])
         watch._known_at -= 2
         watch.look()
-        assert codes == ([] if is_busy else [1]), "it has not come to the handler"
+        assert codes == ([] if is_saving else [1]), "it has not come to the handler"
 
 
 def test_the_process_of_a_rank_that_ends_without_a_word_is_noticed() -> None:

@@ -134,7 +134,7 @@ class WaitWatch:
             )
         if waiting.collectives or waiting.message is not None:
             return waiting
-        stands = seconds_terminating is not None and not thread.is_busy
+        stands = seconds_terminating is not None and not (thread.is_saving or thread.is_loading)
         return waiting if stands and min(thread.seconds_still, seconds_terminating or 0.0) > _TERMINATED else None
 
     def _tell(self, waiting: Waiting | None) -> None:

@@ -29,7 +29,8 @@ class WatchedThread:
         in_collective: Whether it is in one of torch's functions for ranks that talk to each other.
         waits: Whether it is there, or in this package, so that it may wait for other ranks.
         awaits: Whether it waits for what it started before, in a function of this package that is named so.
-        is_busy: Whether what it stands in takes its time: a checkpoint is written, or workers load data.
+        is_saving: Whether a checkpoint is being written, which takes its time.
+        is_loading: Whether it is in a loader, which may do so too.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class WatchedThread:
         self._position: object = None
         self._since = self._computed_before = 0.0
         self.seconds_still = 0.0
-        self.in_collective = self.waits = self.awaits = self.is_busy = False
+        self.in_collective = self.waits = self.awaits = self.is_saving = self.is_loading = False
 
     @property
     def ident(self) -> int:
@@ -58,10 +59,9 @@ class WatchedThread:
         self.in_collective = file.startswith(_TORCH)
         self.waits = self.in_collective or file.startswith(_PACKAGE)
         self.awaits = self.waits and not self.in_collective and name.startswith("wait")
-        self.is_busy = any(
-            each.f_code.co_filename.startswith((_SAVING, _LOADING)) or each.f_code.co_name == "save_checkpoint"
-            for each in _frames(frame)
-        )
+        files = [each.f_code.co_filename for each in _frames(frame)]
+        self.is_saving = any(each.startswith(_SAVING) for each in files)
+        self.is_loading = any(each.startswith(_LOADING) for each in files)
         now, computed = time.monotonic(), self._computed()
         position = id(frame), frame.f_lasti, frame.f_code  # not the frame: its variables refer to groups
         if position != self._position or computed > self._computed_before + _MOST_COMPUTED:
@@ -71,7 +71,7 @@ class WatchedThread:
     def watch_nothing(self) -> None:
         """The thread is gone."""
         self._position, self.seconds_still = None, 0.0
-        self.in_collective = self.waits = self.awaits = self.is_busy = False
+        self.in_collective = self.waits = self.awaits = self.is_saving = self.is_loading = False
 
     def _computed(self) -> float:
         """The seconds that a processor has worked for it; always 0 where the system does not tell."""
