@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.distributed.failure import is_transport
 from lightning_hybrid.distributed.watch.connections import Connections
-from lightning_hybrid.distributed.watch.flight_recorder import ranks_of, read_collectives
+from lightning_hybrid.distributed.watch.flight_recorder import ranks_of, read_collectives, read_progress
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 from tests.pool import Pools
 
@@ -65,17 +65,22 @@ def recorded() -> tuple[list[tuple[str, int, str]], str, dict[str, tuple[int, li
         dist.all_reduce(torch.zeros(1), group=group)
         return [], "", {}, [], False, ""
     dist.recv(torch.zeros(1), 1, group=group)
-    thread, seen = WatchedThread(), []
+    thread, seen, progress = WatchedThread(), [], []
 
     def look() -> None:
         thread.look()
+        progress.append(read_progress())
         collectives = read_collectives(before, thread.ident)
         seen.append((collectives, thread.in_collective, thread.place()))
 
-    timer = threading.Timer(0.3, look)
-    timer.start()
+    timers = [threading.Timer(delay, look) for delay in (0.2, 0.3)]
+    before_it = read_progress()
+    for timer in timers:
+        timer.start()
     dist.all_reduce(torch.zeros(1), group=group)
-    timer.join()
+    for timer in timers:
+        timer.join()
+    assert None is not before_it != progress[0] == progress[1], "it changes when something is started, and only then"
     collectives, in_collective, place = seen[0]
     ranks = list(ranks_of(group.group_name) or ())
     return collectives.pending, group.group_name, collectives.started, ranks, in_collective, place

@@ -56,6 +56,16 @@ def read_collectives(since: int = -1, thread: int | None = None) -> Collectives:
     return found
 
 
+def read_progress() -> str | None:
+    """A text that changes with every collective that is started; ``None`` if it is not known. It takes microseconds."""
+    dump = getattr(_c10d(), "_dump_fr_trace_json", None)
+    try:
+        status: str = json.dumps(json.loads(dump(includeCollectives=False))["pg_status"]) if dump is not None else ""
+    except Exception:  # of a torch whose recorder has another form
+        return None
+    return status or None
+
+
 def ranks_of(group: str) -> Sequence[int] | None:
     """The global ranks of a group by its name; ``None`` if it is not known."""
     resolve = getattr(_c10d(), "_resolve_process_group", None)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lightning_hybrid.distributed.failure import FailureStore, Store
-from lightning_hybrid.distributed.watch.flight_recorder import ranks_of, read_collectives
+from lightning_hybrid.distributed.watch.flight_recorder import ranks_of, read_collectives, read_progress
 from lightning_hybrid.distributed.watch.wait_graph import Waiting, find_deadlock, ranks_text
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
@@ -82,7 +82,7 @@ class WaitWatch:
         self._note: _Note | None = None
         self._stamp = 0
         self._suspects: dict[int, tuple[int, int]] = {}
-        self._still_since = 0.0
+        self._progress: object = None  # what had been started when the note was written
 
     def final_note(self) -> str:
         """What the others have to know of this rank when its run is over."""
@@ -118,6 +118,10 @@ class WaitWatch:
             return None
         waiting = Waiting()
         messages = self._messages()
+        progress = read_progress(), messages.awaited
+        if self._note is not None and progress[0] is not None and progress == self._progress:
+            return self._note.waiting  # to read it all takes longer
+        self._progress = progress
         if thread.in_collective or thread.awaits or messages.awaited is not None:
             recorded = read_collectives(self._since, thread.ident)
             pending = recorded.pending
