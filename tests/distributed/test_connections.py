@@ -80,7 +80,7 @@ def recorded() -> tuple[list[tuple[str, int, str]], str, dict[str, tuple[int, li
     dist.all_reduce(torch.zeros(1), group=group)
     for timer in timers:
         timer.join()
-    assert None is not before_it != progress[0] == progress[1], "it changes when something is started, and only then"
+    assert before_it != progress[0] == progress[1] is not None, "it changes when something is started, and only then"
     collectives, in_collective, place = seen[0]
     ranks = list(ranks_of(group.group_name) or ())
     return collectives.pending, group.group_name, collectives.started, ranks, in_collective, place

@@ -85,7 +85,13 @@ _ALONE = re.compile(r"do not do the same|The run is over for|in a step|not the s
 
 
 def run(fault: Fault, timeout: float = TIMEOUT) -> Ending:
-    """Run a training with a fault."""
+    """Run a training with a fault.
+
+    Args:
+        fault: The fault.
+        timeout: Seconds after which it hangs; a launcher has three times as many, which starts interpreters.
+    """
+    timeout *= 1 if fault.launcher == "fork" else 3
     ending = Ending(fault)
     with tempfile.TemporaryDirectory(prefix="fault-") as name:
         directory = Path(name)
