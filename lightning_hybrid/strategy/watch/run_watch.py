@@ -82,13 +82,14 @@ class RunWatch:
     def end_together(self) -> None:
         """Wait for the others at the end of a run without a failure: none has succeeded where another one fails.
 
-        Not in a barrier: one that a rank has called alone, before, would be taken for it.
+        By a collective that is of no use to anybody else: a barrier or the like that a rank has called alone before
+        would be taken for this one.
         """
         is_in_run = self._trainer is not None and dist.is_initialized()
         if is_in_run and not self._failures.failed and not self._failures.is_leaving:
             group = self._mesh.decision_group
-            end = torch.zeros(1, dtype=torch.uint8)
-            dist.all_gather([torch.empty_like(end) for _ in range(group.size())], end, group=group)
+            ends = torch.zeros(group.size(), dtype=torch.uint8)
+            dist.all_to_all_single(torch.empty_like(ends), ends, group=group)
 
     def finish(self) -> None:
         """The last collectives of a run are behind this rank."""
