@@ -14,7 +14,11 @@ READY  := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/.installed)
 export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test check lint types docs gpu clean
+# Faults: make faults N=200 FIRST=1000
+N      ?= 50
+FIRST  ?= 0
+
+.PHONY: faults soak help demo test check lint types docs gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -27,6 +31,12 @@ test: $(READY)  ## Run the tests
 	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: lint types docs test  ## Run everything that a change must pass
+
+faults: $(READY)  ## Inject N random faults into real runs, and print how each ended
+	$(PYTHON) -m tests.faults $(N) --first $(FIRST) --jobs $(JOBS)
+
+soak: $(READY)  ## Train for 2,000 steps of changing shapes: memory, threads and files stay flat
+	$(PYTHON) -m tests.faults.soak
 
 lint: $(READY)  ## Check style and formatting
 	$(PYTHON) -m ruff check .

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
@@ -107,6 +108,8 @@ class FullCheckpoint:
             for leaf in filter(is_zero_sharded, leaves):
                 full_tensor(leaf)  # the first replica asks for it
             return {}
+        # A rank that comes here alone waits where its watcher knows for whom, which a receive does not tell.
+        dist.barrier(group=mesh.control_group)
         if mesh.pipeline_rank > 0 and mesh.tensor_rank == 0:
             send_tree(local, mesh.rank(0, 0, 0), mesh.control_group, prepare=_full_on_host)
             return {}

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from lightning_hybrid.distributed.process_group import abort_groups, has_nccl
+from lightning_hybrid.distributed.watch.process_ends import describe_process, host_of
 
 _KEY = "lightning_hybrid/failure"
 EVENT, CAUSE = "event", "cause"  # keys in the store: whether there is anything to look at; the first failure
@@ -29,6 +29,10 @@ _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": Typ
 
 class WrongUseError(ValueError):
     """The user's code does what cannot work in a pipeline. Becomes a `ValueError` of this text on every rank."""
+
+
+class PeerFailedError(RuntimeError):
+    """Another rank has failed, and has said so in the place of what this one waited for."""
 
 
 class Store(Protocol):
@@ -70,13 +74,17 @@ class FailureStore:
 
     Attributes:
         failed: Whether this rank failed, or left because another one did.
+        is_leaving: Whether this rank is on its way out after an exception.
+        gone: The ranks whose processes are known to have ended.
     """
 
     def __init__(self, store: Store, name: str, *, rank: int, size: int) -> None:
         self._store, self._name, self._rank, self._size = store, name, rank, size
         self._run = 0
         self._known: str | None = None  # the first failure: the store may be gone when it is asked for
-        self.failed = False
+        self._hosts: dict[int, str] = {}
+        self.gone: set[int] = set()
+        self.failed = self.is_leaving = False
 
     def key(self, name: str) -> str:
         """The key of something in the store that belongs to this run."""
@@ -85,13 +93,32 @@ class FailureStore:
     def begin(self) -> None:
         """The next run begins: what former ones wrote counts no longer."""
         self._run += 1
+        self.is_leaving = False
+        self.gone.clear()
         with contextlib.suppress(Exception):
-            self._store.set(self.key(f"host/{self._rank}"), socket.gethostname())
+            self._store.set(self.key(f"process/{self._rank}"), describe_process())
 
-    def finish(self) -> None:
-        """This rank has come to the end of its run: who waits for it now waits in vain."""
+    def finish(self, note: str = "") -> None:
+        """This rank has come to the end of its run: who waits for it now waits in vain.
+
+        Args:
+            note: What others may want to know of it then.
+        """
         if not self.failed:
-            self._tell(f"finished/{self._rank}")
+            self._tell(f"finished/{self._rank}", note)
+
+    def description_of(self, rank: int, store: Store) -> str | None:
+        """Where the process of another rank is; ``None`` before it has begun this run."""
+        key = self.key(f"process/{rank}")
+        if not store.check([key]):
+            return None
+        description = store.get(key).decode()
+        self._hosts[rank] = host_of(description)
+        return description
+
+    def name_of(self, rank: int) -> str:
+        """A rank and its host, as a text."""
+        return f"rank {rank} (on {self._hosts.get(rank, 'an unknown host')})"
 
     def _tell(self, name: str, value: str = "") -> None:
         """Write something that watches have to look at."""
@@ -115,25 +142,47 @@ class FailureStore:
         with contextlib.suppress(Exception):
             if self._store.add(self.key("count"), 1) == 1:
                 self._tell(CAUSE, json.dumps([kind, text]))
-                if self._rank == 0:
-                    self._linger()
-            else:
-                self._needs_no_store()
+            self._needs_no_store()
+
+    def report_text(self, text: str, store: Store) -> bool:
+        """Write down what a watcher has found, unless another rank was first, and wait until that is to be read.
+
+        Args:
+            text: Why the run cannot go on.
+            store: That of the watcher.
+
+        Returns:
+            Whether it is: not if the rank that was first has ended before it had written.
+        """
+        if store.add(self.key("count"), 1) == 1:
+            store.set(self.key(CAUSE), json.dumps(["RuntimeError", text]))
+            store.set(self.key(EVENT), "")
+        deadline = time.monotonic() + _PATIENCE
+        while not store.check([self.key(CAUSE)]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
 
     def _needs_no_store(self) -> None:
         """This rank has what it tells its user: whose process holds the store need not wait for it."""
         self._store.set(self.key(f"read/{self._rank}"), "")
 
-    def _linger(self) -> None:
-        """The store often lives in the process of rank 0: the others read the text before that ends."""
+    def linger(self, store: Store) -> None:
+        """The store often lives in the process of rank 0: the others read the first failure before that ends."""
         deadline = time.monotonic() + _LINGER
-        keys = [self.key(f"read/{rank}") for rank in range(1, self._size)]
-        while keys and not self._store.check(keys) and time.monotonic() < deadline:
+        others = set(range(1, self._size)) - self.gone if self._rank == 0 else set()
+        keys = [self.key(f"read/{rank}") for rank in others]
+        while keys and not store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def learn(self, text: str) -> None:
         """The watch has read the first failure."""
         self._known = text
+
+    def learn_text(self, text: str) -> None:
+        """The watch has found out why the run cannot go on, and nobody can be told."""
+        self._known = json.dumps(["RuntimeError", text])
 
     def cause(self, patience: float = 2.0) -> Exception | None:
         """The first failure, as the exception to raise here; ``None`` if no rank has written one.
@@ -177,6 +226,7 @@ class FailureStore:
         Returns:
             The first failure, to be raised from ``error``; ``None`` if ``error`` is the first one.
         """
+        self.is_leaving = True
         cause = self.cause(patience=_PATIENCE if is_transport(error) else 0.0)
         if cause is None and is_transport(error):
             found = RuntimeError(self._call_roll(f"{where} failed: {type(error).__name__}: {error}"))
@@ -184,6 +234,8 @@ class FailureStore:
             cause = self.cause(patience=0.0) or found  # another rank may have been first
         elif cause is None:
             self.report(error, where, verbatim=verbatim)
+        with contextlib.suppress(Exception):
+            self.linger(self._store)
         abandon()
         close_groups(error)
         return cause
@@ -205,8 +257,9 @@ class FailureStore:
             finished = [rank for rank in others if self._store.check([self.key(f"finished/{rank}")])]
             gone = [rank for rank in others if present[rank] is None and rank not in finished]
             if gone:
-                names = ", ".join(f"rank {rank} (on {self._read(f'host/{rank}')})" for rank in gone)
-                return f"Gone without a message, so killed or crashed: {names}. {text}"
+                for rank in gone:
+                    self.description_of(rank, self._store)
+                return f"{gone_text(list(map(self.name_of, gone)))} {text}"
         except Exception:
             return f"The store of all ranks is gone, so rank 0 or what launched the ranks has ended. {text}"
         if finished:
@@ -217,6 +270,11 @@ class FailureStore:
     def _read(self, name: str) -> str | None:
         key = self.key(name)
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def gone_text(names: Sequence[str]) -> str:
+    """What is wrong if the processes of ranks have ended without a word."""
+    return f"Gone without a message, so killed or crashed: {', '.join(names)}."
 
 
 def finished_text(ranks: Sequence[int]) -> str:
@@ -261,4 +319,4 @@ def close_groups(error: BaseException | None = None, *, end: Callable[[int], obj
 
 def is_transport(error: BaseException) -> bool:
     """Whether an error only says that another rank has left."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+    return isinstance(error, (dist.DistError, PeerFailedError)) or "gloo" in str(error) or "NCCL" in str(error)

@@ -1,39 +1,49 @@
-"""What a rank's watcher does about failures: it ends a rank that waits for one that will never come."""
+"""What a rank's watcher does about failures: it finds those that nobody tells, and ends a rank that waits in vain."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_hybrid.distributed.failure import CAUSE, EVENT, FailureStore, Store, finished_text
+from lightning_hybrid.distributed.failure import CAUSE, EVENT, FailureStore, Store, finished_text, gone_text
+from lightning_hybrid.distributed.watch.process_ends import ProcessEnds
+from lightning_hybrid.distributed.watch.wait_watch import WaitWatch
+from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
-#: Where a thread is that waits for other ranks: the files of torch's collectives, and of this package.
-_WAITING = (str(Path(dist.__file__).parent), str(Path(__file__).parents[1]))
-_PATIENCE = 3.0  # seconds that a rank stays in one place before it is ended
-_MOST_COMPUTED = 0.05  # seconds in which it does not compute more than this
+_INTERRUPTED = 1.0  # seconds in which a rank comes to the handler of SIGINT, if it can
+_STEP = 1.5  # seconds before something stronger is done
+_PATIENCE = 3.0  # seconds that a rank waits in one place before its process is ended
+_STORE_GONE = "The store of all ranks is gone, so rank 0 or what launched the ranks has ended."
 
 
 class FailureWatch:
     """Looks at the store on the watcher's thread, while the run of this rank may be stuck.
 
-    A rank that fails closes its connections, and whoever waits for it is woken. Nothing wakes a rank that waits for one
-    that waits itself, that has finished, or that has not yet come to make a group with it: gloo has no `abort` that
-    does (torch 2.13). Such a rank says why it ends, and its process ends without more ado. A rank that does something
-    else - writes a file, talks to a logger - is left alone: it notices when it comes to the next collective.
+    What nobody tells is found here: a process on this machine that has ended, ranks that wait for each other, one that
+    waits for a rank whose run is over. What is known ends this rank, each time by the mildest means that does::
+
+        a cause is known --> the groups are aborted:     who waits for others gets an exception where it waits
+          1.5 s later    --> the thread is interrupted:  so does who is in the user's code; not who saves
+          1.5 s later    --> the process is ended:       who waits or computes outside of Python
+
+    A rank that is on its way out already is left alone, unless it comes to wait again.
 
     Args:
         failures: Of this rank.
         store: A clone of its store: while one thread waits for a key, a store is locked.
         rank: This rank.
         size: The number of ranks.
-        abort: Closes this rank's groups if that wakes who waits in them, as it does for NCCL; ``None`` if it does not.
+        thread: That of the run.
+        waits: Finds ranks that wait for each other.
+        abort: Wakes who waits in this rank's groups, which are of no use then.
+        interrupt: Has this exception raised in the thread of the run; whether that is possible.
+        parent: The process that started this one, if this one shall not outlive it.
         end: Ends the process.
     """
 
@@ -44,87 +54,152 @@ class FailureWatch:
         *,
         rank: int,
         size: int,
-        abort: Callable[[BaseException], None] | None,
+        thread: WatchedThread,
+        waits: WaitWatch,
+        abort: Callable[[], None],
+        interrupt: Callable[[Exception], bool],
+        parent: int | None = None,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self._failures, self._store, self._rank, self._size = failures, store, rank, size
-        self._abort, self._end = abort, end
-        self._watched = threading.get_ident()
-        self._answered = self._has_aborted = False
-        self._cause: str | None = None
-        self._place: object = None  # where the run is, and since when
-        self._since = self._computed_before = 0.0
+        self._thread, self._waits, self._abort, self._interrupt = thread, waits, abort, interrupt
+        self._parent, self._end = parent, end
+        self._ends = ProcessEnds()
+        self._finished: set[int] = set()
+        self.begin()
 
     def begin(self) -> None:
         """A run begins, on the thread that is watched."""
-        self._watched = threading.get_ident()
-        self._answered = False
-        self._cause = None
+        self._thread.watch_this()
+        self._waits.begin()
+        self._ends.close()
+        self._finished.clear()
+        self._answered = self._has_aborted = self._has_interrupted = False
+        self._cause: str | None = None
+        self._known_at = 0.0
+        self._sigint_at: float | None = None
+        self._sigterm_at: float | None = None
 
-    def look(self) -> None:
-        """Answer a roll call, read the first failure, and end this rank if nothing else does."""
-        try:
-            cause = self._read()
-        except Exception:
-            cause = "The store of all ranks is gone, so rank 0 or what launched the ranks has ended."
-        if cause is None:
-            self._place = None
-            return
-        if self._abort is not None and not self._has_aborted and not self._failures.failed:
-            self._has_aborted = self._failures.failed = True
-            self._abort(RuntimeError(cause))
-        if self._seconds_stuck() > _PATIENCE:
-            print(f"[rank {self._rank}] {cause}\nThis rank waited at {self._where()}, and ends.", file=sys.stderr)
-            with suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            self._end(1)
+    def close(self) -> None:
+        """A run is over."""
+        self._ends.close()
 
-    def _read(self) -> str | None:
-        """Why this run cannot go on, if it cannot."""
-        failures, check = self._failures, self._store.check
-        if self._cause is not None or not check([failures.key(EVENT)]):
-            return self._cause
-        if not self._answered and check([failures.key("roll call")]):
-            self._answered = True
-            self._store.set(failures.key(f"here/{self._rank}"), self._where())
-        if check([failures.key(CAUSE)]):
-            text = self._store.get(failures.key(CAUSE)).decode()
-            failures.learn(text)
-            self._store.set(failures.key(f"read/{self._rank}"), "")
-            cause = failures.cause(patience=0.0)
-            self._cause = str(cause)
-            return self._cause
-        others = (rank for rank in range(self._size) if rank != self._rank)
-        finished = [rank for rank in others if check([failures.key(f"finished/{rank}")])]
-        return finished_text(finished) if finished else None
+    def descriptors(self) -> Collection[int]:
+        """What can be read when something is to be looked at."""
+        return self._ends.descriptors()
 
-    def _seconds_stuck(self) -> float:
-        """How long the run has been at one place where it waits for other ranks.
+    def look(self, signals: Collection[int] = ()) -> None:
+        """Answer a roll call, find and read failures, and end this rank if nothing else does.
 
-        Where no failure is known, it may be one that it comes to again and again: then it computes in between.
+        Args:
+            signals: What has come since.
         """
-        frame = sys._current_frames().get(self._watched)
-        if frame is None or not frame.f_code.co_filename.startswith(_WAITING):
-            self._place = None
-            return 0.0
-        place = id(frame), frame.f_lasti, frame.f_code  # not the frame: its variables refer to groups
-        computed = 0.0 if self._cause is not None else self._computed()
-        if place != self._place or computed > self._computed_before + _MOST_COMPUTED:
-            self._place, self._since, self._computed_before = place, time.monotonic(), computed
-        return time.monotonic() - self._since
+        self._thread.look()
+        if signal.SIGINT in signals and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._sigint_at = time.monotonic()
+        if self._cause is None:
+            self._cause = self._find()
+            self._known_at = time.monotonic()
+        if self._cause is not None:
+            self._leave()
+        elif self._sigint_at is not None and time.monotonic() > self._sigint_at + _INTERRUPTED:
+            self._sigint_at = None
+            if self._thread.waits and not self._failures.is_leaving:
+                self._abort()  # it comes out of C++, and to the handler
 
-    def _computed(self) -> float:
-        """The seconds that a processor has worked for the run's thread; always 0 where the system does not tell."""
-        clock_of = getattr(time, "pthread_getcpuclockid", None)
-        return 0.0 if clock_of is None else time.clock_gettime(clock_of(self._watched))
+    # -- what is known -------------------------------------------------------------------------------------------------
 
-    def _where(self) -> str:
-        """The place where the run is, and the one in the user's code that led there."""
-        frame = sys._current_frames().get(self._watched)
-        places: list[str] = []
-        while frame is not None and len(places) < 6:
-            code = frame.f_code
-            places.append(f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})")
-            frame = frame.f_back
-        return " < ".join(places)
+    def _find(self) -> str | None:
+        """Why this run cannot go on, if it cannot."""
+        gone = self._ends.take()
+        self._failures.gone.update(gone)
+        if self._parent is not None and os.getppid() != self._parent:
+            return self._report("The process that started this rank, torchrun or another launcher, has ended.")
+        try:
+            return self._look_at_store(gone)
+        except (dist.DistError, OSError):
+            if 0 in gone:
+                return gone_text([self._failures.name_of(0)])
+            if 0 in self._finished:  # nothing can be heard any more, and nobody need be missing
+                stuck = self._thread.waits and self._thread.seconds_still > _PATIENCE
+                return finished_text([0]) if stuck else None
+            return _STORE_GONE
+
+    def _look_at_store(self, gone: Collection[int]) -> str | None:
+        failures, check = self._failures, self._store.check
+        self._meet()
+        if check([failures.key(EVENT)]):
+            if not self._answered and check([failures.key("roll call")]):
+                self._answered = True
+                self._store.set(failures.key(f"here/{self._rank}"), self._thread.calls())
+            if check([failures.key(CAUSE)]):
+                return self._learn()
+            others = (rank for rank in range(self._size) if rank != self._rank and rank not in self._finished)
+            self._finished |= {rank for rank in others if check([failures.key(f"finished/{rank}")])}
+            if self._sigterm_at is None and check([failures.key("terminate")]):
+                self._sigterm_at = time.monotonic()
+        gone = [rank for rank in gone if rank not in self._finished]
+        if gone:
+            return self._report(gone_text([failures.name_of(rank) for rank in gone]))
+        terminating = None if self._sigterm_at is None else time.monotonic() - self._sigterm_at
+        found = self._waits.look(terminating, any_finished=bool(self._finished))
+        if found is None and self._finished and not self._waits.knows_what and self._thread.waits:
+            # Nothing tells for what it waits.
+            found = finished_text(sorted(self._finished)) if self._thread.seconds_still > _PATIENCE else None
+        return None if found is None else self._report(found)
+
+    def _meet(self) -> None:
+        """Come to know the processes of the others, as soon as they have written who they are."""
+        if len(self._ends.known) == self._size - 1:
+            return
+        for rank in range(self._size):
+            if rank != self._rank and rank not in self._ends.known:
+                description = self._failures.description_of(rank, self._store)
+                if description is not None:
+                    self._ends.add(rank, description)
+
+    def _report(self, text: str) -> str:
+        """Write down what was found, unless another rank was first; returns what counts."""
+        with suppress(dist.DistError, OSError):
+            if self._failures.report_text(text, self._store):
+                return self._learn()
+        return text
+
+    def _learn(self) -> str:
+        failures = self._failures
+        failures.learn(self._store.get(failures.key(CAUSE)).decode())
+        with suppress(Exception):
+            self._store.set(failures.key(f"read/{self._rank}"), "")
+        return str(failures.cause(patience=0.0))
+
+    # -- what is done --------------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        assert self._cause is not None
+        thread, seconds = self._thread, time.monotonic() - self._known_at
+        if not self._has_aborted and not self._failures.is_leaving:
+            self._has_aborted = True
+            if self._failures.cause(patience=0.0) is None:  # nobody could write it
+                self._failures.learn_text(self._cause)
+            self._failures.failed = True
+            self._abort()
+        is_stuck = thread.waits and thread.seconds_still > _PATIENCE
+        is_elsewhere = not thread.waits and not thread.is_saving
+        if self._failures.is_leaving:
+            if is_stuck:
+                self._end_process()
+        elif seconds > 2 * _STEP and (is_stuck or is_elsewhere):
+            self._end_process()
+        elif is_elsewhere and not self._has_interrupted and max(seconds, thread.seconds_still) > _STEP:
+            self._has_interrupted = True
+            self._interrupt(RuntimeError(self._cause))
+
+    def _end_process(self) -> None:
+        text = f"[rank {self._rank}] {self._cause}\nThis rank was at {self._thread.calls()}, and ends."
+        print(text, file=sys.stderr)
+        with suppress(Exception):
+            self._failures.linger(self._store)
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        self._end(1)

@@ -227,6 +227,10 @@ class Mesh:
         """The global rank at these coordinates."""
         return int(self._ranks[pipeline_rank, data_rank, tensor_rank])
 
+    def pipeline_rank_of(self, rank: int) -> int:
+        """The pipeline rank of a global rank."""
+        return int((self._ranks == rank).nonzero()[0, 0])
+
     def model_ranks(self, data_rank: int) -> list[int]:
         """The global ranks of one replica, by pipeline rank, then tensor rank."""
         ranks: list[int] = self._ranks[:, data_rank, :].flatten().tolist()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.distributed.failure import PeerFailedError
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import TreeMeta, TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
@@ -141,6 +142,7 @@ class TreeBroadcast:
         self._device = device
         self._pins = pin_memory
         self.is_source = dist.get_rank(control_group) == source
+        self._is_sending = False
         self._numbers: dict[TreeMeta, int] = {}
         self._metas: list[TreeMeta] = []
 
@@ -159,9 +161,15 @@ class TreeBroadcast:
         return self.receive()
 
     def fail(self, error: BaseException) -> None:
-        """On the source, instead of a tree: the others raise this error's text as a `RuntimeError`."""
+        """On the source, instead of a tree: the others raise this error's text as a :class:`PeerFailedError`.
+
+        If the error came while a tree was being sent, as that of a signal's handler may (PyTorch's, when a worker of a
+        loader is killed), nothing is said: the others would read it as the rest. They notice when this rank leaves.
+        """
+        if self._is_sending:
+            return
         self._control(_FAILED)
-        self._broadcast_object(f"{type(error).__name__}: {error}")
+        self._broadcast_object(f"Rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 
     def end(self) -> None:
         """On the source, instead of a tree: the others raise `StopIteration`."""
@@ -186,6 +194,7 @@ class TreeBroadcast:
         # Pickled before anything is sent: after an error :meth:`fail` still reaches the others.
         pickled_meta = pickle.dumps(meta) if number is None else None
         pickled_values = pickle.dumps(values) if meta.has_values else None
+        self._is_sending = True
         self._control(_NEW if number is None else number)
         if pickled_meta is not None:
             self._broadcast_object(pickled_meta)
@@ -193,19 +202,20 @@ class TreeBroadcast:
         if pickled_values is not None:
             self._broadcast_object(pickled_values)
         self._exchange_tensors([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        self._is_sending = False
 
     def receive(self) -> Any:
         """Receive a tree that the source sends.
 
         Raises:
             StopIteration: If the source has no more.
-            RuntimeError: If the source failed; the text is the source's.
+            PeerFailedError: If the source failed; the text is the source's.
         """
         code = self._control(0)
         if code == _END:
             raise StopIteration
         if code == _FAILED:
-            raise RuntimeError(self._broadcast_object())
+            raise PeerFailedError(self._broadcast_object())
         if code == _NEW:
             self._metas.append(pickle.loads(self._broadcast_object()))
             code = len(self._metas)

@@ -4,26 +4,49 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 THREAD_NAME = "lightning_hybrid-watcher"
 
 
+_hearing: set[int] = set()  # files into which this process writes its signals
+
+
+def _be_deaf() -> None:
+    """In a process that was forked: its signals are not ours."""
+    if _hearing:
+        signal.set_wakeup_fd(-1)
+        _hearing.clear()
+
+
+os.register_at_fork(after_in_child=_be_deaf)
+
+
 class Watcher:
     """Calls a function every now and then from a thread, and at once when it is woken.
 
+    Signals that have a handler in Python wake it too. The handler itself runs in the main thread, and only when that
+    comes out of whatever it waits for in C++; the thread hears of the signal at once.
+
     Args:
-        look: What is called. It must not touch what the run uses: a store that waits for a key is locked, so the
-            thread has a clone of its own.
+        look: What is called, with the numbers of the signals that have come. It must not touch what the run uses: a
+            store that waits for a key is locked, so the thread has a clone of its own.
         interval: Seconds between two calls.
+        descriptors: Files that wake the thread when they can be read.
     """
 
-    def __init__(self, look: Callable[[], None], interval: float = 1.0) -> None:
-        self._look, self._interval = look, interval
+    def __init__(
+        self,
+        look: Callable[[Collection[int]], None],
+        interval: float = 0.5,
+        descriptors: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        self._look, self._interval, self._descriptors = look, interval, descriptors
         self._thread: threading.Thread | None = None
-        self._is_closed = False
+        self._is_closed = self._hears_signals = False
         self._wake_fd = -1
 
     def start(self) -> None:
@@ -33,15 +56,29 @@ class Watcher:
         self._is_closed = False
         read_fd, self._wake_fd = os.pipe()
         os.set_blocking(self._wake_fd, False)
+        self._hear_signals()
         self._thread = threading.Thread(target=self._run, args=(read_fd,), name=THREAD_NAME, daemon=True)
         self._thread.start()
 
+    def _hear_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        former = signal.set_wakeup_fd(self._wake_fd, warn_on_full_buffer=False)
+        self._hears_signals = former == -1
+        if self._hears_signals:
+            _hearing.add(self._wake_fd)
+        else:  # an event loop's
+            signal.set_wakeup_fd(former)
+
     def _run(self, read_fd: int) -> None:
         while not self._is_closed:
-            if select.select([read_fd], [], [], self._interval)[0]:
-                os.read(read_fd, 4096)
+            poll = select.poll()
+            for descriptor in (read_fd, *self._descriptors()):
+                poll.register(descriptor, select.POLLIN)
+            ready = poll.poll(self._interval * 1000)
+            woken = os.read(read_fd, 4096) if any(descriptor == read_fd for descriptor, _ in ready) else b""
             if not self._is_closed:
-                self._look()
+                self._look([number for number in woken if number])
         os.close(read_fd)
 
     def wake(self) -> None:
@@ -56,8 +93,12 @@ class Watcher:
         if thread is None:
             return
         self._is_closed = True
+        if self._hears_signals and threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+            _hearing.discard(self._wake_fd)
+            self._hears_signals = False
         self.wake()
         wake_fd, self._wake_fd = self._wake_fd, -1
         if thread is not threading.current_thread():
-            thread.join(self._interval)
+            thread.join(2 * self._interval)
         os.close(wake_fd)

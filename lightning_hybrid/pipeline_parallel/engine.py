@@ -52,12 +52,17 @@ class Engine:
         rank: Pipeline rank.
         channels: The channels of which this rank is sender or receiver.
         trace: Called with ``"2F0"``, ``"1SEND_F3"``, ... where that is done.
+
+    Attributes:
+        position: The action that runs; ``None`` outside of a run.
+        awaited: The receive whose message has not come yet; ``None`` if nothing is waited for.
     """
 
     def __init__(
         self, rank: int, channels: Mapping[ChannelKey, Channel], *, trace: Callable[[str], None] | None = None
     ) -> None:
         self.position: Action | None = None
+        self.awaited: Recv | None = None
         self._rank = rank
         self._channels = dict(channels)
         self._connected = False
@@ -140,6 +145,18 @@ class Engine:
                         buffer.clear()
         self._programs.clear()
         self._sends.clear()
+        self.awaited = None
+
+    def num_messages(self) -> dict[ChannelKey, int]:
+        """How many messages have gone into each channel, or have been posted; another thread may ask."""
+        return {key: channel.num_messages for key, channel in self._channels.items()}
+
+    def awaited_message(self) -> tuple[ChannelKey, int] | None:
+        """The channel and the number of the message that is waited for; another thread may ask."""
+        awaited = self.awaited
+        if awaited is None:
+            return None
+        return next((key, awaited.number) for key, channel in self._channels.items() if awaited.is_of(channel))
 
     # One handler per action.
 
@@ -186,7 +203,9 @@ class Engine:
         """The message that an action works on; ``None`` at the ends of the model."""
         message = None if step.source is None else step.source.pop(step.microbatch)
         if type(message) is Recv:
+            self.awaited = message
             message = message.wait()
+            self.awaited = None
         for name in step.retired:
             send = self._sends.pop(name, None)
             if send is not None:  # it may have left the window already

@@ -46,15 +46,24 @@ class Send:
 
 
 class Recv:
-    """A posted receive."""
+    """A posted receive.
 
-    __slots__ = ("_channel", "format", "key", "pending")
+    Attributes:
+        number: The number of its message in the channel, from 1.
+    """
 
-    def __init__(self, channel: Channel, key: Hashable) -> None:
+    __slots__ = ("_channel", "format", "key", "number", "pending")
+
+    def __init__(self, channel: Channel, key: Hashable, number: int) -> None:
         self._channel = channel
         self.key = key
+        self.number = number
         self.format: _Format | None = None
         self.pending: list[tuple[_WireTensor, Tensor, Work | None]] = []
+
+    def is_of(self, channel: Channel) -> bool:
+        """Whether it is a receive of this channel."""
+        return self._channel is channel
 
     def wait(self) -> tuple[list[Any], TreeSpec | None]:
         """The message, when it has arrived.
@@ -102,6 +111,9 @@ class Channel:
         device: Where the tensors of this rank live. CUDA tensors cross a gloo group through pinned host memory.
         dynamic_shapes: Send the meta with every message, because shapes (or values) depend on data.
         metas: How metas travel: a group over gloo, the peer's rank inside it, and a tag; by default as tensors do.
+
+    Attributes:
+        num_messages: How many have been sent, or posted.
     """
 
     def __init__(
@@ -112,6 +124,7 @@ class Channel:
         dynamic_shapes: bool = False,
         metas: tuple[ProcessGroup, int, int] | None = None,
     ) -> None:
+        self.num_messages = 0
         self._group = GroupRef(group)
         self._peer = peer
         self._device = device
@@ -176,6 +189,7 @@ class Channel:
                 if wire.moves or wire.as_bytes:
                     tensor = self._to_wire(tensor)
                 send.pending.append((group.send([tensor], self._peer, _TAG), tensor))
+        self.num_messages += 1
         return send
 
     def post(self, key: Hashable) -> Recv:
@@ -184,7 +198,8 @@ class Channel:
         Args:
             key: The key with which the other side sends it.
         """
-        recv = Recv(self, key)
+        self.num_messages += 1
+        recv = Recv(self, key, self.num_messages)
         known = None if self._dynamic or self._unread else self._formats.get(key)
         if known is None:
             self._unread.append(recv)

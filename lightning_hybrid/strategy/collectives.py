@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from abc import abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +45,69 @@ def outside_of_steps(method: _Method) -> _Method:
         return method(self, *args, **kwargs)
 
     return checked  # type: ignore[return-value]
+
+
+#: Functions of `torch.distributed` for which ranks wait for each other.
+_TALKING = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all"),
+    *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv"),
+    *("isend", "monitored_barrier", "recv", "reduce", "reduce_scatter", "reduce_scatter_single", "scatter"),
+    *("reduce_scatter_tensor", "scatter_object_list", "send"),
+)
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+class StepCollectives:
+    """Refuses collectives of torch that the user's step calls over several stages: the others would wait for them.
+
+    Over ranks of one stage, such as the replicas, they are let through. Functions that were imported by name before the
+    run are not seen here; ranks that wait for each other for ever are found by their watchers.
+
+    Args:
+        mesh: The ranks.
+        in_step: Whether the user's step runs, and not on every rank.
+    """
+
+    def __init__(self, mesh: Mesh, in_step: Callable[[], bool]) -> None:
+        self._in_step = in_step
+        everyone = range(dist.get_world_size())
+        self._stage = {rank for rank in everyone if mesh.pipeline_rank_of(rank) == mesh.pipeline_rank}
+        self._originals: dict[str, Callable[..., Any]] = {}
+
+    def install(self) -> None:
+        """Take the places of torch's functions."""
+        for name in _TALKING:
+            if hasattr(dist, name):
+                self._originals[name] = getattr(dist, name)
+                setattr(dist, name, self._checked(name, self._originals[name]))
+
+    def remove(self) -> None:
+        """Give them back."""
+        for name, original in self._originals.items():
+            setattr(dist, name, original)
+        self._originals.clear()
+
+    def _checked(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # it knows torch's functions, and not this one
+                return original(*args, **kwargs)
+            if self._in_step() and not sys._getframe(1).f_code.co_filename.startswith(_PACKAGE):
+                self._check(name, original, args, kwargs)
+            return original(*args, **kwargs)
+
+        return checked
+
+    def _check(self, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        group = inspect.signature(original).bind(*args, **kwargs).arguments.get("group")
+        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        if not self._stage.issuperset(ranks):
+            raise WrongUseError(
+                f"`torch.distributed.{name}` over ranks {ranks} was called in a step. With a pipeline a step runs once"
+                " a microbatch, and what comes after the layers on the last stage only, so the others would never come"
+                " to it. Do it in a hook, such as `on_train_batch_end`; or among the replicas, with"
+                ' `group=self.device_mesh["data_parallel"].get_group()`; or let `self.log(..., sync_dist=True)` do it.'
+            )
 
 
 class ReplicaCollectives(ParallelStrategy):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
+import os
+import signal
+import sys
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -16,6 +20,9 @@ from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 
 from lightning_hybrid.trainer.lightning_internals import connect_processes, subprocess_launcher
 
+_STARTED_BY = "LIGHTNING_HYBRID_STARTED_BY"  # the process that starts the others of its node
+_PR_SET_PDEATHSIG = 1  # of Linux
+
 
 def make_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
     """What starts the other processes; ``None`` if there are none, or if they have been started.
@@ -25,9 +32,28 @@ def make_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes
         num_processes: On this node.
         num_nodes: The number of nodes.
     """
-    if environment.creates_processes_externally or num_processes * num_nodes == 1:
+    if environment.creates_processes_externally:
+        end_with_parent()
         return None
+    if num_processes * num_nodes == 1:
+        return None
+    os.environ[_STARTED_BY] = str(os.getpid())
     return subprocess_launcher(environment, num_processes, num_nodes)
+
+
+def end_with_parent() -> None:
+    """If :func:`make_launcher` of another process is why this one runs, have it get SIGTERM when that one ends.
+
+    Whoever is killed while its children start, or wait for it to connect, would leave them behind. Only Linux does this
+    (``prctl``); elsewhere a rank notices when process groups exist.
+    """
+    parent = os.environ.get(_STARTED_BY)
+    if parent is None or sys.platform != "linux":
+        return
+    if parent == str(os.getppid()):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if parent != str(os.getppid()):  # it has ended in the meantime
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def has_groups() -> bool:

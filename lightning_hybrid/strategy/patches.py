@@ -10,10 +10,11 @@ input, TensorBoard's `SummaryWriter.add_*`
 the loop's automatic optimization                gradients zeroed before the step       `trainer.optimization`
 `use_distributed_sampler`                        we divide the samples                  `trainer.dataloader`
 `_on_before_batch_transfer`                      seeded                                 `trainer.batch_hooks`
-signal handlers, the broadcast of SIGTERM        no collective in a handler             `strategy.signals`
+signal handlers, the broadcast of SIGTERM        no collective in a handler             `strategy.watch.signals`
 `self.log`, `self.print`, `trainer.loggers`      recorded during a step                 `trainer.results`
 Lightning's console handlers, `showwarning`      lines beside progress bars             `trainer.results.terminal`
 `Metric.sync`, `compute`, `update`               over the replicas, on the last stage   `trainer.results.metrics`
+`torch.distributed.all_reduce`, ...              not in a step over stages              `strategy.collectives`
 `body.forward`                                   the step is cut there                  `pipeline_parallel.body`
 ===============================================  =====================================  ===============================
 """

@@ -29,25 +29,25 @@ from lightning_hybrid.checkpoint.partial_state import warn_of_parts
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import agree
-from lightning_hybrid.distributed.failure import FailureStore, close_groups
-from lightning_hybrid.distributed.failure_watch import FailureWatch
+from lightning_hybrid.distributed.failure import FailureStore
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
-from lightning_hybrid.distributed.watcher import Watcher
+from lightning_hybrid.distributed.watch.connections import Connections
+from lightning_hybrid.distributed.watch.flight_recorder import read_collectives
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.memory.report import MemoryReport
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.p2p import make_channels
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.strategy.checks import check_modules, check_own_parts
+from lightning_hybrid.strategy.collectives import StepCollectives
 from lightning_hybrid.strategy.gather import RefusedStep
 from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
-from lightning_hybrid.strategy.signals import SignalAgreement
 from lightning_hybrid.strategy.summary import memory_table, placed_text
+from lightning_hybrid.strategy.watch.run_watch import RunWatch
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
@@ -76,10 +76,12 @@ class World:
         config: The arguments of the strategy.
         sizes: (data, tensor, pipeline) parallel size.
         device: The device of this process.
+        connections: Those of the group of all ranks.
 
     Attributes:
         mesh: The ranks.
         failures: Where failures are written.
+        watch: The thread beside a run.
         streams: The random streams of this rank.
         engine: Runs schedules.
         exceptions: Leaves the groups after a failure.
@@ -89,23 +91,25 @@ class World:
         in_flight: What has to let go after a failure, beside the engine and the mesh.
     """
 
-    def __init__(self, config: HybridConfig, sizes: tuple[int, int, int], device: torch.device) -> None:
+    def __init__(
+        self, config: HybridConfig, sizes: tuple[int, int, int], device: torch.device, connections: Connections
+    ) -> None:
         self.config, self.sizes, self.device = config, sizes, device
-        self.mesh = Mesh(*sizes, rank_order=config.rank_order, device_type=device.type, timeout=config.timeout)
+        self.connections = connections
+        before = read_collectives().last
+        with connections.opened():
+            self.mesh = Mesh(*sizes, rank_order=config.rank_order, device_type=device.type, timeout=config.timeout)
         world = dist.group.WORLD
         assert world is not None
         name, store = broadcast_object(str(next(_RUNS)), 0, world), world.get_group_store()
         rank, size = dist.get_rank(), dist.get_world_size()
         self.failures = FailureStore(store, name, rank=rank, size=size)
-        self._watcher = Watcher(self._look)
-        watched = store.clone()  # type: ignore[attr-defined]  # a store is locked while it waits for a key
-        abort = close_groups if has_nccl() else None
-        self._failure_watch = FailureWatch(self.failures, watched, rank=rank, size=size, abort=abort)
-        self._signals = SignalAgreement(self.mesh, watched, self.failures.key, self._watcher.wake)
         self.seed: int = broadcast_object(torch.initial_seed(), 0, world)
         self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
-        channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
+        with connections.opened():
+            channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
         self.engine = Engine(self.mesh.pipeline_rank, channels)
+        self.watch = RunWatch(self.mesh, self.engine, self.failures, connections, since=before)
         self.in_flight: WeakSet[_InFlight] = WeakSet()
         self._mixed_operations = ExitStack()
         self.exceptions = ExceptionCallback(self.failures, self.abandon)
@@ -121,29 +125,16 @@ class World:
             self._mixed_operations.enter_context(implicit_replication())
         add_callbacks(trainer, self.exceptions)
         if dist.get_world_size() > 1:
-            self.failures.begin()
-            self._failure_watch.begin()
-            self._signals.install(trainer)
-            self._watcher.start()
-
-    def _look(self) -> None:
-        """On the watcher's thread."""
-        self._signals.look()
-        self._failure_watch.look()
+            self.watch.open(trainer)
 
     def close(self, trainer: Trainer) -> None:
         """A run ends."""
-        self._signals.remove()
+        self.watch.close()
         self._mixed_operations.close()
         self.loaders.detach(trainer)
         self.resume.close(trainer)
         remove_callbacks(trainer)
         self.exceptions.close(trainer)
-
-    def finish(self) -> None:
-        """The last collectives of a run are behind this rank."""
-        self.failures.finish()
-        self._watcher.close()
 
     def abandon(self) -> None:
         """Let go of everything that is under way, after a failure."""
@@ -292,7 +283,7 @@ class Run:
         self.evaluation_step: EvaluationStep | UncutEvaluationStep | RefusedStep
         agree(parallelizer.check)
         attached.checkpointer.open()
-        with ExitStack() as undo:  # also where the rest fails: the module is the user's again
+        with world.connections.opened(), ExitStack() as undo:  # undone also where the rest fails
             zero = parallelizer.make_zero()
             undo.callback(zero.remove)
             self.grad_sync = GradientSync(
@@ -356,7 +347,8 @@ class Run:
         self.grad_sync.detach()
         placeholders = parallelizer.place_outside(outside)
         self._attached.checkpointer.place_parameters(parallelizer.stage_map, placeholders)
-        self.grad_sync.attach(parallelizer.stage_map, parallelizer.make_zero())
+        with self._world.connections.opened():
+            self.grad_sync.attach(parallelizer.stage_map, parallelizer.make_zero())
         self.grad_sync.zero.follow(optimizers)
         context.place_parameters(parallelizer.stage_map.outside)
         rank_zero_info(placed_text(outside))
@@ -427,6 +419,10 @@ class Run:
         patches = Patches(module, world.mesh)
         patches.install(trainer)
         undo.callback(patches.remove)
+        if world.mesh.pipeline_parallel_size > 1:
+            step_collectives = StepCollectives(world.mesh, lambda: self.in_step)
+            step_collectives.install()
+            undo.callback(step_collectives.remove)
         self._context.metrics.install()
         undo.callback(self._context.metrics.remove)
         source = world.mesh.model_group_rank(world.mesh.pipeline_parallel_size - 1, 0)

@@ -30,6 +30,7 @@ from lightning_hybrid.config import HybridConfig, resolve_sizes
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.distributed.dtensor import keeping_marks
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.strategy import checks, launch
 from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of_steps
 from lightning_hybrid.strategy.layout import is_cut
@@ -148,6 +149,7 @@ class HybridStrategy(ReplicaCollectives):
         self._attached: AttachedModule | None = None
         self._run: Run | None = None
         self._started: WeakSet[LightningModule] | None = None  # modules that have had their initial weights
+        self._connections = Connections()
         self._sync_blocked = False
         self.num_nodes = 1
         super().__init__()
@@ -261,13 +263,15 @@ class HybridStrategy(ReplicaCollectives):
         self.set_world_ranks()
         if not launch.has_groups():
             assert self.cluster_environment is not None
-            self._process_group_backend = launch.start_groups(
-                self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
-            )
+            with self._connections.opened():
+                self._process_group_backend = launch.start_groups(
+                    self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
+                )
             self._world = None
         checks.check_ranks(self.settings, self.sizes, self._module.trainer)
         if self._world is None:
-            self._world, self._attached, self._run = World(self.settings, self.sizes, self.root_device), None, None
+            self._world = World(self.settings, self.sizes, self.root_device, self._connections)
+            self._attached, self._run = None, None
         module = self._module
         lightning_internals.set_device_mesh(module, self.device_mesh)
         if self._attached is None or self._attached.module is not module:
@@ -354,11 +358,13 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def teardown(self) -> None:
         """Give the module and the Trainer back as they were."""
+        if self._world is not None:
+            self._world.watch.end_together()
         try:
             self._teardown()
         finally:
             if self._world is not None:
-                self._world.finish()
+                self._world.watch.finish()
 
     def _teardown(self) -> None:
         if self._world is not None and self._attached is not None and self.lightning_module is not None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -23,6 +27,10 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, close_groups
 from lightning_hybrid.distributed.failure_watch import FailureWatch
+from lightning_hybrid.distributed.watch.process_ends import ProcessEnds, describe_process
+from lightning_hybrid.distributed.watch.wait_graph import Waiting
+from lightning_hybrid.distributed.watch.wait_watch import Messages, WaitWatch
+from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 from lightning_hybrid.distributed.watcher import THREAD_NAME, Watcher
 from tests.pool import Pools
 from tests.training_jobs import Losses, Regression, assert_same, loader, make_trainer
@@ -267,7 +275,7 @@ def vanish(layout: Mapping[str, Any], rank: int) -> tuple[str, float]:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1 and trainer.global_rank == rank:
                 world = trainer.strategy.world
-                world._watcher.close()
+                world.watch._watcher.close()
                 world.failures.failed = True  # it tells nothing
                 world.abandon()
                 close_groups()
@@ -440,11 +448,23 @@ def wait_for(condition: Callable[[], Any]) -> bool:
     return bool(condition())
 
 
+class Thread(WatchedThread):
+    """That of the run, which stands where a test says."""
+
+    def look(self) -> None:
+        pass
+
+
 def watched(store: Any, rank: int, size: int = 2, **arguments: Any) -> tuple[FailureStore, FailureWatch]:
     """A rank's store, and its watch; nothing ends the process of the tests."""
     failures = FailureStore(store, "run", rank=rank, size=size)
     failures.begin()
-    arguments = {"abort": None, "end": pytest.fail, **arguments}
+    thread = arguments.setdefault("thread", Thread())
+    messages = arguments.pop("messages", lambda: Messages(None, {}))
+    waits = WaitWatch(
+        failures, store, rank=rank, size=size, thread=thread, messages=messages, state=lambda: f"state {rank}"
+    )
+    arguments = {"abort": list, "interrupt": pytest.fail, "end": pytest.fail, "waits": waits, **arguments}
     watch = FailureWatch(failures, store, rank=rank, size=size, **arguments)
     watch.begin()
     return failures, watch
@@ -472,7 +492,7 @@ def test_what_a_watch_has_read_is_known_when_the_store_is_gone() -> None:
     store = dist.HashStore()
     reader, watch = watched(store, 1)
     failures, _ = watched(store, 0)
-    thread = threading.Thread(target=failures.report, args=(ArithmeticError("broken"), "Rank 0"))
+    thread = threading.Thread(target=failures.leave, args=(ArithmeticError("broken"), "Rank 0", lambda: None))
     thread.start()
     assert wait_for(lambda: watch.look() or reader._known)
     thread.join(timeout=1)
@@ -499,7 +519,7 @@ def test_a_rank_that_has_gone_is_named_by_the_roll_call() -> None:
 def test_a_timeout_says_where_every_rank_is() -> None:
     store = dist.HashStore()
     failures, _ = watched(store, 0)
-    _, sleeping = watched(store, 1)
+    _, sleeping = watched(store, 1, thread=WatchedThread())
     watcher = Watcher(sleeping.look, interval=0.05)
     watcher.start()
     cause = failures.leave(dist.DistError("gloo: Timed out waiting 8000ms for recv"), "Rank 0", lambda: None)
@@ -510,19 +530,18 @@ def test_a_timeout_says_where_every_rank_is() -> None:
 
 def stuck(how: str) -> tuple[int | None, float, str]:
     """Rank 0 waits for rank 1, which has failed or finished and keeps its connections open; until rank 0 is ended."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     assert dist.group.WORLD is not None
     store = dist.group.WORLD.get_group_store()
-    failures = FailureStore(store, "stuck", rank=rank, size=size)
-    failures.begin()
     began, text = time.monotonic(), io.StringIO()
     codes: list[int] = []
+    own = store.clone()
 
     def end(code: int) -> None:
         codes.append(code)
         own.set("ended", "1")
 
-    own = store.clone()
+    failures, watch = watched(own, rank, thread=WatchedThread(), interrupt=lambda error: False, end=end)
     if rank == 1:
         if how == "failed":
             failures.report(ArithmeticError("broken"), "Rank 1")
@@ -531,28 +550,146 @@ def stuck(how: str) -> tuple[int | None, float, str]:
         store.wait(["ended"])
         dist.send(torch.zeros(1), dst=0)
         return None, 0.0, ""
-    watch = FailureWatch(failures, own, rank=rank, size=size, abort=None, end=end)
-    watch.begin()
     watcher = Watcher(watch.look, interval=0.1)
     with contextlib.redirect_stderr(text):
         watcher.start()
-        if how == "busy":
-            time.sleep(4)
-            assert not codes, "what it does has nothing to do with the other ranks"
         dist.recv(torch.zeros(1), src=1)
         watcher.close()
     return codes[0], time.monotonic() - began, text.getvalue()
 
 
 @pytest.mark.rows(67)
-@pytest.mark.parametrize("how", ["failed", "finished", "busy"])
+@pytest.mark.parametrize("how", ["failed", "finished"])
 def test_a_rank_that_waits_in_vain_is_ended_with_the_cause(ranks: Pools, how: str) -> None:
-    """Nothing wakes a rank that waits in gloo while connections are open."""
+    """Where nothing else wakes a rank that waits in gloo while connections are open, its process ends."""
     code, seconds, text = ranks(2).run(stuck, how)[0]
     assert code == 1
-    assert seconds < (QUICK + 5 if how == "busy" else QUICK)
+    assert seconds < QUICK + 3
     assert ("Rank 1 failed: ArithmeticError: broken" if how == "failed" else "The run is over for rank 1") in text
-    assert "This rank waited at recv (distributed_c10d.py:" in text
+    assert "This rank was at recv (distributed_c10d.py:" in text
+
+
+def test_a_rank_that_talks_to_nobody_is_interrupted_and_one_that_saves_is_not() -> None:
+    """It may stand in the user's code for hours; what is written is of use although the run has failed."""
+    for is_saving in (False, True):
+        store, told, codes = dist.HashStore(), [], []
+        thread = Thread()
+        _, watch = watched(store, 0, thread=thread, interrupt=told.append, end=codes.append)
+        thread.is_saving = is_saving
+        other, _ = watched(store, 1)
+        other.report(ArithmeticError("broken"), "Rank 1")
+        watch.look()
+        assert not told
+        watch._known_at -= 2
+        watch.look()
+        watch.look()
+        assert [str(each) for each in told] == ([] if is_saving else ["Rank 1 failed: ArithmeticError: broken"])
+        watch._known_at -= 2
+        watch.look()
+        assert codes == ([] if is_saving else [1]), "it has not come to the handler"
+
+
+def test_the_process_of_a_rank_that_ends_without_a_word_is_noticed() -> None:
+    store, aborted = dist.HashStore(), []
+    failures, watch = watched(store, 0, abort=lambda: aborted.append("aborted"))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        host, machine, _ = describe_process().split()
+        store.set(failures.key("process/1"), f"{host} {machine} {process.pid}")
+        watch.look()
+        assert watch.descriptors()
+        assert not aborted
+        process.kill()
+        assert wait_for(lambda: watch.look() or aborted)
+    text = f"Gone without a message, so killed or crashed: rank 1 (on {socket.gethostname()})."
+    assert str(failures.cause(patience=0.0)) == text
+    other, _ = watched(store, 2)
+    assert str(other.cause(patience=0.0)) == text, "it is written down for all"
+
+
+def test_a_process_that_ends_after_its_run_is_no_failure() -> None:
+    store = dist.HashStore()
+    failures, watch = watched(store, 0, abort=pytest.fail)
+    other, _ = watched(store, 1)
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        host, machine, _ = describe_process().split()
+        store.set(failures.key("process/1"), f"{host} {machine} {process.pid}")
+        watch.look()
+        other.finish(Waiting(finished=True).dumps())
+    for _ in range(3):
+        watch.look()
+    assert failures.cause(patience=0.0) is None
+
+
+def test_processes_elsewhere_are_not_taken_for_ones_of_this_machine() -> None:
+    ends = ProcessEnds()
+    ends.add(3, "other-host 1234/pid:[5] 1")
+    assert not ends.descriptors()
+    assert ends.known == {3}
+    ends.close()
+
+
+class Waits(Thread):
+    """Stands in a wait, for long."""
+
+    def look(self) -> None:
+        self.waits = self.awaits = True
+        self.seconds_still += 1.0
+
+
+def test_ranks_that_wait_for_each_other_are_found_by_the_first_of_them_at_the_second_look() -> None:
+    store = dist.HashStore()
+    moved = [1, 2]
+    awaited = [lambda: Messages(("a", 1, moved[0]), {"b": 0}), lambda: Messages(("b", 0, 1), {"a": 0})]
+    each = [watched(store, rank, thread=Waits(), messages=awaited[rank], abort=list) for rank in (0, 1)]
+
+    def look() -> list[str]:
+        for _, watch in each:
+            watch.look()
+        return [str(failures.cause(patience=0.0)) for failures, _ in each]
+
+    assert look() == ["None", "None"], "rank 0 has not heard of rank 1"
+    assert look() == ["None", "None"], "a suspicion"
+    moved[0] = 2  # rank 0 has come to another wait in the meantime
+    assert look() == ["None", "None"], "a suspicion again"
+    texts = look()
+    assert texts[0] == texts[1]
+    assert "rank 0 waits for rank 1 in message 2 (a), at" in texts[0]
+    assert "(state 1)" in texts[0]
+
+
+def test_after_sigterm_a_rank_that_stands_still_ends_all() -> None:
+    store = dist.HashStore()
+
+    class Sleeps(Thread):
+        seconds_still = 100.0
+
+        def look(self) -> None:
+            self.seconds_still = 100.0
+
+    told: list[Exception] = []
+    each = [
+        watched(store, 0, thread=Waits(), messages=lambda: Messages(("a", 1, 1), {})),
+        watched(store, 1, thread=Sleeps(), interrupt=told.append),
+    ]
+
+    def look() -> list[str]:
+        for _, watch in each:
+            watch.look()
+        return [str(failures.cause(patience=0.0)) for failures, _ in each]
+
+    for _ in range(5):
+        assert look() == ["None", "None"], "it may compute"
+    store.set(each[0][0].key("terminate"), "1")
+    store.set(each[0][0].key("event"), "")
+    assert look() == ["None", "None"]
+    for _, watch in each:
+        assert watch._sigterm_at is not None
+        watch._sigterm_at -= 4
+    look()
+    look()
+    text = "SIGTERM came, and the batch does not end: rank 1 stands still at"
+    assert text in look()[0]
+    assert text in str(told[0]), "it hears of it where it stands"
 
 
 def watchers() -> set[threading.Thread]:
@@ -561,7 +698,7 @@ def watchers() -> set[threading.Thread]:
 
 def test_a_watcher_that_is_closed_looks_no_more_and_can_be_started_again() -> None:
     before, looks = watchers(), []
-    watcher = Watcher(lambda: looks.append("look"), interval=60.0)
+    watcher = Watcher(lambda signals: looks.append("look"), interval=60.0)
     watcher.close()  # without a thread
     watcher.wake()
     watcher.start()
@@ -574,6 +711,29 @@ def test_a_watcher_that_is_closed_looks_no_more_and_can_be_started_again() -> No
     watcher.start()
     assert not looks
     watcher.close()
+
+
+def test_a_watcher_hears_of_a_signal_while_the_main_thread_waits_and_not_of_those_of_children() -> None:
+    heard: list[int] = []
+    watcher = Watcher(heard.extend, interval=0.05)
+    handled: list[int] = []
+    former = signal.signal(signal.SIGUSR2, lambda number, _: handled.append(number))
+    watcher.start()
+    try:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(0.2)
+        assert not heard
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert wait_for(lambda: heard)
+        assert heard == handled == [signal.SIGUSR2]
+    finally:
+        watcher.close()
+        signal.signal(signal.SIGUSR2, former)
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_leaving_reports_the_first_failure_and_returns_it_to_the_others() -> None:

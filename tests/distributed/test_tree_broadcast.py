@@ -198,8 +198,30 @@ def test_the_end_reaches_everybody(ranks: Pools) -> None:
 
 def test_a_failure_reaches_everybody(ranks: Pools) -> None:
     found = ranks(2).run(until_the_end, "fail")
-    assert found[1][-2] == "RuntimeError: KeyError: 'lost'"
+    assert found[1][-2] == "PeerFailedError: Rank 0 failed: KeyError: 'lost'"
     assert [rank[-1] for rank in found] == [5, 5]
+
+
+def interrupted() -> list[str]:
+    """A signal's handler raises while the source sends; the next message is a number, and not the rest of the tree."""
+    exchange, told = make(), []
+    if exchange.is_source:
+        with mock.patch.object(exchange, "_exchange_tensors", side_effect=ArithmeticError("a worker was killed")):
+            try:
+                exchange(torch.zeros(2))
+            except ArithmeticError as error:
+                exchange.fail(error)
+                told.append(str(error))
+    else:
+        with mock.patch.object(exchange, "_exchange_tensors"):
+            exchange.receive()
+    number = torch.tensor(7 if exchange.is_source else 0)
+    dist.broadcast(number, exchange._source)
+    return [*told, str(int(number))]
+
+
+def test_a_failure_in_the_middle_of_a_tree_is_not_taken_for_its_rest(ranks: Pools) -> None:
+    assert ranks(2).run(interrupted) == [["a worker was killed", "7"], ["7"]]
 
 
 def _unpicklable(kind: str) -> Any:
@@ -230,7 +252,7 @@ def send_unpicklable(kind: str) -> str:
 def test_what_cannot_travel_fails_on_every_rank(ranks: Pools, kind: str) -> None:
     source, other = ranks(2).run(send_unpicklable, kind, timeout=20.0)
     assert source in ("PicklingError", "AttributeError")
-    assert other == "RuntimeError"
+    assert other == "PeerFailedError"
 
 
 def in_subgroup() -> Any:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import os
+import select
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,3 +67,41 @@ def test_two_hundred_exits_are_quiet() -> None:
     words = [sys.executable, "-W", "ignore", "-m", quick_exits.__name__, "100"]
     found = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def start_child(started_by: int | None) -> tuple[int, int]:
+    """A parent and its child, which sleeps for long; the parent has started it as Lightning does, or not."""
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        own = os.getpid()
+        child = os.fork()
+        if child == 0:
+            os.environ.pop(launch._STARTED_BY, None)
+            if started_by is not None:
+                os.environ[launch._STARTED_BY] = str(own + started_by)
+            launch.end_with_parent()
+            os.write(write, f"{os.getpid()}\n".encode())
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(60)
+            os._exit(0)
+        os.waitpid(child, 0)
+        os._exit(0)
+    child = int(os.read(read, 100))
+    os.close(read)
+    os.close(write)
+    return parent, child
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the children")
+@pytest.mark.parametrize(("started_by", "ends"), [(0, True), (None, False), (-1, False)])
+def test_a_child_of_the_launcher_ends_with_it_and_others_do_not(started_by: int | None, ends: bool) -> None:
+    parent, child = start_child(started_by)
+    watched = os.pidfd_open(child)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    is_over = bool(select.select([watched], [], [], 10.0 if ends else 0.3)[0])
+    os.close(watched)
+    if not is_over:
+        os.kill(child, signal.SIGKILL)
+    assert is_over == ends

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.distributed.watcher import THREAD_NAME
-from lightning_hybrid.strategy.signals import SignalAgreement
+from lightning_hybrid.strategy.watch.signals import SignalAgreement
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer, together, weights
 

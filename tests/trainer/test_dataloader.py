@@ -307,7 +307,7 @@ def test_one_rank_loads_and_the_others_receive(ranks: Pools) -> None:
 def test_an_error_while_loading_reaches_every_rank(ranks: Pools) -> None:
     (first, _), (second, _) = ranks(2).run(shared, True)
     assert first[0] == ["KeyError: 'a file is missing'"]
-    assert second[0] == ["RuntimeError: KeyError: 'a file is missing'"]
+    assert second[0] == ["PeerFailedError: Rank 0 failed: KeyError: 'a file is missing'"]
 
 
 def interleaved() -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 import torch
@@ -11,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hybrid.distributed.failure import Store
+from lightning_hybrid.distributed.failure import EVENT, Store
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.trainer import lightning_internals as internals
@@ -24,9 +25,12 @@ class SignalAgreement:
 
     ::
 
-        rank 3   signal --> handler: a note --> watcher: into the store
-        rank 0                                  watcher: out of the store --> a note --.
-        all                                                     before each batch: rank 0's notes are broadcast --> act
+        rank 3   signal --> watcher: a note, into the store
+        rank 0              watcher: out of the store, a note --.
+        all                              before each batch: rank 0's notes are broadcast --> act
+
+    The watcher hears of a signal also while the run waits in C++, where no handler of Python is called. What the
+    handler does is the same, for the case that there is no watcher that hears.
 
     Lightning's handlers run collectives, wherever the other ranks are; and only rank 0's SIGTERM ends its loops. The
     broadcast is in the place of Lightning's own one. Before the next batch a checkpoint can be saved: all ranks stop
@@ -48,10 +52,13 @@ class SignalAgreement:
         self._requeue_signal = 0
         self._message = torch.zeros((), dtype=torch.int64)
         self._trainer: Trainer | None = None
+        self._exception: Exception | None = None  # to be raised in the handler
+        self._is_interrupted = False
 
     def install(self, trainer: Trainer) -> None:
         """A run begins."""
         self._noted = self._told = self._done = 0
+        self._exception, self._is_interrupted = None, False
         self._trainer = trainer
         internals.replace_signal_handlers(trainer, self._on_terminate, self._on_requeue)
         internals.replace_sigterm_broadcast(trainer, self._agree)
@@ -63,7 +70,23 @@ class SignalAgreement:
             internals.restore_sigterm_broadcast(self._trainer)
             self._trainer = None
 
+    def interrupt(self, exception: Exception, send: Callable[[], bool]) -> bool:
+        """Have the handler raise, in the thread of the run.
+
+        Args:
+            exception: What it raises.
+            send: Sends SIGTERM there, if there is a handler.
+        """
+        self._exception, self._is_interrupted = exception, True
+        return send()
+
     def _on_terminate(self, signum: int) -> None:
+        exception, self._exception = self._exception, None
+        if exception is not None:
+            raise exception
+        self._note_terminate(signum)
+
+    def _note_terminate(self, signum: int) -> None:
         trainer = self._trainer
         if trainer is None:
             return
@@ -82,20 +105,28 @@ class SignalAgreement:
         self._noted |= signal
         self._wake()
 
-    def look(self) -> None:
-        """On the watcher's thread: tell rank 0 what this rank has got, and on rank 0 hear it."""
+    def look(self, signals: Collection[int] = ()) -> None:
+        """On the watcher's thread: tell rank 0 what this rank has got, and on rank 0 hear it.
+
+        Args:
+            signals: What has come since.
+        """
+        if signal.SIGTERM in signals and not self._is_interrupted:
+            self._note_terminate(signal.SIGTERM)
         with suppress(Exception):  # the store is gone: then the run ends for that reason
             self._exchange()
 
     def _exchange(self) -> None:
-        for signal in (_TERMINATE, _REQUEUE):
-            key = self._key(f"signal/{signal}")
-            if self._is_first:
-                if not self._noted & signal and self._store.check([key]):
-                    self._noted |= signal
-            elif self._noted & signal and not self._told & signal:
+        for number in (_TERMINATE, _REQUEUE):
+            key = self._key(f"signal/{number}")
+            if self._is_first and not self._noted & number and self._store.check([key]):
+                self._noted |= number
+            if self._noted & number and not self._told & number:
                 self._store.set(key, "1")
-                self._told |= signal
+                self._told |= number
+                if number == _TERMINATE:
+                    self._store.set(self._key("terminate"), "1")
+                    self._store.set(self._key(EVENT), "")
 
     def _agree(self) -> None:
         """Before each batch of training, on all ranks."""

@@ -1,0 +1,63 @@
+"""The connections of process groups: shut down, they wake whoever waits for another rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+class Connections:
+    """The sockets that were opened while process groups were made.
+
+    A rank that waits in gloo waits in C++, and gloo has no `abort` (torch 2.13). Where its sockets are shut down, the
+    wait ends with "Connection closed by peer", in the line of the user's code that led there: the run ends as after
+    any other exception, instead of with its process.
+
+    A socket is known by its number and by its inode, which no other socket of this machine has: one that was closed in
+    the meantime, and whose number belongs to something else, is left alone. So is the store. Where the system does not
+    list what a process has open (it does on Linux), there are none.
+    """
+
+    def __init__(self) -> None:
+        self._sockets: set[tuple[int, int]] = set()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, process groups are made, and nothing else opens sockets."""
+        before = _sockets()
+        try:
+            yield
+        finally:
+            self._sockets |= _sockets() - before
+
+    def shut_down(self, store_port: int | None = None) -> None:
+        """Wake whoever waits, here and on the other side; the groups are of no use afterwards.
+
+        Args:
+            store_port: Of the store, which the others still read.
+        """
+        for number, _ in self._sockets & _sockets():
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens or connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue  # gloo ends the process if a socket that listens is shut down
+                if store_port not in (connection.getsockname()[1], connection.getpeername()[1]):
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._sockets.clear()
+
+
+def _sockets() -> set[tuple[int, int]]:
+    found: set[tuple[int, int]] = set()
+    with suppress(OSError):
+        for path in _DESCRIPTORS.iterdir():
+            with suppress(OSError):
+                status = os.fstat(int(path.name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found.add((int(path.name), status.st_ino))
+    return found

@@ -1,0 +1,139 @@
+"""The thread beside a run, and all that it looks at: signals, failures, ranks that wait for each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_hybrid.distributed.failure import FailureStore, close_groups
+from lightning_hybrid.distributed.failure_watch import FailureWatch
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import has_nccl
+from lightning_hybrid.distributed.watch.connections import Connections
+from lightning_hybrid.distributed.watch.wait_watch import Messages, WaitWatch
+from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
+from lightning_hybrid.distributed.watcher import Watcher
+from lightning_hybrid.pipeline_parallel.engine import Engine
+from lightning_hybrid.strategy.watch.signals import SignalAgreement
+
+
+class RunWatch:
+    """Watches this rank's runs, while process groups exist.
+
+    Args:
+        mesh: The ranks.
+        engine: Whose messages are looked at.
+        failures: Of this rank.
+        connections: Those of the process groups.
+        since: The last collective of before the groups were made.
+    """
+
+    def __init__(
+        self, mesh: Mesh, engine: Engine, failures: FailureStore, connections: Connections, *, since: int
+    ) -> None:
+        self._mesh, self._engine, self._failures, self._connections = mesh, engine, failures, connections
+        world = dist.group.WORLD
+        assert world is not None
+        store = world.get_group_store().clone()  # type: ignore[attr-defined]  # one that waits for a key is locked
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self._thread = WatchedThread()
+        self._waits = WaitWatch(
+            failures,
+            store,
+            rank=rank,
+            size=size,
+            thread=self._thread,
+            messages=self._messages,
+            state=self._state,
+            since=since,
+        )
+        self._failure_watch = FailureWatch(
+            failures,
+            store,
+            rank=rank,
+            size=size,
+            thread=self._thread,
+            waits=self._waits,
+            abort=self._abort,
+            interrupt=self._interrupt,
+            parent=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None,
+        )
+        self._watcher = Watcher(self._look, descriptors=self._failure_watch.descriptors)
+        self._signals = SignalAgreement(mesh, store, failures.key, self._watcher.wake)
+        self._trainer: Trainer | None = None
+
+    def open(self, trainer: Trainer) -> None:
+        """A run begins."""
+        self._trainer = trainer
+        self._failures.begin()
+        self._failure_watch.begin()
+        self._signals.install(trainer)
+        self._watcher.start()
+        self._watcher.wake()
+
+    def close(self) -> None:
+        """The Trainer is given back."""
+        self._signals.remove()
+
+    def end_together(self) -> None:
+        """Wait for the others at the end of a run without a failure: none has succeeded where another one fails.
+
+        By a collective that is of no use to anybody else: a barrier or the like that a rank has called alone before
+        would be taken for this one.
+        """
+        is_in_run = self._trainer is not None and dist.is_initialized()
+        if is_in_run and not self._failures.failed and not self._failures.is_leaving:
+            group = self._mesh.decision_group
+            ends = torch.zeros(group.size(), dtype=torch.uint8)
+            dist.all_to_all_single(torch.empty_like(ends), ends, group=group)
+
+    def finish(self) -> None:
+        """The last collectives of a run are behind this rank."""
+        if self._trainer is not None and not self._failures.failed:
+            self._failures.finish(self._waits.final_note())
+        self._trainer = None
+        self._watcher.close()
+        self._failure_watch.close()
+
+    # -- on the watcher's thread ---------------------------------------------------------------------------------------
+
+    def _look(self, signals: Collection[int]) -> None:
+        self._signals.look(signals)
+        self._failure_watch.look(signals)
+
+    def _messages(self) -> Messages:
+        """Messages between stages."""
+        mesh, counts, awaited = self._mesh, self._engine.num_messages(), self._engine.awaited_message()
+        name_of = {}
+        for key in counts:
+            sender, receiver = (mesh.rank(each, mesh.data_rank, mesh.tensor_rank) for each in key[:2])
+            name_of[key] = f"{key[2]} from rank {sender} to rank {receiver}", sender
+        sent = {name_of[key][0]: count for key, count in counts.items() if key[0] == mesh.pipeline_rank}
+        return Messages(None if awaited is None else (*name_of[awaited[0]], awaited[1]), sent)
+
+    def _state(self) -> str:
+        """Where the Trainer is."""
+        trainer = self._trainer
+        if trainer is None or trainer.state.fn is None:
+            return ""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return str(trainer.state.fn.value)
+        stage = "validating" if trainer.validating or trainer.sanity_checking else "training"
+        stops = ", should_stop" if trainer.should_stop else ""
+        return f"{stage}, epoch {trainer.current_epoch}, global_step {trainer.global_step}{stops}"
+
+    def _abort(self) -> None:
+        """Wake who waits in a group."""
+        if has_nccl():
+            close_groups(self._failures.cause(patience=0.0))
+        port = os.environ.get("MASTER_PORT", "")
+        self._connections.shut_down(int(port) if port.isdigit() else None)
+
+    def _interrupt(self, exception: Exception) -> bool:
+        """Raise in the thread of the run."""
+        return self._signals.interrupt(exception, self._thread.interrupt)

@@ -1,0 +1,126 @@
+"""A fault: what goes wrong, where, when and on which rank, drawn from its number."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+#: (data, tensor, pipeline) parallel size and the stage of ZeRO.
+LAYOUTS = [
+    *((1, 1, 2, 0), (1, 1, 3, 0), (1, 1, 4, 0), (1, 2, 1, 0), (1, 2, 2, 0), (2, 1, 1, 0)),
+    *((2, 1, 1, 3), (2, 1, 2, 0), (2, 1, 2, 3), (2, 2, 1, 3)),
+]
+HOOKS = [
+    *("setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_start"),
+    *("on_train_batch_start", "before_body", "forward", "backward", "after_body", "on_before_optimizer_step"),
+    *("on_train_batch_end", "on_validation_start", "on_validation_epoch_end", "on_save_checkpoint"),
+    *("on_train_epoch_end", "getitem", "collate"),
+]
+#: What the rank itself does, or what is done to it from outside when it comes to the place.
+DEADLY = ["raise", "exit", "kill", "sys_exit", "keyboard_interrupt", "sigint", "sigterm"]
+#: Found by who waits: the rank stands still, and another one is interrupted from outside.
+STILL = ["sleep+sigint", "sleep+sigterm"]
+#: Not to be found before a report of stalls.
+STALLS = ["sleep", "stop"]
+#: One rank does what the others do not.
+ALONE = [
+    *("log", "log_sync", "should_stop", "skip_epoch", "save", "state_dict", "barrier", "torch_barrier"),
+    *("all_reduce_in_step", "short_loader", "checkpoint_callback", "max_epochs", "resumes"),
+]
+OTHER = ["corrupt", "worker_raises", "worker_killed", "disk_full"]
+
+
+@dataclass
+class Fault:
+    """One fault.
+
+    Attributes:
+        number: From which everything else is drawn.
+        launcher: ``"fork"`` for plain processes, ``"lightning"`` or ``"torchrun"``.
+        layout: (data, tensor, pipeline) parallel size and the stage of ZeRO.
+        kind: What goes wrong.
+        place: Where.
+        rank: On which rank.
+        time: At which call of that place.
+    """
+
+    number: int
+    launcher: str = "fork"
+    layout: tuple[int, int, int, int] = (1, 1, 2, 0)
+    kind: str = "raise"
+    place: str = "on_train_batch_end"
+    rank: int = 0
+    time: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        data, tensor, pipeline, _ = self.layout
+        return data * tensor * pipeline
+
+    @property
+    def works(self) -> bool:
+        """Whether it is none: where no stage has to agree on a log, or nobody needs this rank's part of the state."""
+        data, tensor, pipeline, zero = self.layout
+        is_second_replica = (self.rank // tensor) % data > 0
+        return (self.kind == "log" and pipeline == 1) or (self.kind == "state_dict" and zero == 0 and is_second_replica)
+
+    def __str__(self) -> str:
+        data, tensor, pipeline, zero = self.layout
+        layout = f"dp{data} tp{tensor} pp{pipeline}" + (f" zero{zero}" if zero else "")
+        return (
+            f"#{self.number} {self.launcher}, {layout}: {self.kind} in {self.place} ({self.time}) on rank {self.rank}"
+        )
+
+
+def draw(number: int, kinds: list[str] | None = None, launcher: str = "fork") -> Fault:
+    """The fault of a number.
+
+    Args:
+        number: The number.
+        kinds: What to choose from; ``None`` for everything that ends by itself.
+        launcher: As in :class:`Fault`.
+    """
+    chance = random.Random(number)
+    layout = chance.choice(LAYOUTS)
+    everything = DEADLY * 3 + ALONE * 2 + STILL * 2 + OTHER * 2
+    kind = chance.choice(kinds or everything)
+    fault = Fault(number, launcher, layout, kind)
+    pipeline = layout[2]
+    fault.rank = chance.randrange(fault.size)
+    fault.place = chance.choice(HOOKS)
+    fault.time = chance.choice([1, 1, 2, 3])
+    last = (fault.size // pipeline) * (pipeline - 1)  # with "pp-dp-tp", the first rank of the last stage
+    if fault.place in ("after_body", "validation_step") and pipeline > 1:
+        fault.rank = chance.randrange(last, fault.size)
+    if kind in ALONE:
+        fault.place = {
+            "all_reduce_in_step": "after_body",
+            "skip_epoch": "on_train_batch_start",
+            "short_loader": "loader",
+            "checkpoint_callback": "trainer",
+            "max_epochs": "trainer",
+            "resumes": "trainer",
+        }.get(kind, chance.choice(["on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end"]))
+        if kind == "should_stop":
+            fault.place = "on_train_batch_end"
+        if kind == "all_reduce_in_step":
+            fault.layout = chance.choice([each for each in LAYOUTS if each[2] > 1])
+            fault.rank = chance.randrange(fault.size)
+        if kind == "short_loader":
+            fault.layout = chance.choice([each for each in LAYOUTS if each[0] > 1])
+            fault.rank = 0
+    if kind in STILL and fault.place in ("setup", "getitem", "collate", "configure_optimizers"):
+        fault.place = "before_body"
+    if fault.place in ("getitem", "collate"):
+        fault.rank = 0  # it loads
+    if fault.place in ("on_train_epoch_start", "on_train_start", "setup", "configure_optimizers", "on_fit_start"):
+        fault.time = 1
+    if kind.startswith("worker"):
+        fault.place, fault.rank = "getitem", 0
+    if kind == "disk_full":
+        fault.place, fault.rank = "saving", 0
+    if kind == "corrupt":
+        fault.layout = chance.choice([each for each in LAYOUTS if each[2] > 1])
+        fault.place, fault.rank = "message", chance.randrange(fault.size)
+    return fault

@@ -1,0 +1,264 @@
+"""Runs a training with a fault in processes of its own, and says how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tests.faults.fault import ALONE, Fault
+
+TIMEOUT = 60.0  # seconds after which a run hangs
+
+
+@dataclass
+class Ending:
+    """How a run ended.
+
+    Attributes:
+        fault: What was done to it.
+        seconds: From the fault to the end of all processes; ``None`` if it never happened.
+        codes: Exit codes by rank; of a launcher, its own. ``None`` for what had to be ended.
+        texts: What each rank said in the end.
+        orphans: Processes that were left.
+        checkpoint: The last checkpoint, if there is one, and whether it loads.
+    """
+
+    fault: Fault
+    seconds: float | None = None
+    codes: list[int | None] = field(default_factory=list)
+    texts: dict[int, str] = field(default_factory=dict)
+    orphans: int = 0
+    checkpoint: str = ""
+
+    @property
+    def hangs(self) -> bool:
+        return None in self.codes
+
+    @property
+    def is_named(self) -> bool:
+        """Whether every other rank names the true rank, or for what one does alone the place."""
+        fault = self.fault
+        if fault.kind == "disk_full":
+            return all("could not be written" in text for text in self.texts.values())
+        others = [text for rank, text in self.texts.items() if rank != fault.rank]
+        if fault.kind in ALONE:
+            return bool(self.texts) and all(_ALONE.search(text) for text in self.texts.values())
+        if fault.kind.endswith("sigterm"):
+            return True
+        true = fault.rank
+        if "+" in fault.kind and fault.launcher == "fork":  # who was interrupted
+            true = (fault.rank + 1) % fault.size
+            others = [text for rank, text in self.texts.items() if rank != true]
+        names = rf"\brank {true}\b"
+        return all(re.search(names, text, re.IGNORECASE) for text in others if text)
+
+    @property
+    def problems(self) -> list[str]:
+        """What is not as it should be."""
+        found = []
+        if self.hangs:
+            found.append("HANG")
+        if self.fault.works and set(self.codes) == {0}:
+            return found
+        if self.seconds is not None and 0 in self.codes and not self.fault.kind.endswith("sigterm"):
+            found.append("exit code 0")
+        if self.seconds is not None and not self.is_named:
+            found.append("wrong name")
+        if self.orphans:
+            found.append(f"{self.orphans} orphans")
+        if self.checkpoint not in ("", "loads"):
+            found.append(self.checkpoint)
+        return found
+
+
+_ALONE = re.compile(r"do not do the same|The run is over for|in a step|not the same on every rank|logs '")
+
+
+def run(fault: Fault, timeout: float = TIMEOUT) -> Ending:
+    """Run a training with a fault.
+
+    Args:
+        fault: The fault.
+        timeout: Seconds after which it hangs; a launcher has three times as many, which starts interpreters.
+    """
+    timeout *= 1 if fault.launcher == "fork" else 3
+    ending = Ending(fault)
+    with tempfile.TemporaryDirectory(prefix="fault-") as name:
+        directory = Path(name)
+        processes = _fork(fault, directory) if fault.launcher == "fork" else _launch(fault, directory)
+        began = time.monotonic()
+        codes: dict[int, int | None] = {}
+        hit = False
+        while len(codes) < len(processes) and time.monotonic() < began + timeout:
+            for index, pid in enumerate(processes):
+                if index not in codes:
+                    done, status = os.waitpid(pid, os.WNOHANG)
+                    if done:
+                        codes[index] = os.waitstatus_to_exitcode(status)
+            if not hit and (directory / "ready").exists():
+                hit = True
+                _hit_from_outside(fault, directory, processes)
+            time.sleep(0.02)
+        ended = _wait_for_all(processes, directory, 5.0)
+        with suppress(OSError, ValueError):
+            ending.seconds = ended - float((directory / "fault").read_text())
+        ending.codes = [codes.get(index) for index in range(len(processes))]
+        left = _members(processes, directory)
+        ending.orphans = len(left) - sum(code is None for code in ending.codes)
+        for pid in left:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        for index, pid in enumerate(processes):
+            if index not in codes:
+                os.waitpid(pid, 0)
+        ending.texts = _texts(fault, directory)
+        ending.checkpoint = _load_last(directory)
+    return ending
+
+
+def shared_memory() -> set[str]:
+    """What is in shared memory."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def _fork(fault: Fault, directory: Path) -> list[int]:
+    """Plain processes, forked from this one, which has imported everything."""
+    from tests.faults import program
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(fault.size):
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            continue
+        code = 1
+        try:
+            os.setsid()
+            _redirect(directory / f"output-{rank}")
+            os.environ.update(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(fault.size),
+                LOCAL_WORLD_SIZE=str(fault.size),
+                NODE_RANK="0",
+                GROUP_RANK="0",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            )
+            os.environ["TORCHELASTIC_RUN_ID"] = "fault"
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            program.run(fault, directory)
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return pids
+
+
+def _launch(fault: Fault, directory: Path) -> list[int]:
+    """A launcher, in a session of its own."""
+    import subprocess
+
+    arguments = ["tests/faults/program.py", json.dumps(asdict(fault)), str(directory)]
+    command = [sys.executable, "-X", "faulthandler"]
+    if fault.launcher == "torchrun":
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={fault.size}"]
+    with (directory / "output").open("w") as output:
+        process = subprocess.Popen(
+            [*command, *arguments], stdout=output, stderr=output, start_new_session=True, env=_environment(directory)
+        )
+    return [process.pid]
+
+
+def _environment(directory: Path) -> dict[str, str]:
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "FAULT": str(directory)}
+
+
+def _redirect(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _hit_from_outside(fault: Fault, directory: Path, processes: list[int]) -> None:
+    """Send the signal that the rank waits for; where it stands still, to another one."""
+    time.sleep(0.1)
+    pid = int((directory / "ready").read_text() or 0)
+    name = fault.kind.rpartition("+")[2]
+    if "+" in fault.kind:
+        time.sleep(1.5)
+        pid = processes[(fault.rank + 1) % fault.size] if fault.launcher == "fork" else processes[0]
+    (directory / "fault").write_text(str(time.time()))
+    number = {"sigint": signal.SIGINT, "sigterm": signal.SIGTERM, "stop": signal.SIGSTOP}.get(name)
+    if number is not None:
+        os.kill(pid, number)
+
+
+def _members(sessions: list[int], directory: Path) -> list[int]:
+    """The processes of a run that live: those of the sessions, and those that a launcher started in others."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, IndexError, ValueError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                is_member = int(fields[3]) in sessions or os.fsencode(directory) in (entry / "environ").read_bytes()
+                if is_member and fields[0] != "Z":
+                    found.append(int(entry.name))
+    return found
+
+
+def _wait_for_all(sessions: list[int], directory: Path, patience: float) -> float:
+    """When the last process had ended; launchers and workers may take a moment longer than what was waited for."""
+    deadline = time.monotonic() + patience
+    while _members(sessions, directory) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return time.time()
+
+
+def _texts(fault: Fault, directory: Path) -> dict[int, str]:
+    texts = {}
+    for rank in range(fault.size):
+        story = directory / f"story-{rank}"
+        output = directory / f"output-{rank}" if fault.launcher == "fork" else directory / "output"
+        text = story.read_text() if story.exists() else ""
+        if output.exists():
+            said = re.findall(rf"^\[rank {rank}\] (.*)$", output.read_text(errors="replace"), re.MULTILINE)
+            text = text or "".join(said[-1:])
+        if text:
+            texts[rank] = text
+    return texts
+
+
+def _load_last(directory: Path) -> str:
+    """Whether the last checkpoint loads."""
+    import torch
+
+    files = sorted((directory / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        return ""
+    try:
+        checkpoint = torch.load(files[-1], weights_only=True)
+        missing = len(checkpoint["state_dict"]) != 36 or not checkpoint["optimizer_states"][0]["state"]
+    except Exception as error:
+        return f"the checkpoint is broken: {error}"
+    return "the checkpoint is not complete" if missing else "loads"

@@ -1,0 +1,41 @@
+"""A few faults of the long list, each day; ``make faults N=200`` runs more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.fault import ALONE, DEADLY, OTHER, STILL, draw
+
+ROOT = Path(__file__).parents[2]
+#: One of each sort, on two ranks each.
+DAILY = [2, 7, 15, 19, 31, 57, 96, 174, 231, 289]
+
+
+def run(*arguments: str) -> str:
+    """Run the list in a process of its own: ranks are forked from it."""
+    command = [sys.executable, "-m", "tests.faults", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_fault_ends_all_ranks_with_its_name() -> None:
+    output = run("--jobs", "3", "--numbers", *map(str, DAILY))
+    assert f"{len(DAILY)} faults, 0 of them never happened" in output
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_faults_under_launchers(launcher: str) -> None:
+    run("6", "--launcher", launcher, "--kinds", "raise", "kill", "exit", "sleep+sigterm")
+
+
+def test_a_fault_is_what_its_number_says() -> None:
+    faults = [draw(number) for number in range(200)]
+    assert faults == [draw(number) for number in range(200)]
+    assert {fault.kind for fault in faults} == {*DEADLY, *ALONE, *STILL, *OTHER}
+    assert all(fault.rank < fault.size for fault in faults)
