@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import fields
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -56,6 +57,9 @@ def check_arguments(**arguments: Any) -> None:
         if kinds is not None and not isinstance(arguments[name], kinds):
             expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
             raise TypeError(f"{name} must be {expected}, got {arguments[name]!r} ({type(arguments[name]).__name__}).")
+    for name in ("timeout", "stall_timeout"):
+        if arguments[name] is not None and arguments[name] <= timedelta(0):
+            raise ValueError(f"{name} must be longer than nothing, or None; got {arguments[name]!r}.")
     _check_choice("schedule", arguments["schedule"], tuple(SCHEDULES))
     _check_choice("zero_stage", arguments["zero_stage"], (0, 1, 2, 3))
     _check_choice("zero_frees", arguments["zero_frees"], ("auto", "step", "microbatch"))

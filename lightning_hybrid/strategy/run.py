@@ -9,10 +9,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property, partial
 from itertools import count
+from types import CodeType
 from typing import Protocol
 from weakref import WeakSet
 
@@ -31,6 +32,7 @@ from lightning_hybrid.distributed.failure import FailureStore, close_groups, has
 from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
+from lightning_hybrid.distributed.stall import Position, StallWatch
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.watcher import Watcher
 from lightning_hybrid.memory.offload import Offload
@@ -41,6 +43,7 @@ from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.strategy.gather import RefusedStep
 from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
+from lightning_hybrid.strategy.position import find_position
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
 from lightning_hybrid.strategy.signals import SignalAgreement
 from lightning_hybrid.strategy.summary import memory_table, placed_text
@@ -97,6 +100,14 @@ class World:
         watched = store.clone()  # type: ignore[attr-defined]  # a store is locked while it waits for a key
         abort = close_groups if has_nccl() else None
         self._failure_watch = FailureWatch(self.failures, watched, rank=rank, size=size, abort=abort)
+        seconds = config.seconds_to_stall
+        self._stall_watch = (
+            None
+            if seconds is None
+            else StallWatch(
+                self.failures, watched, rank=rank, size=size, timeout=seconds, position=self._find_position
+            )
+        )
         self._signals = SignalAgreement(self.mesh, watched, self.failures.key, self._watcher.wake)
         self.seed: int = broadcast_object(torch.initial_seed(), 0, world)
         self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
@@ -119,13 +130,22 @@ class World:
         if dist.get_world_size() > 1:
             self.failures.begin()
             self._failure_watch.begin()
+            self._trainer = trainer
+            if self._stall_watch is not None:
+                self._stall_watch.begin()
             self._signals.install(trainer)
             self._watcher.start()
 
     def _look(self) -> None:
         """On the watcher's thread."""
         self._signals.look()
+        if self._stall_watch is not None:
+            self._stall_watch.look()
         self._failure_watch.look()
+
+    def _find_position(self, calls: Sequence[CodeType]) -> Position:
+        """On the watcher's thread."""
+        return find_position(calls, self._trainer, self.engine, self.mesh)
 
     def close(self, trainer: Trainer) -> None:
         """A run ends."""

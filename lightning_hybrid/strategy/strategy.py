@@ -19,7 +19,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -97,7 +96,10 @@ class HybridStrategy(ReplicaCollectives):
         initial_weights: Where to take the weights from, unless a checkpoint is resumed: as for :meth:`load_weights`.
         rank_order: The axes from the outermost to the innermost: ``"pp-dp-tp"`` or another order.
         process_group_backend: The backend of the process groups; by default nccl on CUDA and gloo elsewhere.
-        timeout: Of the process groups.
+        timeout: Of the process groups: after that a collective gives up.
+        stall_timeout: How long nothing may finish while ranks wait for each other. Then where each rank stands is
+            printed as a table, with the rank that the others wait for, and all end. It happens after four fifths of
+            ``timeout`` at the latest. ``None`` switches it off.
 
     Attributes:
         settings: The arguments, resolved.
@@ -133,7 +135,8 @@ class HybridStrategy(ReplicaCollectives):
         initial_weights: str | Path | None = None,
         rank_order: str = "pp-dp-tp",
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = timedelta(minutes=10),
+        stall_timeout: timedelta | None = timedelta(minutes=8),
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         checks.check_arguments(**arguments)
