@@ -51,6 +51,8 @@ class HybridConfig:
     process_group_backend: str | None = field(metadata=_OPTIONAL_STR)
     timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)
     stall_timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)
+    detect_desync: bool = field(metadata=_BOOL)
+    on_nonfinite: str
 
     @property
     def seconds_to_stall(self) -> float | None:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, partial
 from itertools import count
 from types import CodeType
@@ -28,11 +28,12 @@ from lightning_hybrid.checkpoint.checkpointer import Checkpointer
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import agree
+from lightning_hybrid.distributed.debug.desync import Desync
+from lightning_hybrid.distributed.debug.stall import Position, StallWatch
 from lightning_hybrid.distributed.failure import FailureStore, close_groups, has_nccl
 from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
-from lightning_hybrid.distributed.stall import Position, StallWatch
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.watcher import Watcher
 from lightning_hybrid.memory.offload import Offload
@@ -43,15 +44,24 @@ from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.strategy.gather import RefusedStep
 from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
-from lightning_hybrid.strategy.position import find_position
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
 from lightning_hybrid.strategy.signals import SignalAgreement
 from lightning_hybrid.strategy.summary import memory_table, placed_text
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
+from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
+from lightning_hybrid.trainer.debug.nonfinite import NonfiniteGuard, SkippedSteps
+from lightning_hybrid.trainer.debug.position import find_position
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
-from lightning_hybrid.trainer.lightning_internals import set_device_mesh
+from lightning_hybrid.trainer.lightning_internals import (
+    before_epoch_reduction,
+    detects_anomaly,
+    replace_after_closure,
+    restore_after_closure,
+    restore_epoch_reduction,
+    set_device_mesh,
+)
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.results.terminal import lines_beside_bars
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
@@ -79,6 +89,7 @@ class World:
     Attributes:
         mesh: The ranks.
         failures: Where failures are written.
+        desync: Compares what ranks do.
         streams: The random streams of this rank.
         engine: Runs schedules.
         exceptions: Leaves the groups after a failure.
@@ -97,6 +108,7 @@ class World:
         rank, size = dist.get_rank(), dist.get_world_size()
         self.failures = FailureStore(store, name, rank=rank, size=size)
         self._watcher = Watcher(self._look)
+        self._trainer: Trainer | None = None
         watched = store.clone()  # type: ignore[attr-defined]  # a store is locked while it waits for a key
         abort = close_groups if has_nccl() else None
         self._failure_watch = FailureWatch(self.failures, watched, rank=rank, size=size, abort=abort)
@@ -104,10 +116,10 @@ class World:
         self._stall_watch = (
             None
             if seconds is None
-            else StallWatch(
-                self.failures, watched, rank=rank, size=size, timeout=seconds, position=self._find_position
-            )
+            else StallWatch(self.failures, watched, rank=rank, size=size, timeout=seconds, position=self._find_position)
         )
+        groups = [self.mesh.model_ranks(replica) for replica in range(self.mesh.data_parallel_size)]
+        self.desync = Desync(self.failures, store, watched, rank=rank, model_groups=groups)
         self._signals = SignalAgreement(self.mesh, watched, self.failures.key, self._watcher.wake)
         self.seed: int = broadcast_object(torch.initial_seed(), 0, world)
         self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
@@ -130,6 +142,7 @@ class World:
         if dist.get_world_size() > 1:
             self.failures.begin()
             self._failure_watch.begin()
+            self.desync.begin()
             self._trainer = trainer
             if self._stall_watch is not None:
                 self._stall_watch.begin()
@@ -141,10 +154,12 @@ class World:
         self._signals.look()
         if self._stall_watch is not None:
             self._stall_watch.look()
+        self.desync.look()
         self._failure_watch.look()
 
     def _find_position(self, calls: Sequence[CodeType]) -> Position:
         """On the watcher's thread."""
+        assert self._trainer is not None
         return find_position(calls, self._trainer, self.engine, self.mesh)
 
     def close(self, trainer: Trainer) -> None:
@@ -286,6 +301,7 @@ class Run:
         offload: Moves optimizer states and activations to the host.
         training_step: Runs training batches.
         evaluation_step: Runs evaluation batches.
+        nonfinite: Looks at gradients before an optimizer steps; ``None`` if nothing does.
 
     Raises:
         ValueError: If the body is not the one that was divided; on every rank.
@@ -295,6 +311,7 @@ class Run:
         config, module, parallelizer = world.config, attached.module, attached.parallelizer
         self._world, self._attached = world, attached
         self._context: StepContext | None = None
+        self.nonfinite: NonfiniteGuard | None = None
         self.training_step: TrainingStep | UncutTrainingStep | RefusedStep
         self.evaluation_step: EvaluationStep | UncutEvaluationStep | RefusedStep
         agree(parallelizer.check)
@@ -332,6 +349,7 @@ class Run:
             streams=world.streams,
             failures=world.failures,
             abandon=world.abandon,
+            desync=world.desync,
             device=world.device,
             engine=world.engine,
             around_forwards=around_forwards,
@@ -404,17 +422,27 @@ class Run:
         self.grad_sync.zero.remove()
         self.training_step = self.evaluation_step = RefusedStep()
 
-    def install(self, trainer: Trainer) -> None:
+    def install(self, trainer: Trainer, nonfinite: NonfiniteGuard | None = None) -> None:
         """Take the places in the Trainer and the module that are needed during a run; :meth:`remove` gives them back.
 
         Args:
             trainer: The Trainer, whose optimizers are there.
+            nonfinite: Looks at gradients before an optimizer steps.
         """
         world, module, undo = self._world, self._attached.module, self._installed
         undo.enter_context(lines_beside_bars(world.mesh))
         self.grad_sync.zero.follow(trainer.strategy.optimizers)
         estimate = partial(self._attached.parallelizer.estimate_memory, trainer.strategy.optimizers)
         add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))
+        if self._context is not None and world.mesh.data_parallel_size > 1:
+            before_epoch_reduction(trainer, self._context.desync.note_epoch_end)
+            undo.callback(restore_epoch_reduction, trainer)
+        if nonfinite is not None:
+            self.nonfinite = nonfinite
+            replace_after_closure(trainer.precision_plugin, nonfinite)
+            undo.callback(restore_after_closure, trainer.precision_plugin)
+            add_callbacks(trainer, SkippedSteps(nonfinite))
+        self._detect_anomaly(trainer)
         if self._context is None:
             return
         patches = Patches(module, world.mesh)
@@ -432,6 +460,18 @@ class Run:
             add_callbacks(trainer, world.batch_hooks)
         world.batch_hooks.install(module)
         undo.callback(world.batch_hooks.remove, module)
+
+    def _detect_anomaly(self, trainer: Trainer) -> None:
+        if not detects_anomaly(trainer) or isinstance(self.training_step, RefusedStep):
+            return
+        detector = AnomalyDetector(
+            self._attached.module,
+            self._world.engine,
+            unfollowed=nullcontext if self._context is None else self._context.unfollowed,
+            scales=getattr(trainer.precision_plugin, "scaler", None) is not None,
+        )
+        self.training_step.anomaly = detector
+        self._installed.callback(detector.remove)
 
     def remove(self) -> None:
         """Undo :meth:`install`, and wait for sends that are under way."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, build_forward
 from lightning_hybrid.pipeline_parallel.stage import Compute
 from lightning_hybrid.trainer.batch_norm import batch_norm_text, batch_norms, limit_microbatches
+from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
 from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LossWeights, weighted, weighted_sum
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.results.logging import merge_logs
@@ -43,6 +44,9 @@ class TrainingStep:
         loss_reduction: ``"mean"`` or ``"sum"``: how the user's loss reduces over the samples of a batch.
         place_parameters: Called before the first batch runs, if the code around the layers runs on every stage: with
             the stages that use each parameter outside of the layers, by its name.
+
+    Attributes:
+        anomaly: Looks at values that are not finite; ``None`` if nobody asks.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class TrainingStep:
         place_parameters: Callable[[Mapping[str, Collection[int]]], None],
     ) -> None:
         self._context = context
+        self.anomaly: AnomalyDetector | None = None
         self._place_parameters = place_parameters
         self._is_placed = False
         self._grad_sync = grad_sync
@@ -112,7 +117,7 @@ class TrainingStep:
 
         def loss_of(microbatch: int, value: Any) -> Tensor:
             outputs.append(value)
-            loss, factor = _loss_of(value), factors[microbatch]
+            loss, factor = self._checked(_loss_of(value)), factors[microbatch]
             if backward and not loss.requires_grad:
                 _check_graphs(outputs, len(factors), each=context.num_stages > 1 and context.remembers)
             loss = weighted(loss, factor) if weights is not None else loss if factor == 1.0 else loss * factor
@@ -122,6 +127,7 @@ class TrainingStep:
         grad_sync.reduces = reduce
         version = context.version(gradients=backward)
         parts: Sequence[Hashable] = list(map(signature, microbatches))
+        context.desync.note_batch("training_step", version, parts, counts)
         find_plans = partial(self._frame_plans, microbatches, arguments[1:], step, precision, version, parts)
         if context.frame is not None and not self._is_placed:
             self._place(find_plans, len(microbatches), backward=backward)
@@ -129,6 +135,7 @@ class TrainingStep:
             context.step(num_microbatches=len(counts), counts=counts) as records,
             torch.set_grad_enabled(backward),
             grad_sync.step(),
+            nullcontext() if self.anomaly is None else self.anomaly.batch(),
         ):
             plans = find_plans()
             if plans:
@@ -147,6 +154,12 @@ class TrainingStep:
         return context.share(
             lambda: (_merge(outputs, counts, shares), merge_logs(records, counts, self._num_microbatches, weights))
         )
+
+    def _checked(self, loss: Tensor) -> Tensor:
+        """A loss, which must be finite if somebody asks for that."""
+        if self.anomaly is not None:
+            self.anomaly.check_loss(loss)
+        return loss
 
     def _reduce(self, accumulated: int, *, windowed: bool) -> None:
         """Sum and average the gradients; a window of weights ends there."""
@@ -317,6 +330,9 @@ class UncutTrainingStep:
         module: The user's module.
         grad_sync: Averages the gradients. Parameters stay unsharded until after the backward.
         around_forwards: Around forwards: what layers keep for backward, and where.
+
+    Attributes:
+        anomaly: Looks at values that are not finite; ``None`` if nobody asks.
     """
 
     def __init__(
@@ -326,6 +342,7 @@ class UncutTrainingStep:
         around_forwards: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._module, self._grad_sync, self._around_forwards = module, grad_sync, around_forwards
+        self.anomaly: AnomalyDetector | None = None
 
     def __call__(
         self,
@@ -339,14 +356,19 @@ class UncutTrainingStep:
         zero.open()
         self._grad_sync.forward_begins(0)
         try:
-            with self._around_forwards(), precision():
+            with self._around_forwards(), precision(), self._looking():
                 output = self._module.training_step(*arguments)
+                if self.anomaly is not None and self._module.automatic_optimization:
+                    self.anomaly.check_loss(output.get("loss") if isinstance(output, Mapping) else output)
         except BaseException:
             zero.abandon()
             raise
         if output is None or not backward or not self._module.automatic_optimization:
             zero.close()
         return output
+
+    def _looking(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.anomaly is None else self.anomaly.batch()
 
     def backward(self, run: Callable[[], None], *, reduce: bool) -> None:
         """Run Lightning's backward, and average the gradients.
@@ -358,7 +380,8 @@ class UncutTrainingStep:
         grad_sync = self._grad_sync
         grad_sync.reduces = reduce
         grad_sync.backward_begins(0, is_last=True)
-        run()
+        with self._looking():
+            run()
         grad_sync.backward_ends(0, is_last=True)
         if reduce:
             grad_sync.finish()

@@ -17,8 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.distributed.failure import CAUSE, FailureStore
-from lightning_hybrid.distributed.stall import (
+from lightning_hybrid.distributed.debug.stall import (
     COMPUTES,
     IDLES,
     SILENT,
@@ -30,6 +29,7 @@ from lightning_hybrid.distributed.stall import (
     stall_text,
     table,
 )
+from lightning_hybrid.distributed.failure import CAUSE, FailureStore
 from lightning_hybrid.distributed.watcher import Watcher
 from lightning_hybrid.strategy import run
 from tests.pool import Pools
@@ -70,7 +70,9 @@ def test_who_does_not_come_is_whom_the_others_wait_for(situation: str) -> None:
 
 def test_the_table_begins_with_whom_the_others_wait_for_and_ranks_at_one_place_share_a_row() -> None:
     sends = ["1SEND_F3 to rank 10"]
-    waiting = [answer(rank, waits_for=[10], action="1F4", pending=sends, place="wait (p2p.py:73)") for rank in range(10)]
+    waiting = [
+        answer(rank, waits_for=[10], action="1F4", pending=sends, place="wait (p2p.py:73)") for rank in range(10)
+    ]
     answers = [*waiting, answer(10, IDLES, place="training_step (train.py:7)")]
     text = stall_text(answers, [10])
     assert text == (
@@ -151,9 +153,12 @@ def stalled() -> tuple[str, str, list[int]]:
     module, printed = Stalling(), io.StringIO()
     layout = {**PP2, "stall_timeout": timedelta(seconds=2), "timeout": timedelta(seconds=30)}
     watch = partial(StallWatch, end=module.ended.append, patience=1.5)
-    with mock.patch.object(run, "StallWatch", watch), contextlib.redirect_stderr(printed):
-        with pytest.raises(Exception, match="Stalled") as error:
-            make_trainer(layout).fit(module, loader())
+    with (
+        mock.patch.object(run, "StallWatch", watch),
+        contextlib.redirect_stderr(printed),
+        pytest.raises(Exception, match="Stalled") as error,
+    ):
+        make_trainer(layout).fit(module, loader())
     return str(error.value), printed.getvalue(), module.ended
 
 

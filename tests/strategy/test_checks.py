@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -55,6 +56,11 @@ from tests.training_jobs import PP2, Regression, loader, make_trainer
         ({"gather_module_on_teardown": 1}, TypeError, ["gather_module_on_teardown", "1"]),
         ({"initial_weights": 3}, TypeError, ["initial_weights", "3"]),
         ({"timeout": 30}, TypeError, ["timeout", "30", "timedelta"]),
+        ({"timeout": timedelta(0)}, ValueError, ["timeout", "longer than nothing"]),
+        ({"stall_timeout": 300}, TypeError, ["stall_timeout", "300", "timedelta"]),
+        ({"stall_timeout": timedelta(seconds=-1)}, ValueError, ["stall_timeout", "longer than nothing"]),
+        ({"detect_desync": 1}, TypeError, ["detect_desync", "1"]),
+        ({"on_nonfinite": "stop"}, ValueError, ["on_nonfinite", "'stop'", "'raise'", "'skip'", "'ignore'"]),
         ({"process_group_backend": 1}, TypeError, ["process_group_backend", "1"]),
     ],
 )

@@ -7,8 +7,8 @@ from types import CodeType
 
 from lightning.pytorch import Trainer
 
+from lightning_hybrid.distributed.debug.stall import Position
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.distributed.stall import Position
 from lightning_hybrid.pipeline_parallel.engine import TAKES, Engine
 from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey
 

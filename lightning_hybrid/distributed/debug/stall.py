@@ -23,8 +23,8 @@ from lightning_hybrid.distributed.failure import FailureStore, Store
 
 WAITS, IDLES, COMPUTES, SILENT = "waits", "idles", "computes", "does not answer"
 
-_TORCH, _OURS = str(Path(dist.__file__).parent), str(Path(__file__).parents[1])
-_BACKWARD = str(Path(__file__).parents[1] / "pipeline_parallel" / "stage.py")  # autograd computes below it
+_TORCH, _OURS = str(Path(dist.__file__).parent), str(Path(__file__).parents[2])
+_BACKWARD = str(Path(__file__).parents[2] / "pipeline_parallel" / "stage.py")  # autograd computes below it
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PATIENCE = 5.0  # seconds that other watchers may take to answer
 _COMPUTES = 0.02  # a thread that a processor works for this share of the time does something
@@ -172,9 +172,7 @@ class StallWatch:
         clock_of = getattr(time, "pthread_getcpuclockid", None)
         return time.process_time() if clock_of is None else time.clock_gettime(clock_of(self._watched))
 
-    def _answer(
-        self, now: float, frames: Sequence[FrameType], position: Position, *, is_waiting: bool
-    ) -> Answer:
+    def _answer(self, now: float, frames: Sequence[FrameType], position: Position, *, is_waiting: bool) -> Answer:
         told = {name: value for name, value in asdict(position).items() if name != "progress"}
         answer = Answer(self._rank, socket.gethostname(), WAITS, now - self._since, place=_place(frames), **told)
         if is_waiting:
