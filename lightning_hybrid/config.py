@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor.parallel import ParallelStyle
 
 #: Which layers are recomputed: see `HybridStrategy`.
@@ -19,6 +20,7 @@ UserPlan = Mapping[str, str | ParallelStyle]
 _BOOL = {"kinds": (bool,)}
 _STR = {"kinds": (str,)}
 _OPTIONAL_STR = {"kinds": (str, type(None))}
+_OPTIONAL_TIME = {"kinds": (timedelta, type(None))}
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,18 @@ class HybridConfig:
     initial_weights: str | Path | None = field(metadata={"kinds": (str, Path, type(None))})
     rank_order: str = field(metadata=_STR)
     process_group_backend: str | None = field(metadata=_OPTIONAL_STR)
-    timeout: timedelta | None = field(metadata={"kinds": (timedelta, type(None))})
+    timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)
+    stall_timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)
+    detect_desync: bool = field(metadata=_BOOL)
+    on_nonfinite: str
+
+    @property
+    def seconds_to_stall(self) -> float | None:
+        """How long nothing may finish: some time before a collective gives up, after which nobody can be asked."""
+        if self.stall_timeout is None:
+            return None
+        limit = self.timeout or default_pg_timeout
+        return min(self.stall_timeout.total_seconds(), 0.8 * limit.total_seconds())
 
     @property
     def shares_casts(self) -> bool:

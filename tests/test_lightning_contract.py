@@ -893,6 +893,90 @@ def test_another_function_says_before_each_batch_whether_to_stop(ranks: Pools) -
         assert later == 0
 
 
+class Hooked(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def on_after_backward(self) -> None:
+        self.calls.append("backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.calls.append("hook")
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("clipping")
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.calls.append("step")
+
+
+def test_something_is_done_between_the_closure_and_the_step() -> None:
+    trainer, module = make_trainer(max_epochs=1), Hooked()
+
+    def action(rest: Callable[[], None], optimizer: Any) -> None:
+        module.calls.append(f"before {type(optimizer).__name__}")
+        rest()
+        module.calls.append("after")
+        for parameter in module.parameters():
+            parameter.grad = None
+
+    before = [parameter.clone() for parameter in module.parameters()]
+    internals.replace_after_closure(trainer.precision_plugin, action)
+    trainer.fit(module, samples(2))
+    assert module.calls == ["backward", "before SGD", "hook", "clipping", "after", "step"]
+    assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
+    internals.restore_after_closure(trainer.precision_plugin)
+    module.calls.clear()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, samples(2))
+    assert module.calls == ["backward", "hook", "clipping", "step"]
+
+
+class Reducing(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric, self.of_validation = MeanMetric(), MeanMetric()
+        self.keys: list[list[str]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("step", loss, sync_dist=True)
+        self.log("both", loss, on_epoch=True, sync_dist=True)
+        self.log("own", loss, on_epoch=True)
+        self.metric(loss)
+        self.log("metric", self.metric, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.of_validation(1.0)
+        self.log("metric", self.of_validation)
+
+    def look(self) -> None:
+        results: Any = self.trainer._results
+        for key in {"training_step.step", "training_step.both"} & set(results):
+            results[key].meta.sync.should = True  # in one process, Lightning reduces nothing
+        self.keys.append(internals.reduced_at_epoch_end(self.trainer))
+
+
+def test_what_replicas_reduce_at_the_end_of_an_epoch() -> None:
+    module, trainer = Reducing(), make_trainer(max_epochs=1, limit_val_batches=1)
+    internals.before_epoch_reduction(trainer, module.look)
+    trainer.fit(module, samples(), samples())
+    validated = ["validation_step.metric"]  # asked for each loader, and at the end
+    expected = [validated, validated, ["training_step.both", "training_step.metric"]]
+    assert module.keys == expected
+    internals.restore_epoch_reduction(trainer)
+    trainer.validate(module, samples(), verbose=False)
+    assert module.keys == expected
+
+
+def test_whether_anomalies_are_looked_for() -> None:
+    assert internals.detects_anomaly(make_trainer(detect_anomaly=True))
+    assert not internals.detects_anomaly(make_trainer())
+
+
 def test_strategy_members() -> None:
     strategy = DDPStrategy(parallel_devices=[torch.device("cpu")])
     assert [name for name in internals.STRATEGY_MEMBERS if not hasattr(strategy, name)] == []

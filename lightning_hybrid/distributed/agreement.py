@@ -62,16 +62,27 @@ def check_equal(values: Mapping[str, str], advice: str) -> None:
         return
     dist.all_gather_object(found, dict(values))
     for name in dict.fromkeys(name for of_rank in found for name in of_rank):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, other in enumerate(found):
-            ranks_of.setdefault(other.get(name, "nothing"), []).append(rank)
-        if len(ranks_of) > 1:
-            parts = [
-                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST]))}"
-                f"{', ...' if len(ranks) > _MOST else ''}"
-                for value, ranks in ranks_of.items()
-            ]
-            raise ValueError(f"`{name}` is not the same on every rank: {'; '.join(parts)}. {advice}")
+        of_name = {rank: other.get(name, "nothing") for rank, other in enumerate(found)}
+        if len(set(of_name.values())) > 1:
+            raise ValueError(f"{unequal_text(name, of_name)} {advice}")
+
+
+def unequal_text(name: str, values: Mapping[int, str]) -> str:
+    """What differs, and on which ranks.
+
+    Args:
+        name: What it is.
+        values: Its value on each rank.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    parts = [
+        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST]))}"
+        f"{', ...' if len(ranks) > _MOST else ''}"
+        for value, ranks in ranks_of.items()
+    ]
+    return f"`{name}` is not the same on every rank: {'; '.join(parts)}."
 
 
 _MOST = 8  # ranks in one text

@@ -86,6 +86,11 @@ class FailureStore:
         self.gone: set[int] = set()
         self.failed = self.is_leaving = False
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the first failure is known here, so that :meth:`cause` need not wait for it."""
+        return self._known is not None
+
     def key(self, name: str) -> str:
         """The key of something in the store that belongs to this run."""
         return f"{_KEY}/{self._name}/{self._run}/{name}"

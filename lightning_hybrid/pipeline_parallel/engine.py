@@ -23,6 +23,21 @@ _RANGES |= {Kind.F: "forward", Kind.B: "backward"}
 Profile = Callable[[str], AbstractContextManager[Any]]
 """Makes the context of a named range."""
 
+
+class UnderWay(NamedTuple):
+    """What an engine is at.
+
+    Attributes:
+        last: The actions that are done, the latest one last.
+        awaited: The receive whose message the present action works on, if it works on one.
+        messages: Sends, and receives that are posted, whose end has not been seen yet.
+    """
+
+    last: list[str]
+    awaited: tuple[Action, ChannelKey] | None
+    messages: list[tuple[Action, ChannelKey]]
+
+
 _Buffer = dict[int, Any]
 """Messages that wait for the action that needs them, by microbatch."""
 
@@ -56,6 +71,7 @@ class Engine:
     Attributes:
         position: The action that runs; ``None`` outside of a run.
         awaited: The receive whose message has not come yet; ``None`` if nothing is waited for.
+        runs: How many runs have begun.
     """
 
     def __init__(
@@ -63,6 +79,8 @@ class Engine:
     ) -> None:
         self.position: Action | None = None
         self.awaited: Recv | None = None
+        self.runs = 0
+        self._running: tuple[Schedule, list[_Step]] | None = None
         self._rank = rank
         self._channels = dict(channels)
         self._connected = False
@@ -108,6 +126,8 @@ class Engine:
         steps = self._program(schedule)
         self._connect()
         self.retire()
+        self.runs += 1
+        self._running = schedule, steps
         run = _Run(compute, keys, backward_begins, backward_ends, {})
         if profile is not None:
             self._run_profiled(steps, run, profile)
@@ -134,6 +154,27 @@ class Engine:
             send.wait()
         self._sends.clear()
 
+    def under_way(self, last: int = 4) -> UnderWay:
+        """What this engine is at; another thread may ask, also while an action does not end.
+
+        Args:
+            last: How many actions that are done to name.
+        """
+        running, position = self._running, self.position
+        if running is None or position is None:
+            return UnderWay([], None, [])
+        schedule, steps = running
+        done = next(index for index, step in enumerate(steps) if step.action is position)
+        names = [step.name for step in steps[max(0, done - last) : done]]
+        awaited = schedule.receive_for(position) if position.kind.is_compute else None
+        receives = [step.action for step in steps[:done] if step.action.kind.is_receive and _is_posted(step)]
+        messages = [*map(Action.parse, list(self._sends)), *receives]
+        return UnderWay(
+            names,
+            None if awaited is None else (awaited, schedule.channel(awaited)),
+            [(message, schedule.channel(message)) for message in messages if message != awaited],
+        )
+
     def abandon(self) -> None:
         """Drop everything that is under way, after a failure: a pending message keeps its connection open."""
         for channel in self._channels.values():
@@ -146,6 +187,7 @@ class Engine:
         self._programs.clear()
         self._sends.clear()
         self.awaited = None
+        self._running = None
 
     def num_messages(self) -> dict[ChannelKey, int]:
         """How many messages have gone into each channel, or have been posted; another thread may ask."""
@@ -280,6 +322,9 @@ class _Run(NamedTuple):
 
 _Handler = Callable[["Engine", "_Step", _Run, Any], None]
 
+#: The code that waits for the message of an action: whether a thread is in it tells what it waits for.
+TAKES = Engine._take.__code__
+
 
 class _Step(NamedTuple):
     """One action, with everything that it needs already looked up."""
@@ -296,6 +341,11 @@ class _Step(NamedTuple):
     boundary: int  # The stage before it: with several chunks, several boundaries share a channel.
     retired: tuple[str, ...]
     is_last_backward: bool
+
+
+def _is_posted(step: _Step) -> bool:
+    """Whether a receive has been posted, and nothing has taken its message."""
+    return type(step.target.get(step.microbatch)) is Recv
 
 
 def _handler(schedule: Schedule, action: Action) -> _Handler:

@@ -55,6 +55,15 @@ def _leaf_signature(leaf: Any) -> Hashable:
     return (leaf,) if leaf is None or isinstance(leaf, bool) else (type(leaf),)
 
 
+def signature_text(signature: Any) -> str:
+    """A signature of :func:`signature`, for messages."""
+    spec, leaves = signature
+    tensors = (
+        f"{list(leaf[0])} {str(leaf[1]).removeprefix('torch.')}" if len(leaf) == 3 else repr(leaf[0]) for leaf in leaves
+    )
+    return f"{spec!r} of {', '.join(tensors)}"
+
+
 def find_batch_size(batch: Any) -> int | None:
     """The number of samples.
 

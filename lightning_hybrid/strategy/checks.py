@@ -66,9 +66,13 @@ def check_arguments(**arguments: Any) -> None:
         if kinds is not None and not isinstance(arguments[name], kinds):
             expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
             raise TypeError(f"{name} must be {expected}, got {arguments[name]!r} ({type(arguments[name]).__name__}).")
+    for name in ("timeout", "stall_timeout"):
+        if arguments[name] is not None and arguments[name] <= timedelta(0):
+            raise ValueError(f"{name} must be longer than nothing, or None; got {arguments[name]!r}.")
     _check_choice("schedule", arguments["schedule"], tuple(SCHEDULES))
     _check_choice("zero_stage", arguments["zero_stage"], (0, 1, 2, 3))
     _check_choice("zero_frees", arguments["zero_frees"], ("auto", "step", "microbatch"))
+    _check_choice("on_nonfinite", arguments["on_nonfinite"], ("raise", "skip", "ignore"))
     _check_choice("loss_reduction", arguments["loss_reduction"], ("mean", "sum"))
     if sorted(str(arguments["rank_order"]).split("-")) != sorted(AXES):
         raise ValueError(
@@ -347,6 +351,24 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
             f" the shapes {foreign[:3]}{' and more' if len(foreign) > 3 else ''}. Sharing a layer replaces its"
             " parameters: take them from `self.parameters()` in `configure_optimizers`, not from a list that was made"
             " before."
+        )
+
+
+def check_nonfinite(on_nonfinite: str, scaler: object | None) -> None:
+    """Check what is to happen about gradients that are not finite, where a scaler makes some on purpose.
+
+    Args:
+        on_nonfinite: The argument of the strategy.
+        scaler: Of the precision plugin; ``None`` without one.
+
+    Raises:
+        ValueError: If they are to be an error.
+    """
+    if scaler is not None and on_nonfinite == "raise":
+        raise ValueError(
+            "HybridStrategy(on_nonfinite='raise') does not go with precision '16-mixed': its scaler finds the largest"
+            " scale by gradients that are not finite, and skips these steps. Use on_nonfinite='ignore', or precision"
+            " 'bf16-mixed', which needs no scaling."
         )
 
 

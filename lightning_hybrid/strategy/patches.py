@@ -7,6 +7,8 @@ What is replaced, and where:
 hooks of the module, once                        divided after `configure_model`        :class:`AfterHook`
 `ThroughputMonitor`, inference mode, example     one process is not the whole model     :class:`Patches`
 input, TensorBoard's `SummaryWriter.add_*`
+between closure and optimizer's step             gradients that are not finite          `trainer.debug`
+what is reduced at an epoch's end                replicas that log different keys       `trainer.debug`
 the loop's automatic optimization                gradients zeroed before the step       `trainer.optimization`
 `use_distributed_sampler`                        we divide the samples                  `trainer.dataloader`
 `_on_before_batch_transfer`                      seeded                                 `trainer.batch_hooks`
@@ -36,6 +38,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.report import MemoryReport
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks
+from lightning_hybrid.trainer.debug.nonfinite import SkippedSteps
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
 from lightning_hybrid.trainer.lightning_internals import example_input, set_example_input, throughputs
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
@@ -49,6 +52,7 @@ CALLBACK_ORDER: tuple[type[Callback], ...] = (
     EpochSync,
     ResumeCallback,
     MemoryReport,
+    SkippedSteps,
     ExceptionCallback,
 )
 

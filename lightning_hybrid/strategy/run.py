@@ -9,10 +9,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, partial
 from itertools import count
+from types import CodeType
 from typing import Protocol
 from weakref import WeakSet
 
@@ -29,6 +30,8 @@ from lightning_hybrid.checkpoint.partial_state import warn_of_parts
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import agree
+from lightning_hybrid.distributed.debug.desync import Desync
+from lightning_hybrid.distributed.debug.stall import Position, StallWatch
 from lightning_hybrid.distributed.failure import FailureStore
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
@@ -47,12 +50,22 @@ from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
 from lightning_hybrid.strategy.summary import memory_table, placed_text
-from lightning_hybrid.strategy.watch.run_watch import RunWatch
+from lightning_hybrid.strategy.watch.run_watch import RunWatch, Watch
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
+from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
+from lightning_hybrid.trainer.debug.nonfinite import NonfiniteGuard, SkippedSteps
+from lightning_hybrid.trainer.debug.position import find_position
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
-from lightning_hybrid.trainer.lightning_internals import set_device_mesh
+from lightning_hybrid.trainer.lightning_internals import (
+    before_epoch_reduction,
+    detects_anomaly,
+    replace_after_closure,
+    restore_after_closure,
+    restore_epoch_reduction,
+    set_device_mesh,
+)
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.results.terminal import lines_beside_bars
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
@@ -82,6 +95,7 @@ class World:
         mesh: The ranks.
         failures: Where failures are written.
         watch: The thread beside a run.
+        desync: Compares what ranks do.
         streams: The random streams of this rank.
         engine: Runs schedules.
         exceptions: Leaves the groups after a failure.
@@ -104,12 +118,20 @@ class World:
         name, store = broadcast_object(str(next(_RUNS)), 0, world), world.get_group_store()
         rank, size = dist.get_rank(), dist.get_world_size()
         self.failures = FailureStore(store, name, rank=rank, size=size)
+        watched = store.clone()  # type: ignore[attr-defined]  # a store is locked while it waits for a key
+        groups = [self.mesh.model_ranks(replica) for replica in range(self.mesh.data_parallel_size)]
+        self.desync = Desync(self.failures, store, watched, rank=rank, model_groups=groups)
+        watches: list[Watch] = [self.desync]
+        seconds = config.seconds_to_stall
+        if seconds is not None:
+            find = self._find_position
+            watches.append(StallWatch(self.failures, watched, rank=rank, size=size, timeout=seconds, position=find))
         self.seed: int = broadcast_object(torch.initial_seed(), 0, world)
         self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
         with connections.opened():
             channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
         self.engine = Engine(self.mesh.pipeline_rank, channels)
-        self.watch = RunWatch(self.mesh, self.engine, self.failures, connections, since=before)
+        self.watch = RunWatch(self.mesh, self.engine, self.failures, watched, connections, since=before, others=watches)
         self.in_flight: WeakSet[_InFlight] = WeakSet()
         self._mixed_operations = ExitStack()
         self.exceptions = ExceptionCallback(self.failures, self.abandon)
@@ -126,6 +148,11 @@ class World:
         add_callbacks(trainer, self.exceptions)
         if dist.get_world_size() > 1:
             self.watch.open(trainer)
+
+    def _find_position(self, calls: Sequence[CodeType]) -> Position:
+        """On the watcher's thread."""
+        trainer = self.watch.trainer
+        return Position() if trainer is None else find_position(calls, trainer, self.engine, self.mesh)
 
     def close(self, trainer: Trainer) -> None:
         """A run ends."""
@@ -270,6 +297,7 @@ class Run:
         offload: Moves optimizer states and activations to the host.
         training_step: Runs training batches.
         evaluation_step: Runs evaluation batches.
+        nonfinite: Looks at gradients before an optimizer steps; ``None`` if nothing does.
 
     Raises:
         ValueError: If the body is not the one that was divided; on every rank.
@@ -279,6 +307,7 @@ class Run:
         config, module, parallelizer = world.config, attached.module, attached.parallelizer
         self._world, self._attached = world, attached
         self._context: StepContext | None = None
+        self.nonfinite: NonfiniteGuard | None = None
         self.training_step: TrainingStep | UncutTrainingStep | RefusedStep
         self.evaluation_step: EvaluationStep | UncutEvaluationStep | RefusedStep
         agree(parallelizer.check)
@@ -316,6 +345,7 @@ class Run:
             streams=world.streams,
             failures=world.failures,
             abandon=world.abandon,
+            desync=world.desync,
             device=world.device,
             engine=world.engine,
             around_forwards=around_forwards,
@@ -403,17 +433,27 @@ class Run:
         self.grad_sync.zero.remove()
         self.training_step = self.evaluation_step = RefusedStep()
 
-    def install(self, trainer: Trainer) -> None:
+    def install(self, trainer: Trainer, nonfinite: NonfiniteGuard | None = None) -> None:
         """Take the places in the Trainer and the module that are needed during a run; :meth:`remove` gives them back.
 
         Args:
             trainer: The Trainer, whose optimizers are there.
+            nonfinite: Looks at gradients before an optimizer steps.
         """
         world, module, undo = self._world, self._attached.module, self._installed
         undo.enter_context(lines_beside_bars(world.mesh))
         self.grad_sync.zero.follow(trainer.strategy.optimizers)
         estimate = partial(self._attached.parallelizer.estimate_memory, trainer.strategy.optimizers)
         add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))
+        if self._context is not None and world.mesh.data_parallel_size > 1:
+            before_epoch_reduction(trainer, self._context.desync.note_epoch_end)
+            undo.callback(restore_epoch_reduction, trainer)
+        if nonfinite is not None:
+            self.nonfinite = nonfinite
+            replace_after_closure(trainer.precision_plugin, nonfinite)
+            undo.callback(restore_after_closure, trainer.precision_plugin)
+            add_callbacks(trainer, SkippedSteps(nonfinite))
+        self._detect_anomaly(trainer)
         if self._context is None:
             return
         patches = Patches(module, world.mesh)
@@ -435,6 +475,18 @@ class Run:
             add_callbacks(trainer, world.batch_hooks)
         world.batch_hooks.install(module)
         undo.callback(world.batch_hooks.remove, module)
+
+    def _detect_anomaly(self, trainer: Trainer) -> None:
+        if not detects_anomaly(trainer) or isinstance(self.training_step, RefusedStep):
+            return
+        detector = AnomalyDetector(
+            self._attached.module,
+            self._world.engine,
+            unfollowed=nullcontext if self._context is None else self._context.unfollowed,
+            scales=getattr(trainer.precision_plugin, "scaler", None) is not None,
+        )
+        self.training_step.anomaly = detector
+        self._installed.callback(detector.remove)
 
     def remove(self) -> None:
         """Undo :meth:`install`, and wait for sends that are under way."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
@@ -19,7 +19,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -40,6 +39,8 @@ from lightning_hybrid.strategy.summary import batch_text
 from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import pinned
 from lightning_hybrid.trainer.batch_norm import batch_norms, limit_microbatches
+from lightning_hybrid.trainer.debug.desync import DesyncDetector
+from lightning_hybrid.trainer.debug.nonfinite import NonfiniteGuard
 from lightning_hybrid.trainer.exceptions import print_shortly, stops_together
 from lightning_hybrid.trainer.optimization import PipelineClosure
 from lightning_hybrid.trainer.precision import adapt, check_optimizer
@@ -98,7 +99,17 @@ class HybridStrategy(ReplicaCollectives):
         initial_weights: Where to take the weights from, unless a checkpoint is resumed: as for :meth:`load_weights`.
         rank_order: The axes from the outermost to the innermost: ``"pp-dp-tp"`` or another order.
         process_group_backend: The backend of the process groups; by default nccl on CUDA and gloo elsewhere.
-        timeout: Of the process groups.
+        timeout: Of the process groups: after that a collective gives up.
+        stall_timeout: How long nothing may finish while ranks wait for each other. Then where each rank stands is
+            printed as a table, with the rank that the others wait for, and all end. It happens after four fifths of
+            ``timeout`` at the latest. ``None`` switches it off.
+        detect_desync: Whether, before each training batch, checksums are compared: of the batch over each model group,
+            of parameters over replicas and all stages that hold them, and of the state of random numbers; for finding a
+            fault, as it takes time. What decides the messages between ranks is always compared.
+        on_nonfinite: What happens if a gradient is not finite when an optimizer is about to step, found over all ranks:
+            ``"raise"`` an error on every rank, ``"skip"`` the step, so that parameters and states of the optimizer stay
+            as they are, and log how many were skipped as ``"skipped_steps"``, or ``"ignore"`` it. With
+            ``precision="16-mixed"`` the scaler skips such steps by itself.
 
     Attributes:
         settings: The arguments, resolved.
@@ -134,7 +145,10 @@ class HybridStrategy(ReplicaCollectives):
         initial_weights: str | Path | None = None,
         rank_order: str = "pp-dp-tp",
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = timedelta(minutes=10),
+        stall_timeout: timedelta | None = timedelta(minutes=8),
+        detect_desync: bool = False,
+        on_nonfinite: Literal["raise", "skip", "ignore"] = "ignore",
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         checks.check_arguments(**arguments)
@@ -316,7 +330,7 @@ class HybridStrategy(ReplicaCollectives):
             lightning_internals.move_optimizer_states(self.optimizers, self.root_device)
             if self.attached.is_cut:
                 lightning_internals.replace_closure(trainer, PipelineClosure)
-        self._run.install(trainer)
+        self._run.install(trainer, self._guard_steps() if fitting else None)
         if self.attached.is_cut:
             self.remember_log_dir(trainer)
 
@@ -415,6 +429,8 @@ class HybridStrategy(ReplicaCollectives):
         backward = not lightning_internals.skips_backward(trainer)
         scaler = getattr(self.precision_plugin, "scaler", None)
         epoch_loop, accumulated = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
+        if self.settings.detect_desync and self.world_size > 1:
+            DesyncDetector(self._module, self.mesh, self.world.streams)(args[0], epoch_loop.total_batch_idx)
         return run.training_step(
             *args,
             **kwargs,
@@ -516,15 +532,35 @@ class HybridStrategy(ReplicaCollectives):
             offload.load_states(optimizer)
             return output
 
-        output = super().optimizer_step(optimizer, fetching, *args, **kwargs)
+        guard = self.run.nonfinite
+        with guard.step(optimizer) if guard is not None else nullcontext():
+            output = super().optimizer_step(optimizer, fetching, *args, **kwargs)
         offload.offload_states(optimizer)
         return output
 
     def _clip_by_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         owners = self._owners()
         if owners is None or owners.size() == 1:
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        return clip_by_total_norm(parameters, max_norm, **self._norm_arguments())
+            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        else:
+            norm = clip_by_total_norm(parameters, max_norm, **self._norm_arguments())
+        if self._run is not None and self._run.nonfinite is not None:
+            self._run.nonfinite.note_norm(norm)
+        return norm
+
+    def _guard_steps(self) -> NonfiniteGuard | None:
+        """What looks at gradients before an optimizer steps, if anything does."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        checks.check_nonfinite(self.settings.on_nonfinite, scaler)
+        if self.settings.on_nonfinite == "ignore" or scaler is not None:
+            return None
+        group = self.mesh.decision_group if self.settings.zero_stage else self.mesh.control_group
+        return NonfiniteGuard(
+            self.settings.on_nonfinite,
+            self._module,
+            lambda parameters, exponent: total_norm(parameters, exponent, **self._norm_arguments()),
+            group,
+        )
 
     @outside_of_steps
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:

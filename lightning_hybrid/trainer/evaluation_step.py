@@ -19,6 +19,7 @@ from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.step_context import StepContext
 
 _STEPS = {"validation_step": 1, "test_step": 2, "predict_step": 3}
+_NAMES = {number: name for name, number in _STEPS.items()}
 
 
 class UncutEvaluationStep:
@@ -105,7 +106,9 @@ class EvaluationStep:
         context = self._context
         # Before the first stage runs the user's code, which may take something out of the batch.
         version = coordinates[0], context.version(gradients=False)
-        (key,) = context.keys(version, [signature(arguments[0])])
+        part = signature(arguments[0])
+        context.desync.note_batch(_NAMES[coordinates[0]], version, [part])
+        (key,) = context.keys(version, [part])
         total = None if key in self._counts else find_batch_size(arguments[0])
         x: Any = None
         if context.is_first:
@@ -123,7 +126,9 @@ class EvaluationStep:
         """What the step returns, on the last stage; the whole batch is one microbatch."""
         context = self._context
         version = coordinates[0], context.version(gradients=False)
-        key = version, signature(arguments)
+        part = signature(arguments)
+        context.desync.note_batch(_NAMES[coordinates[0]], version, [part])
+        key = version, part
         plan = context.frame_plan(frame, user_step, arguments, *coordinates, key=key)
         fetched = context.fetch_parameters(frame, user_step.__name__, [plan])
 

@@ -30,6 +30,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOp
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
@@ -216,6 +217,46 @@ def result_collection(loop: Any) -> dict[str, Any]:
     """
     results: dict[str, Any] = loop._results
     return results
+
+
+def reduced_at_epoch_end(trainer: Trainer) -> list[str]:
+    """The keys of what was logged in the present epoch and replicas reduce at its end, as hook and name, in order.
+
+    Touches: ``Trainer._results``, ``_ResultMetric`` (``meta``, ``is_tensor``), ``_Metadata.on_epoch``,
+        ``_Sync`` (``should``, ``rank_zero_only``).
+
+    Without: replicas that log different keys wait for each other, or mix values, where the epoch ends.
+    """
+    results: dict[str, Any] = trainer._results or {}
+    entries = ((key, entry, entry.meta.sync) for key, entry in results.items() if entry.meta.on_epoch)
+    return [key for key, entry, sync in entries if not entry.is_tensor or (sync.should and not sync.rank_zero_only)]
+
+
+def before_epoch_reduction(trainer: Trainer, action: Callable[[], None]) -> None:
+    """Do something before what was logged in an epoch is reduced, in training and evaluation.
+
+    Touches: ``_LoggerConnector.epoch_end_reached`` (replaced on one object).
+
+    Without: replicas that log different keys wait for each other, or mix values, where the epoch ends. The hooks of an
+        evaluation's end come too late for that.
+    """
+    connector = trainer._logger_connector
+
+    def epoch_end_reached() -> None:
+        action()
+        type(connector).epoch_end_reached(connector)
+
+    connector.__dict__["epoch_end_reached"] = epoch_end_reached
+
+
+def restore_epoch_reduction(trainer: Trainer) -> None:
+    """Undo :func:`before_epoch_reduction`.
+
+    Touches: as there.
+
+    Without: the next run compares what ranks of a former one have logged.
+    """
+    trainer._logger_connector.__dict__.pop("epoch_end_reached", None)
 
 
 def result_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
@@ -919,6 +960,44 @@ def restore_sigterm_broadcast(trainer: Trainer) -> None:
     Without: the next run asks ranks of a former one.
     """
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+
+def replace_after_closure(plugin: Precision, action: Callable[[Callable[[], None], Optimizer], None]) -> None:
+    """Let another function run between the closure of an optimizer step and the step.
+
+    Args:
+        plugin: The precision plugin.
+        action: Called with what Lightning does there - hooks, and clipping of gradients - and the optimizer.
+
+    Touches: ``Precision._after_closure`` (replaced on one object).
+
+    Without: whether gradients are finite would be known only once the optimizer has used them.
+    """
+
+    def after_closure(model: LightningModule, optimizer: Optimizer) -> None:
+        action(partial(type(plugin)._after_closure, plugin, model, optimizer), optimizer)
+
+    plugin.__dict__["_after_closure"] = after_closure
+
+
+def restore_after_closure(plugin: Precision) -> None:
+    """Undo :func:`replace_after_closure`.
+
+    Touches: as there.
+
+    Without: the next run would look at gradients of a former one.
+    """
+    plugin.__dict__.pop("_after_closure", None)
+
+
+def detects_anomaly(trainer: Trainer) -> bool:
+    """Whether ``Trainer(detect_anomaly=True)`` was asked for.
+
+    Touches: ``Trainer._detect_anomaly``.
+
+    Without: torch would name a function of autograd, and not the stage, layer and microbatch.
+    """
+    return bool(trainer._detect_anomaly)
 
 
 #: Private members of Lightning's ``Strategy`` and ``ParallelStrategy`` that strategies of this package, which inherit

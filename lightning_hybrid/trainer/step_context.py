@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
+from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.dtensor import plain_factories
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
@@ -35,6 +36,7 @@ from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer, original_classes
 from lightning_hybrid.tensor_parallel.shape_errors import explain_shape_error
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
+from lightning_hybrid.trainer.debug.desync import StepDesync
 from lightning_hybrid.trainer.results.logger_proxy import LoggerProxy, make_calls, pack_calls
 from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
@@ -82,6 +84,7 @@ class StepContext:
         streams: The random streams.
         failures: Where failures are written.
         abandon: Lets go of everything that is under way.
+        desync: Compares what ranks do.
         device: Where this rank computes.
         engine: Runs the schedules; outlives this object.
         around_forwards: Around forwards: what layers keep for backward, and where.
@@ -95,6 +98,7 @@ class StepContext:
         cut: The cut of a body that is called as a whole; ``None`` if there is none.
         frame: The cut of a body whose layers any code may call; ``None`` if there is none.
         layers: The layers of each stage of this rank.
+        desync: Compares what this rank does with others.
         to_plain: Makes plain tensors of what shared layers return; ``None`` where layers are not shared.
         remembers: Whether what is found out about a step holds for later ones with equal shapes.
         in_step: Whether a step runs that is cut, so that the user's code does not run on every rank.
@@ -111,6 +115,7 @@ class StepContext:
         streams: RandomStreams,
         failures: FailureStore,
         abandon: Callable[[], None],
+        desync: Desync,
         device: torch.device,
         engine: Engine,
         around_forwards: Callable[[], AbstractContextManager[None]],
@@ -134,13 +139,14 @@ class StepContext:
         self.remembers, self.in_step = remembers, False
         self.recorder: Recorder | None = None
         self._failures, self._abandon = failures, abandon
+        self.desync = StepDesync(module, mesh, desync, self.guard)
         self._warned: set[Hashable] = set()
         self._around_forwards = around_forwards
         source = mesh.model_group_rank(self.num_ranks - 1, 0)
         self._results = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
         self._recorder = LogRecorder(module)
         self._logger_proxy = LoggerProxy(
-            module, is_source=self._results.is_source and mesh.data_rank == 0, unfollowed=self._unfollowed
+            module, is_source=self._results.is_source and mesh.data_rank == 0, unfollowed=self.unfollowed
         )
         self._scalars: dict[str, Any] = {}
         self.metrics = MetricsAcrossStages(
@@ -149,7 +155,7 @@ class StepContext:
             self._results,
             self._recorder.remember_value,
             is_last=self._results.is_source,
-            unfollowed=self._unfollowed,
+            unfollowed=self.unfollowed,
         )
         self._keys: defaultdict[Hashable, int] = defaultdict(_KEYS.__next__)
         self._parameters = list(module.parameters())
@@ -286,7 +292,8 @@ class StepContext:
             self._logger_proxy.next_microbatch(keep=keep)
         self.streams.seed_user(*coordinates)
 
-    def _unfollowed(self) -> AbstractContextManager[None]:
+    def unfollowed(self) -> AbstractContextManager[None]:
+        """Inside, nothing that runs is part of the user's step."""
         return nullcontext() if self.frame is None else self.frame.unfollowed()
 
     @contextmanager
@@ -436,7 +443,9 @@ class StepContext:
             trainer.should_stop = "stop" in tree
             if "calls" in tree and trainer.is_global_zero:
                 make_calls(tree["calls"], self.module)
-        replay(self.module, unpack_logs(tree["logs"], self.device), alone=self.mesh.data_parallel_size == 1)
+        logs = unpack_logs(tree["logs"], self.device)
+        self.desync.note_logs(logs)
+        replay(self.module, logs, alone=self.mesh.data_parallel_size == 1)
         return tree["value"]
 
     def _pack(self, value: Any, logs: list[Log]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, build_forward
 from lightning_hybrid.pipeline_parallel.stage import Compute
 from lightning_hybrid.trainer.batch_norm import batch_norm_text, batch_norms, limit_microbatches
+from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
 from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LossWeights, weighted, weighted_sum
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.precision import SharedCasts
@@ -46,6 +47,9 @@ class TrainingStep:
             the stages that use each parameter outside of the layers, by its name.
         shares_casts: Whether microbatches share what autocast makes of parameters; not where parameters are let go of
             after each use, as copies of all of them would stay.
+
+    Attributes:
+        anomaly: Looks at values that are not finite; ``None`` if nobody asks.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class TrainingStep:
         shares_casts: bool = True,
     ) -> None:
         self._context = context
+        self.anomaly: AnomalyDetector | None = None
         self._place_parameters = place_parameters
         self._is_placed = False
         self._grad_sync = grad_sync
@@ -118,16 +123,15 @@ class TrainingStep:
 
         def loss_of(microbatch: int, value: Any) -> Tensor:
             outputs.append(value)
-            loss, factor = _loss_of(value), factors[microbatch]
+            loss = self._checked(_loss_of(value))
             if backward and not loss.requires_grad:
                 _check_graphs(outputs, len(factors), each=context.num_stages > 1 and context.remembers)
-            loss = weighted(loss, factor) if weights is not None else loss if factor == 1.0 else loss * factor
-            loss = loss if accumulated == 1 else loss / accumulated
-            return loss if scale is None else scale(loss)
+            return _scaled(loss, factors[microbatch], accumulated, scale)
 
         grad_sync.reduces = reduce
         version = context.version(gradients=backward)
         parts: Sequence[Hashable] = list(map(signature, microbatches))
+        context.desync.note_batch("training_step", version, parts, counts)
         find_plans = partial(self._frame_plans, microbatches, arguments[1:], step, precision, version, parts)
         if context.frame is not None and not self._is_placed:
             self._place(find_plans, len(microbatches), backward=backward)
@@ -135,6 +139,7 @@ class TrainingStep:
             context.step(num_microbatches=len(counts), counts=counts) as records,
             torch.set_grad_enabled(backward),
             grad_sync.step(),
+            nullcontext() if self.anomaly is None else self.anomaly.batch(),
         ):
             plans = find_plans()
             if plans:
@@ -161,6 +166,12 @@ class TrainingStep:
             return microbatches
         moved: list[Any] = move_data_to_device(microbatches, self._context.device)
         return moved
+
+    def _checked(self, loss: Tensor) -> Tensor:
+        """A loss, which must be finite if somebody asks for that."""
+        if self.anomaly is not None:
+            self.anomaly.check_loss(loss)
+        return loss
 
     def _reduce(self, accumulated: int, *, windowed: bool) -> None:
         """Sum and average the gradients; a window of weights ends there."""
@@ -332,6 +343,9 @@ class UncutTrainingStep:
         module: The user's module.
         grad_sync: Averages the gradients. Parameters stay unsharded until after the backward.
         around_forwards: Around forwards: what layers keep for backward, and where.
+
+    Attributes:
+        anomaly: Looks at values that are not finite; ``None`` if nobody asks.
     """
 
     def __init__(
@@ -341,6 +355,7 @@ class UncutTrainingStep:
         around_forwards: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._module, self._grad_sync, self._around_forwards = module, grad_sync, around_forwards
+        self.anomaly: AnomalyDetector | None = None
 
     def __call__(
         self,
@@ -354,14 +369,19 @@ class UncutTrainingStep:
         zero.open()
         self._grad_sync.forward_begins(0)
         try:
-            with self._around_forwards(), precision():
+            with self._around_forwards(), precision(), self._looking():
                 output = self._module.training_step(*arguments)
+                if self.anomaly is not None and self._module.automatic_optimization:
+                    self.anomaly.check_loss(output.get("loss") if isinstance(output, Mapping) else output)
         except BaseException:
             zero.abandon()
             raise
         if output is None or not backward or not self._module.automatic_optimization:
             zero.close()
         return output
+
+    def _looking(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.anomaly is None else self.anomaly.batch()
 
     def backward(self, run: Callable[[], None], *, reduce: bool) -> None:
         """Run Lightning's backward, and average the gradients.
@@ -373,7 +393,8 @@ class UncutTrainingStep:
         grad_sync = self._grad_sync
         grad_sync.reduces = reduce
         grad_sync.backward_begins(0, is_last=True)
-        run()
+        with self._looking():
+            run()
         grad_sync.backward_ends(0, is_last=True)
         if reduce:
             grad_sync.finish()
@@ -408,6 +429,16 @@ def split_into(
         return microbatches, counts
     _, total = split_batch(batch, 1)
     return microbatches, sizes(max(total[0], len(microbatches)), len(microbatches))
+
+
+def _scaled(loss: Tensor, factor: float | Tensor, accumulated: int, scale: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """What backward begins with: the loss of a microbatch by what that counts in its batch and window, scaled."""
+    if isinstance(factor, Tensor):
+        loss = weighted(loss, factor)
+    elif factor != 1.0:
+        loss = loss * factor
+    loss = loss if accumulated == 1 else loss / accumulated
+    return loss if scale is None else scale(loss)
 
 
 def _merge(outputs: Sequence[Any], counts: Sequence[int], shares: Sequence[float | Tensor]) -> Any:

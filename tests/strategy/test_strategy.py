@@ -146,6 +146,9 @@ def test_every_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
         "rank_order": "dp-pp-tp",
         "process_group_backend": "gloo",
         "timeout": "0:10:00",
+        "stall_timeout": "0:03:00",
+        "detect_desync": True,
+        "on_nonfinite": "skip",
     }
     strategy = {"class_path": "lightning_hybrid.HybridStrategy", "init_args": arguments}
     path = tmp_path / "config.yaml"

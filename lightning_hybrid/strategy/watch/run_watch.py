@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_hybrid.distributed.failure import FailureStore, close_groups
+from lightning_hybrid.distributed.failure import FailureStore, Store, close_groups
 from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
@@ -22,6 +23,16 @@ from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.strategy.watch.signals import SignalAgreement
 
 
+class Watch(Protocol):
+    """What the thread looks at."""
+
+    def begin(self) -> None:
+        """A run begins, on the thread that is watched."""
+
+    def look(self) -> None:
+        """Called on the watcher's thread, every now and then."""
+
+
 class RunWatch:
     """Watches this rank's runs, while process groups exist.
 
@@ -29,17 +40,28 @@ class RunWatch:
         mesh: The ranks.
         engine: Whose messages are looked at.
         failures: Of this rank.
+        store: What all ranks see, for the watcher alone.
         connections: Those of the process groups.
         since: The last collective of before the groups were made.
+        others: What the thread looks at beside signals and failures.
+
+    Attributes:
+        trainer: Whose run is watched; ``None`` outside of one.
     """
 
     def __init__(
-        self, mesh: Mesh, engine: Engine, failures: FailureStore, connections: Connections, *, since: int
+        self,
+        mesh: Mesh,
+        engine: Engine,
+        failures: FailureStore,
+        store: Store,
+        connections: Connections,
+        *,
+        since: int,
+        others: Sequence[Watch] = (),
     ) -> None:
         self._mesh, self._engine, self._failures, self._connections = mesh, engine, failures, connections
-        world = dist.group.WORLD
-        assert world is not None
-        store = world.get_group_store().clone()  # type: ignore[attr-defined]  # one that waits for a key is locked
+        self._others = others
         rank, size = dist.get_rank(), dist.get_world_size()
         self._thread = WatchedThread()
         self._waits = WaitWatch(
@@ -65,13 +87,15 @@ class RunWatch:
         )
         self._watcher = Watcher(self._look, descriptors=self._failure_watch.descriptors)
         self._signals = SignalAgreement(mesh, store, failures.key, self._watcher.wake)
-        self._trainer: Trainer | None = None
+        self.trainer: Trainer | None = None
 
     def open(self, trainer: Trainer) -> None:
         """A run begins."""
-        self._trainer = trainer
+        self.trainer = trainer
         self._failures.begin()
         self._failure_watch.begin()
+        for other in self._others:
+            other.begin()
         self._signals.install(trainer)
         self._watcher.start()
         self._watcher.wake()
@@ -86,7 +110,7 @@ class RunWatch:
         By a collective that is of no use to anybody else: a barrier or the like that a rank has called alone before
         would be taken for this one.
         """
-        is_in_run = self._trainer is not None and dist.is_initialized()
+        is_in_run = self.trainer is not None and dist.is_initialized()
         if is_in_run and not self._failures.failed and not self._failures.is_leaving:
             group = self._mesh.decision_group
             ends = torch.zeros(group.size(), dtype=torch.uint8)
@@ -94,9 +118,9 @@ class RunWatch:
 
     def finish(self) -> None:
         """The last collectives of a run are behind this rank."""
-        if self._trainer is not None and not self._failures.failed:
+        if self.trainer is not None and not self._failures.failed:
             self._failures.finish(self._waits.final_note())
-        self._trainer = None
+        self.trainer = None
         self._watcher.close()
         self._failure_watch.close()
 
@@ -104,6 +128,8 @@ class RunWatch:
 
     def _look(self, signals: Collection[int]) -> None:
         self._signals.look(signals)
+        for other in self._others:
+            other.look()
         self._failure_watch.look(signals)
 
     def _messages(self) -> Messages:
@@ -118,7 +144,7 @@ class RunWatch:
 
     def _state(self) -> str:
         """Where the Trainer is."""
-        trainer = self._trainer
+        trainer = self.trainer
         if trainer is None or trainer.state.fn is None:
             return ""
         if trainer.state.fn != TrainerFn.FITTING:

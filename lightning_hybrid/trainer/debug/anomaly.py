@@ -1,0 +1,144 @@
+"""`Trainer(detect_anomaly=True)`: the first stage, layer and microbatch where a value is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
+
+from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.pipeline_parallel.engine import Engine
+
+_OF_TORCH = "returned nan values"  # what torch says of a function in backward
+
+
+class AnomalyDetector:
+    """Looks at what every layer makes, and at the gradients that come back to it, in training.
+
+    A NaN ends the run where it is made. Infinities may be meant, as in masks: they are remembered, and named if a NaN
+    follows; those in gradients end the run too, unless a `GradScaler` looks for them.
+
+    Args:
+        module: The user's module, divided.
+        engine: Knows the stage and the microbatch.
+        unfollowed: Around what is no part of the user's step.
+        scales: Whether there is a `GradScaler`, for which infinite gradients are no fault.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        engine: Engine,
+        *,
+        unfollowed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        scales: bool = False,
+    ) -> None:
+        self._module, self._engine, self._scales = module, engine, scales
+        self._unfollowed = unfollowed
+        self._first_infinity = ""
+        self._entered = ""  # the layer whose backward has begun last
+        metrics = (metric for metric in module.modules() if isinstance(metric, Metric))
+        passed_over = {module, *(part for metric in metrics for part in metric.modules())}
+        self._names = {part: name for name, part in module.named_modules() if part not in passed_over}
+        self._handles = [part.register_forward_hook(self._made, with_kwargs=True) for part in self._names]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AnomalyDetector:
+        """Itself: callbacks copy modules, with hooks on their layers."""
+        return self
+
+    def remove(self) -> None:
+        """Take the hooks off the layers."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def _where(self) -> str:
+        position = self._engine.position
+        return "" if position is None else f" (stage {position.stage}, microbatch {position.microbatch})"
+
+    def _named(self, layer: nn.Module) -> str:
+        return f"layer `{self._names[layer]}`, a {type(layer).__name__}"
+
+    def _made(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if layer not in self._names or not self._module.training or not torch.is_grad_enabled():
+            return  # a copy that a callback has made, or an evaluation
+        with self._unfollowed():
+            tensors = list(_floating(output))
+            with torch.no_grad():
+                has_nan, is_finite = _look_at(tensors)
+                if has_nan:
+                    given_nan, _ = _look_at(_floating((args, kwargs)))
+                    text = f"The forward of {self._named(layer)}, made NaNs"
+                    if given_nan:
+                        text = (
+                            f"What goes into {self._named(layer)}, has NaNs already: they come from the batch, or from"
+                        )
+                        text += " code before it"
+                    raise RuntimeError(f"{text}{self._where}.{self._first_infinity}")
+                if not is_finite and not self._first_infinity:
+                    self._first_infinity = f" The first infinity was made by {self._named(layer)}{self._where}."
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._arrived, layer))  # type: ignore[no-untyped-call]
+
+    def check_loss(self, loss: Any) -> None:
+        """The user's step has come to its loss.
+
+        Raises:
+            RuntimeError: If it is not finite although what the layers made has no NaNs.
+        """
+        if isinstance(loss, Tensor):
+            with self._unfollowed(), torch.no_grad():
+                _, is_finite = _look_at(_floating(loss))
+            if not is_finite:
+                raise RuntimeError(
+                    f"The loss is not finite{self._where}, and the layers made no NaNs: it comes from the code between"
+                    f" the last layer and the loss, or from the labels.{self._first_infinity}"
+                )
+
+    def _arrived(self, layer: nn.Module, gradient: Tensor) -> None:
+        """The gradient of what a layer made: the backward of the layer begins."""
+        with torch.no_grad():
+            has_nan, is_finite = _look_at(_floating(gradient))
+        if has_nan or not (is_finite or self._scales):
+            raise RuntimeError(self._backward_text("gave gradients that are not finite"))
+        self._entered = self._named(layer)
+
+    def _backward_text(self, what: str) -> str:
+        of = f"of {self._entered}," if self._entered else "of the code after the last layer, such as the loss,"
+        return f"The backward {of} {what}{self._where}.{self._first_infinity}"
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Around the forward and backward of a batch, or around either of them."""
+        self._first_infinity = self._entered = ""
+        try:
+            yield
+        except RuntimeError as error:
+            if _OF_TORCH not in str(error):
+                raise
+            raise RuntimeError(f"{self._backward_text('made NaNs')} {error}") from error
+
+
+def _floating(tree: Any) -> Iterator[Tensor]:
+    """The tensors in a tree that have values of their own which could be infinite."""
+    for leaf in flatten(tree)[0]:
+        value = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        if type(value) in (Tensor, nn.Parameter) and value.is_floating_point() and not value.is_meta:
+            yield value
+
+
+def _look_at(tensors: Iterable[Tensor]) -> tuple[bool, bool]:
+    """Whether there is a NaN, and whether all is finite. Waits for the device."""
+    has_nan, is_finite = False, True
+    for tensor in tensors:
+        if not tensor.isfinite().all():
+            has_nan, is_finite = has_nan or bool(tensor.isnan().any()), False
+    return has_nan, is_finite

@@ -1,0 +1,165 @@
+"""What steps do is compared over the ranks; with `detect_desync=True` also numbers, to the last bit."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_hybrid.data_parallel.zero.param import is_shard
+from lightning_hybrid.distributed.agreement import unequal_text
+from lightning_hybrid.distributed.debug.desync import Desync
+from lightning_hybrid.distributed.dtensor import is_tensor_parallel, to_local
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.random import RandomStreams
+from lightning_hybrid.pipeline_parallel.microbatch import signature_text
+from lightning_hybrid.trainer.dataloader import checksum
+from lightning_hybrid.trainer.lightning_internals import reduced_at_epoch_end
+from lightning_hybrid.trainer.results.logging import Log
+
+_MOST = 5  # parameters in one text
+
+Shared = tuple[str, tuple[str | int, ...]]
+"""A name, and which coordinates a rank must have in common with others for the value to be the same."""
+
+
+class StepDesync:
+    """Notes what a step does, for the comparison of ranks.
+
+    Args:
+        module: The user's module, divided.
+        mesh: The ranks.
+        desync: Compares.
+        guard: Turns a failure inside of it into one of all ranks.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        mesh: Mesh,
+        desync: Desync,
+        guard: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._module, self._desync, self._guard = module, desync, guard
+        self._has_peers = mesh.model_group.size() > 1
+        self._has_replicas = mesh.data_parallel_size > 1
+
+    def note_batch(self, step: str, version: Hashable, parts: Sequence[Hashable], counts: Sequence[int] = ()) -> None:
+        """A batch is about to run: what decides the messages in a model group is compared over it.
+
+        Args:
+            step: The user's step.
+            version: What decides which tensors need gradients, beside the batch.
+            parts: The signature of each microbatch.
+            counts: The number of samples of each microbatch.
+        """
+
+        def describe() -> dict[str, str]:
+            with torch._C.DisableTorchFunctionSubclass():
+                trained = sum(parameter.requires_grad for parameter in self._module.parameters())
+            return {
+                "mode": "training" if self._module.training else "evaluation",
+                "number of trainable parameters": f"{trained} (checksum {zlib.crc32(repr(version).encode())})",
+                "microbatches": f"{len(parts)} of {list(counts)} samples" if counts else str(len(parts)),
+                "batch": str(list(map(signature_text, dict.fromkeys(parts)))),
+            }
+
+        if self._has_peers:
+            with self._guard():
+                self._desync.model_group.note(step, (version, tuple(parts), tuple(counts)), describe)
+
+    def note_logs(self, logs: Sequence[Log]) -> None:
+        """A step has logged: what replicas reduce of it at once is compared over them."""
+        if self._has_replicas and self._module.trainer.training:
+            reduced = (log for log in logs if log.metric is not None or log.arguments.get("sync_dist"))
+            names = tuple([log.name for log in reduced if log.arguments.get("on_step") is not False])
+            with self._guard():
+                self._desync.replicas.note("training_step", names, lambda: {"what is logged": str(list(names))})
+
+    def note_epoch_end(self) -> None:
+        """An epoch of training or evaluation ends: what is about to be reduced of it over the replicas is compared."""
+        trainer = self._module.trainer
+        names = tuple(reduced_at_epoch_end(trainer))
+        stage = "" if trainer.state.stage is None else trainer.state.stage.value
+        with self._guard():
+            self._desync.replicas.note(f"an epoch of {stage}", names, lambda: {"what was logged": str(list(names))})
+
+
+class DesyncDetector:
+    """Compares batches, parameters of replicas and of shared holders, and the states of random streams.
+
+    Args:
+        module: The user's module, divided.
+        mesh: The ranks.
+        streams: The random streams.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, streams: RandomStreams) -> None:
+        self._module, self._mesh, self._streams = module, mesh, streams
+
+    @torch.no_grad()
+    def __call__(self, batch: Any, step: int) -> None:
+        """Compare; to be called on every rank, before a training step.
+
+        Args:
+            batch: The batch.
+            step: The number of the batch.
+
+        Raises:
+            ValueError: If something is not the same where it should be; on every rank, with one text.
+        """
+        mesh = self._mesh
+        own: dict[Shared, int] = {
+            ("batch", (mesh.data_rank,)): checksum(batch),
+            ("random state", ()): zlib.crc32(repr(sorted(self._streams.state_dict().items())).encode()),
+            **self._parameters(),
+        }
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        texts = []
+        for key in dict.fromkeys(key for values in everyone for key in values):
+            values = {rank: str(values[key]) for rank, values in enumerate(everyone) if key in values}
+            if len(set(values.values())) > 1:
+                texts.append(unequal_text(key[0], values))
+        if texts:
+            more = f" And {len(texts) - _MOST} others." if len(texts) > _MOST else ""
+            raise ValueError(
+                f"Before training batch {step}, checksums differ. {' '.join(texts[:_MOST])}{more} {_ADVICE}"
+            )
+
+    def _parameters(self) -> dict[Shared, int]:
+        """Of each parameter that this rank has: what replicas, and all stages that hold it, must have alike."""
+        mesh = self._mesh
+        found: dict[Shared, Tensor] = {}
+        for name, parameter in self._module.named_parameters():
+            if parameter.is_meta:
+                continue
+            # Ranks that share a layer compute alike, but not always to the last bit.
+            coordinates: tuple[str | int, ...] = ("tensor", mesh.tensor_rank) if mesh.tensor_parallel_size > 1 else ()
+            kind = "part of parameter" if is_tensor_parallel(parameter) else "parameter"
+            coordinates = (*coordinates, "replica", mesh.data_rank) if is_shard(parameter) else coordinates
+            found[f"{kind} {name}", coordinates] = _bits(to_local(parameter))
+        if not found:
+            return {}
+        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The sum of the bits as integers, shape ``()``, on the tensor's device: it is another one if one bit is."""
+    flat = tensor.detach().contiguous().flatten()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).flatten()
+    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ADVICE = (
+    "Something has changed them on some ranks only: code under `if self.global_rank == ...`, a random number drawn from"
+    " a generator of its own, or weights loaded on one rank."
+)

@@ -1,0 +1,49 @@
+"""Where this rank is in its work: the Trainer's loops, and the engine's actions, read from another thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import CodeType
+
+from lightning.pytorch import Trainer
+
+from lightning_hybrid.distributed.debug.stall import Position
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.pipeline_parallel.engine import TAKES, Engine
+from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey
+
+
+def find_position(calls: Sequence[CodeType], trainer: Trainer, engine: Engine, mesh: Mesh) -> Position:
+    """Read where this rank is; nothing in a step is done for that.
+
+    Args:
+        calls: The code of the calls of the main thread, the innermost first.
+        trainer: The Trainer.
+        engine: Runs the actions of schedules.
+        mesh: The ranks.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    loops = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    evaluated = tuple(loop.batch_progress.total.ready for loop in loops)
+    action, trained = engine.position, epoch_loop.batch_progress.total.ready
+    stage = trainer.state.stage
+    position = Position(progress=(engine.runs, action, trained, evaluated))
+    if stage is not None:
+        number = trained if trainer.training else sum(evaluated)
+        position.batch = f"{stage.value} {max(number - 1, 0)}"
+    if action is None:
+        return position
+
+    def told(message: Action, channel: ChannelKey) -> str:
+        sender, receiver, _ = channel
+        if message.kind.is_receive:
+            return f"{message} from rank {mesh.rank(sender, mesh.data_rank, mesh.tensor_rank)}"
+        return f"{message} to rank {mesh.rank(receiver, mesh.data_rank, mesh.tensor_rank)}"
+
+    under_way = engine.under_way()
+    position.action, position.last = str(action), under_way.last
+    position.pending = [told(*each) for each in under_way.messages]
+    if under_way.awaited is not None and TAKES in calls:
+        position.pending.insert(0, told(*under_way.awaited))
+        position.waits_for = [mesh.rank(under_way.awaited[1][0], mesh.data_rank, mesh.tensor_rank)]
+    return position

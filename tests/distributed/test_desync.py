@@ -1,0 +1,189 @@
+"""Ranks that do not do the same are told what differs, and on which ranks, all with one text."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.distributed.debug.desync import Change, DesyncWatch, Noted, first_difference
+from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
+from tests.pool import Pools
+from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer, together, weights
+
+A, B, C = Change(1, "batch", "a"), Change(3, "batch", "b"), Change(4, "mode", "c")
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "expected"),
+    [
+        (Noted(5, 0, [A, B]), Noted(5, 0, [A, B]), None),
+        (Noted(5, 0, [A, B]), Noted(2, 0, [A]), None),  # the other one has not come so far
+        (Noted(5, 0, [A, B]), Noted(3, 0, [A]), (3, "batch")),
+        (Noted(5, 0, [A]), Noted(5, 0, [A, B, C]), (3, "batch")),
+        (Noted(5, 0, [A, C]), Noted(5, 0, [A, C._replace(value="d")]), (4, "mode")),
+        (Noted(5, 0, [A, B, C]), Noted(5, 3, [C]), None),  # one has forgotten
+    ],
+)
+def test_the_first_difference_counts_as_far_as_both_have_come(mine: Noted, other: Noted, expected: Any) -> None:
+    assert first_difference(mine, other) == first_difference(other, mine) == expected
+
+
+class Interleaved:
+    """A store of one of two ranks; the other one says all it has to say between two calls of this one.
+
+    Args:
+        store: The store.
+        other: Called after the first `add` of this rank.
+    """
+
+    def __init__(self, store: Any, other: Callable[[], None]) -> None:
+        self._store, self._other = store, other
+        self._calls = 0
+
+    def add(self, key: str, amount: int) -> int:
+        number: int = self._store.add(key, amount)
+        self._calls += 1
+        if self._calls == 1:
+            self._other()
+        return number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def desync_watch(store: Any, rank: int) -> DesyncWatch:
+    failures = FailureStore(store, "run", rank=rank, size=2)
+    return DesyncWatch(failures, store, store, "both", rank=rank, ranks=[0, 1], advice="Do the same.")
+
+
+@pytest.mark.parametrize("values", [("a", "a"), ("a", "b")])
+def test_ranks_that_meet_tell_alike_from_different_in_any_order(values: tuple[str, str]) -> None:
+    """Who comes last has not always said last what it has."""
+    store, outcomes = dist.HashStore(), ["", ""]
+
+    def meet(rank: int, watch: DesyncWatch) -> None:
+        try:
+            watch.note("step", values[rank], lambda: {"shape": values[rank]})
+        except WrongUseError as error:
+            outcomes[rank] = str(error)
+
+    other = threading.Thread(target=meet, args=(1, desync_watch(store, 1)))
+
+    def until_it_waits() -> None:
+        other.start()
+        while not store.check(["lightning_hybrid/failure/run/0/desync/both/1"]):
+            time.sleep(0.01)
+
+    meet(0, desync_watch(Interleaved(store, until_it_waits), 0))
+    other.join()
+    text = "`shape of step` is not the same on every rank: a on rank 0; b on rank 1. Do the same."
+    assert outcomes == ([text, text] if values[0] != values[1] else ["", ""])
+
+
+class Differing(Regression):
+    """Rank 1 does something else.
+
+    Args:
+        how: What, from the third batch on.
+    """
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.how = how
+
+    @property
+    def differs(self) -> bool:
+        return self.trainer.global_rank == 1 and self.trainer.global_step >= 2
+
+    def split_batch(self, batch: Any, number: int) -> Any:
+        parts = 2 if self.how == "microbatches" and self.trainer.global_rank == 1 else number
+        return list(zip(*(tensor.chunk(parts) for tensor in batch), strict=True))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.how == "frozen" and self.differs:
+            self.head.bias.requires_grad_(False)
+        if self.how == "changed" and self.differs:
+            with torch.no_grad():
+                self.embed.bias[3] += 1e-9
+        if self.how == "random" and self.differs:
+            self.trainer.strategy.world.streams.next_number("evaluation batches")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        name = "mine" if self.how == "logged" and self.differs else "loss"
+        self.log(name, loss, sync_dist=True, on_step=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.log("val_loss", loss, sync_dist=True)
+        if self.how == "epoch" and self.trainer.global_rank == 1:
+            self.log("mine", loss, sync_dist=True)
+
+
+def fit(layout: Mapping[str, Any] | None, how: str) -> tuple[str, Any, Any]:
+    """What ends a run, or else the losses and weights."""
+    module, losses = Differing(how), Losses()
+    trainer = make_trainer(layout, max_epochs=2, callbacks=[losses], num_sanity_val_steps=0)
+    try:
+        trainer.fit(module, loader(), loader())
+    except ValueError as error:
+        return str(error), None, None
+    return "", losses.values, weights(module)
+
+
+TWO = {"num_microbatches": 2}  # replicas, each with microbatches
+CASES = {
+    "microbatches": (
+        PP2,
+        "`microbatches of training_step` is not the same on every rank: 4 of [2, 2, 2, 2] samples on rank 0; 2 of"
+        " [4, 4] samples on rank 1.",
+    ),
+    "frozen": (PP2, "`number of trainable parameters of training_step` is not the same on every rank: 16 (checksum"),
+    "logged": (
+        TWO,
+        "`what is logged of training_step` is not the same on every rank: ['loss'] on rank 0; ['mine'] on rank 1.",
+    ),
+    "epoch": (
+        TWO,
+        "`what was logged of an epoch of validate` is not the same on every rank: ['validation_step.val_loss'] on rank"
+        " 0; ['validation_step.val_loss', 'validation_step.mine'] on rank 1.",
+    ),
+    "changed": (
+        {**PP2, "detect_desync": True},
+        "Before training batch 2, checksums differ. `parameter embed.bias` is not the same on every rank: ",
+    ),
+    "random": (
+        {**TWO, "detect_desync": True},
+        "Before training batch 2, checksums differ. `random state` is not the same on every rank: ",
+    ),
+}
+
+
+@pytest.mark.rows(67)
+@pytest.mark.parametrize("how", CASES)
+def test_what_differs_is_named_with_its_ranks_on_every_rank(ranks: Pools, how: str) -> None:
+    """Some of these wait for each other for ever, some end inside gloo, and some train something else."""
+    layout, expected = CASES[how]
+    texts = [text for text, *_ in ranks(2, lightning=True).run(fit, layout, how, timeout=40)]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(expected), texts[0]
+
+
+@pytest.mark.parametrize("layout", [PP2, {"tensor_parallel_size": 2}, {"zero_stage": 3}], ids=["pp2", "tp2", "zero3"])
+def test_ranks_that_do_the_same_train_as_ever(ranks: Pools, layout: Mapping[str, Any]) -> None:
+    """The last batch of an epoch is shorter, and evaluation comes in between."""
+    replicas = 2 if "zero_stage" in layout else 1
+    results = ranks(2, lightning=True).run(fit, {**layout, "num_microbatches": 2, "detect_desync": True}, "")
+    assert [text for text, *_ in results] == ["", ""]
+    if replicas == 1:
+        _, losses, _ = fit(None, "")
+        assert_same(results[0][1], losses)
+    if "pipeline_parallel_size" in layout:
+        assert_same(together([parts for *_, parts in results]), fit(None, "")[2])
