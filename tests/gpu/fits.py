@@ -39,7 +39,7 @@ class Model(LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         loss = self._loss(batch)
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=True)
         self.log("number", 0.25, batch_size=len(batch[0]))
         self.steps += 1
         return loss
