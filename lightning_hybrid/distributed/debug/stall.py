@@ -10,16 +10,17 @@ import sysconfig
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_hybrid.distributed.failure import FailureStore, Store
+from lightning_hybrid.distributed.watch.watched_thread import StackCall, read_stack
 
 WAITS, IDLES, COMPUTES, SILENT = "waits", "idles", "computes", "does not answer"
 
@@ -137,17 +138,17 @@ class StallWatch:
             self._look()
 
     def _look(self) -> None:
-        now, frames = time.monotonic(), list(_frames(self._watched))
-        position = self._position([frame.f_code for frame in frames])
-        self._follow(now, frames, position)
-        is_waiting = _waits(frames)
+        now, stack = time.monotonic(), read_stack(self._watched)
+        position = self._position([call.code for call in stack])
+        self._follow(now, stack, position)
+        is_waiting = _waits(stack)
         if not self._store.check([self._key("call")]):
             if not is_waiting or now < max(self._since + self._timeout, self._next_call):
                 return
             self._store.set(self._key("call"), "")
         if self._called is None:
             self._called = now
-            answer = self._answer(now, frames, position, is_waiting=is_waiting)
+            answer = self._answer(now, stack, position, is_waiting=is_waiting)
             self._store.set(self._key(f"answer/{self._rank}"), json.dumps(asdict(answer)))
         elif self._store.check([self._key("verdict")]):
             self._obey(json.loads(self._store.get(self._key("verdict"))), now)
@@ -157,9 +158,9 @@ class StallWatch:
     def _key(self, name: str) -> str:
         return self._failures.key(f"stall/{self._round}/{name}")
 
-    def _follow(self, now: float, frames: Sequence[FrameType], position: Position) -> None:
+    def _follow(self, now: float, stack: Sequence[StackCall], position: Position) -> None:
         """Note since when nothing has finished here, and when the thread has last computed."""
-        progress = position.progress, tuple((id(frame), frame.f_lasti) for frame in frames)
+        progress = position.progress, tuple(call.position for call in stack)
         if progress != self._progress:
             self._progress, self._since = progress, now
         computed = self._seconds_computed()
@@ -172,11 +173,11 @@ class StallWatch:
         clock_of = getattr(time, "pthread_getcpuclockid", None)
         return time.process_time() if clock_of is None else time.clock_gettime(clock_of(self._watched))
 
-    def _answer(self, now: float, frames: Sequence[FrameType], position: Position, *, is_waiting: bool) -> Answer:
+    def _answer(self, now: float, stack: Sequence[StackCall], position: Position, *, is_waiting: bool) -> Answer:
         told = {name: value for name, value in asdict(position).items() if name != "progress"}
-        answer = Answer(self._rank, socket.gethostname(), WAITS, now - self._since, place=_place(frames), **told)
+        answer = Answer(self._rank, socket.gethostname(), WAITS, now - self._since, place=_place(stack), **told)
         if is_waiting:
-            answer.call, ranks = _collective(frames)
+            answer.call, ranks = _collective(read_stack(self._watched, groups=True))
             answer.waits_for = answer.waits_for or [rank for rank in ranks if rank != self._rank]
         else:
             idle = now - self._computed_at
@@ -216,7 +217,7 @@ class StallWatch:
         if verdict["goes_on"]:
             self._round += 1
             self._called, self._next_call = None, now + self._timeout / 4
-        elif self._rank in verdict["ends"] and not _waits(list(_frames(self._watched))):
+        elif self._rank in verdict["ends"] and not _waits(read_stack(self._watched)):
             # Nobody else ends a rank that waits for nobody: it would stay behind.
             self._print(f"{verdict['text']}\nIt is this rank, and it ends.")
             self._end(1)
@@ -297,36 +298,22 @@ def _row(answer: Answer) -> tuple[Any, ...]:
     return answer.state, answer.batch, answer.action, answer.place, *lists
 
 
-def _frames(thread: int) -> Iterator[FrameType]:
-    """The calls of a thread, the innermost first."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _waits(frames: Sequence[FrameType]) -> bool:
+def _waits(stack: Sequence[StackCall]) -> bool:
     """Whether a thread is where it waits for other ranks: in collectives of torch, or in this package."""
-    if not frames:
-        return False
-    file = frames[0].f_code.co_filename
-    return file.startswith((_TORCH, _OURS)) and file != _BACKWARD
+    return bool(stack) and stack[0].file.startswith((_TORCH, _OURS)) and stack[0].file != _BACKWARD
 
 
-def _place(frames: Sequence[FrameType]) -> str:
+def _place(stack: Sequence[StackCall]) -> str:
     """The innermost place, and the innermost one in the user's code."""
-    places = frames[:1]
-    users = (frame for frame in frames if not frame.f_code.co_filename.startswith((*_LIBRARIES, _OURS, "<")))
-    places = [*places, *([user] if (user := next(users, None)) is not None and user not in places else [])]
-    named = (f"{f.f_code.co_name} ({Path(f.f_code.co_filename).name}:{f.f_lineno})" for f in places)
-    return " < ".join(named)
+    places = list(stack[:1])
+    user = next((call for call in stack if not call.file.startswith((*_LIBRARIES, _OURS, "<"))), None)
+    places += [user] if user is not None and user not in places else []
+    return " < ".join(map(str, places))
 
 
-def _collective(frames: Sequence[FrameType]) -> tuple[str, list[int]]:
+def _collective(stack: Sequence[StackCall]) -> tuple[str, list[int]]:
     """The collective that a thread is in, with its group as text, and the group's global ranks."""
-    for frame in frames:
-        if Path(frame.f_code.co_filename).name == "distributed_c10d.py" and "group" in frame.f_code.co_varnames:
-            group = frame.f_locals.get("group") or dist.group.WORLD
-            ranks = sorted(dist.get_process_group_ranks(group))
-            return f"{frame.f_code.co_name} over {ranks}", ranks
+    for call in stack:
+        if call.ranks is not None:
+            return f"{call.code.co_name} over {call.ranks}", call.ranks
     return "", []

@@ -7,9 +7,10 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,63 @@ _TORCH, _PACKAGE = str(Path(dist.__file__).parent), str(Path(__file__).parents[2
 _SAVING = str(Path(__file__).parents[2] / "checkpoint")
 _LOADING = str(Path(torch.__file__).parent / "utils" / "data")
 _LIBRARIES = (_PACKAGE, *{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
+_COLLECTIVES = "distributed_c10d.py"  # the file of torch's functions for ranks that talk to each other
 _MOST_COMPUTED = 0.05  # seconds in which it does not compute more than this
+
+
+#: Held while a stack is read: who has the frame of a call has its variables too, and keeps alive what they refer to.
+READING = threading.Lock()
+
+
+class StackCall(NamedTuple):
+    """One of the calls that a thread is in.
+
+    Attributes:
+        code: What was called.
+        line: The line that runs.
+        position: Changes when it goes on.
+        ranks: The global ranks of the group, if it is a function of `torch.distributed` and groups were asked for.
+    """
+
+    code: CodeType
+    line: int
+    position: tuple[int, int]
+    ranks: list[int] | None
+
+    @property
+    def file(self) -> str:
+        """Where its code is."""
+        return self.code.co_filename
+
+    def __str__(self) -> str:
+        """For messages."""
+        return f"{self.code.co_name} ({Path(self.file).name}:{self.line})"
+
+
+def read_stack(thread: int, *, groups: bool = False) -> list[StackCall]:
+    """The calls that a thread is in, the innermost first; nothing if it is gone.
+
+    Args:
+        thread: As `threading.get_ident` names it.
+        groups: Whether to ask for the groups of functions of `torch.distributed`.
+    """
+    with READING:
+        return _read_stack(thread, groups)
+
+
+def _read_stack(thread: int, groups: bool) -> list[StackCall]:
+    frame, calls = sys._current_frames().get(thread), []
+    while frame is not None:
+        ranks = _ranks_of(frame) if groups and Path(frame.f_code.co_filename).name == _COLLECTIVES else None
+        calls.append(StackCall(frame.f_code, frame.f_lineno or 0, (id(frame), frame.f_lasti), ranks))
+        frame = frame.f_back
+    return calls
+
+
+def _ranks_of(frame: FrameType) -> list[int] | None:
+    if "group" not in frame.f_code.co_varnames:
+        return None
+    return sorted(dist.get_process_group_ranks(frame.f_locals.get("group") or dist.group.WORLD))
 
 
 class WatchedThread:
@@ -51,19 +108,18 @@ class WatchedThread:
 
     def look(self) -> None:
         """See where the thread is."""
-        frame = sys._current_frames().get(self._ident)
-        if frame is None:
+        stack = read_stack(self._ident)
+        if not stack:
             self.watch_nothing()
             return
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        file, name = stack[0].file, stack[0].code.co_name
         self.in_collective = file.startswith(_TORCH)
         self.waits = self.in_collective or file.startswith(_PACKAGE)
         self.awaits = self.waits and not self.in_collective and name.startswith("wait")
-        files = [each.f_code.co_filename for each in _frames(frame)]
-        self.is_saving = any(each.startswith(_SAVING) for each in files)
-        self.is_loading = any(each.startswith(_LOADING) for each in files)
+        self.is_saving = any(each.file.startswith(_SAVING) for each in stack)
+        self.is_loading = any(each.file.startswith(_LOADING) for each in stack)
         now, computed = time.monotonic(), self._computed()
-        position = id(frame), frame.f_lasti, frame.f_code  # not the frame: its variables refer to groups
+        position = stack[0].position
         if position != self._position or computed > self._computed_before + _MOST_COMPUTED:
             self._position, self._since, self._computed_before = position, now, computed
         self.seconds_still = now - self._since
@@ -80,19 +136,18 @@ class WatchedThread:
 
     def calls(self) -> str:
         """The place where the thread is, and the calls that led there."""
-        frame = sys._current_frames().get(self._ident)
-        return " < ".join(_place(each) for each, _ in zip(_frames(frame), range(6), strict=False))
+        return " < ".join(map(str, read_stack(self._ident)[:6]))
 
     def place(self) -> str:
         """The place in the user's code that libraries called, such as a hook; or else the innermost calls."""
-        frames = list(_frames(sys._current_frames().get(self._ident)))
-        own = [index for index, each in enumerate(frames) if not each.f_code.co_filename.startswith(_LIBRARIES)]
-        called = (index for index in own if len(frames) - index > len([each for each in own if each >= index]))
+        stack = read_stack(self._ident)
+        own = [index for index, each in enumerate(stack) if not each.file.startswith(_LIBRARIES)]
+        called = (index for index in own if len(stack) - index > len([each for each in own if each >= index]))
         index = next(called, None)
         if index is not None:
-            return _place(frames[index])
-        outside = [each for each in frames if not each.f_code.co_filename.startswith(_TORCH)]
-        return " < ".join(map(_place, outside[:3]))
+            return str(stack[index])
+        outside = [each for each in stack if not each.file.startswith(_TORCH)]
+        return " < ".join(map(str, outside[:3]))
 
     def interrupt(self) -> bool:
         """Have the handler of SIGTERM called in this thread, whatever it does in Python; whether there is one."""
@@ -101,13 +156,3 @@ class WatchedThread:
             return False
         signal.pthread_kill(self._ident, signal.SIGTERM)
         return True
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _place(frame: FrameType) -> str:
-    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

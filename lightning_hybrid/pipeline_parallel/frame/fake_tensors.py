@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.watch.watched_thread import READING
 from lightning_hybrid.pipeline_parallel.frame.graph import users_line
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
 
@@ -56,13 +57,15 @@ def absent_text(what: str) -> str:
 def collecting_at_the_end() -> Iterator[None]:
     """Objects in cycles that were made inside are gone at the end, and not before: on every rank alike.
 
-    Else it would depend on how much else a rank has made which values are still there.
+    Else it would depend on how much else a rank has made which values are still there; and on whether a watcher is just
+    reading the stack of this thread, which keeps the variables of calls that are over.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-        gc.collect(0)  # everything that is new is young
+        with READING:
+            gc.collect(0)  # everything that is new is young
     finally:
         if was_enabled:
             gc.enable()

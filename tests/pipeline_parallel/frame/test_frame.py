@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import random
 import re
+import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.watch.watched_thread import read_stack
 from lightning_hybrid.pipeline_parallel.frame.routes import Travel
 from tests.frame_modules import Block, Coupling, Decoder
 from tests.modules import VOCABULARY, WIDTH
@@ -714,6 +717,36 @@ def test_what_travels_does_not_depend_on_garbage_collection(collects: bool) -> N
     finally:
         gc.enable()
     assert cut.plans[0].graph.texts()[-1].startswith("its end, which keeps `mean` at test_frame.py:")
+
+
+def test_what_travels_does_not_depend_on_a_watcher_that_reads_the_stack() -> None:
+    """Who has the frame of a call has its variables: they are there until it lets go."""
+    model, thread, is_over = Model(2), threading.get_ident(), threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            read_stack(thread)
+
+    def last(x: Tensor) -> Tensor:
+        doubled = x * 2  # of this call, which is over when the step is
+        return doubled.mean()
+
+    def step(x: Tensor) -> Tensor:
+        return last(model.body(model.embed(x)))
+
+    reader, interval = threading.Thread(target=read), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    reader.start()
+    try:
+        cut = cut_of(model, 2)
+        with cut():
+            for key in range(40):
+                wanted = cut.find_plan(key, step, (inputs(),), seed).graph.wanted
+                assert len(wanted) == 1
+    finally:
+        is_over.set()
+        reader.join()
+        sys.setswitchinterval(interval)
 
 
 class Biased(Block):
