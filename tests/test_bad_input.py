@@ -35,7 +35,7 @@ def samples(count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 def batch(kind: str, seed: int) -> Any:
     """A batch of 8 samples, or of as many as the kind has."""
-    sizes = {"one sample": 1, "three samples": 3, "ragged": (8, 1, 5)[seed % 3]}
+    sizes = {"no samples": 0, "one sample": 1, "three samples": 3, "ragged": (8, 1, 5)[seed % 3]}
     x, y = samples(sizes.get(kind, 8), seed)
     if kind == "changing leaves":
         return {"x": x, "y": y} if seed % 2 else (x, y)
@@ -62,7 +62,8 @@ def batch(kind: str, seed: int) -> Any:
 
 
 KINDS = (
-    *("one sample", "three samples", "ragged", "changing leaves", "changing dtype", "not a number", "views", "list"),
+    *("no samples", "one sample", "three samples", "ragged", "changing leaves", "changing dtype", "not a number"),
+    *("views", "list"),
     *("named", "words", "numbers", "nothing", "nested", "other lengths", "empty containers", "integers", "complex"),
 )
 

@@ -286,6 +286,8 @@ class TrainingStep:
             least = context.mesh.data_parallel_min(len(counts))
             if least < len(counts):
                 microbatches, counts = split_into(batch, least, user_split)
+        if not any(counts):  # no samples: what the step makes of that counts, as in one process
+            counts = [1] * len(counts)
         if self._warns:
             self._warns = False
             text = batch_norm_text(self._batch_norms, counts, context.mesh.data_parallel_size)
