@@ -45,7 +45,8 @@ def end_with_parent() -> None:
     """If :func:`make_launcher` of another process is why this one runs, have it get SIGTERM when that one ends.
 
     Whoever is killed while its children start, or wait for it to connect, would leave them behind. Only Linux does this
-    (``prctl``); elsewhere a rank notices when process groups exist.
+    (``prctl``); elsewhere a rank notices when process groups exist. Then :func:`outlive_parent` takes it back: the
+    signal would also come when the first process, or the thread in it that started the others, just ends before them.
     """
     parent = os.environ.get(_STARTED_BY)
     if parent is None or sys.platform != "linux":
@@ -54,6 +55,12 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if parent != str(os.getppid()):  # it has ended in the meantime
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def outlive_parent() -> None:
+    """Undo :func:`end_with_parent`."""
+    if os.environ.get(_STARTED_BY) == str(os.getppid()) and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
 def has_groups() -> bool:
@@ -87,6 +94,7 @@ def start_groups(
     # A group that is bound to a device would open connections at once; through gloo there are none to a device.
     bound = device if device.type == "cuda" and "nccl" in backend else None
     connect_processes(environment, backend, timeout=timeout, device=bound)
+    outlive_parent()
     atexit.unregister(_leave_groups)
     atexit.register(_leave_groups)
     return backend

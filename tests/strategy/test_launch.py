@@ -69,7 +69,7 @@ def test_two_hundred_exits_are_quiet() -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def start_child(started_by: int | None) -> tuple[int, int]:
+def start_child(started_by: int | None, *, is_connected: bool = False) -> tuple[int, int]:
     """A parent and its child, which sleeps for long; the parent has started it as Lightning does, or not."""
     read, write = os.pipe()
     parent = os.fork()
@@ -81,6 +81,8 @@ def start_child(started_by: int | None) -> tuple[int, int]:
             if started_by is not None:
                 os.environ[launch._STARTED_BY] = str(own + started_by)
             launch.end_with_parent()
+            if is_connected:
+                launch.outlive_parent()
             os.write(write, f"{os.getpid()}\n".encode())
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(60)
@@ -94,9 +96,14 @@ def start_child(started_by: int | None) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the children")
-@pytest.mark.parametrize(("started_by", "ends"), [(0, True), (None, False), (-1, False)])
-def test_a_child_of_the_launcher_ends_with_it_and_others_do_not(started_by: int | None, ends: bool) -> None:
-    parent, child = start_child(started_by)
+@pytest.mark.parametrize(
+    ("started_by", "is_connected", "ends"),
+    [(0, False, True), (None, False, False), (-1, False, False), (0, True, False)],
+)
+def test_a_child_of_the_launcher_ends_with_it_until_it_is_connected_and_others_do_not(
+    started_by: int | None, is_connected: bool, ends: bool
+) -> None:
+    parent, child = start_child(started_by, is_connected=is_connected)
     watched = os.pidfd_open(child)
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
