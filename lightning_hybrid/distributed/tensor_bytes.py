@@ -32,3 +32,14 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 def to_host(leaf: Any) -> Any:
     """A tensor as a copy on the host, without a graph and with memory of its own; anything else as it is."""
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+
+
+def tell_autograd(written: Any) -> None:
+    """Count a new version of tensors that a collective has written, which it does not do itself.
+
+    Args:
+        written: A tensor, or a list of some; anything else is left alone.
+    """
+    for tensor in written if isinstance(written, list) else [written]:
+        if isinstance(tensor, Tensor) and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)

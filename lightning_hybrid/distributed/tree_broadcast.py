@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_hybrid.distributed.failure import PeerFailedError
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import TreeMeta, TreeSpec, flatten, unflatten
-from lightning_hybrid.distributed.tensor_bytes import as_bytes
+from lightning_hybrid.distributed.tensor_bytes import as_bytes, tell_autograd
 
 _NEW, _FAILED, _END = -1, -2, 0  # the numbers of metas begin at 1
 
@@ -50,6 +50,7 @@ def reduce_over(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> Ten
         tensor = tensor.clone()  # the mean of integers need not be one
     named = getattr(dist.ReduceOp, name.upper()) if isinstance(name, str) and not mean else name
     dist.all_reduce(tensor, op=dist.ReduceOp.SUM if mean else named, group=group)
+    tell_autograd(tensor)
     if not mean:
         return tensor
     return tensor.div_(group.size()) if tensor.is_floating_point() else tensor / group.size()

@@ -21,8 +21,10 @@ from typing_extensions import override
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
+from lightning_hybrid.distributed.tensor_bytes import tell_autograd
 from lightning_hybrid.distributed.tree_broadcast import reduce_over
 from lightning_hybrid.strategy.launch import has_groups
+from lightning_hybrid.trainer.step_context import StepContext
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -47,36 +49,48 @@ def outside_of_steps(method: _Method) -> _Method:
     return checked  # type: ignore[return-value]
 
 
-#: Functions of `torch.distributed` for which ranks wait for each other.
-_TALKING = (
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all"),
-    *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv"),
-    *("isend", "monitored_barrier", "recv", "reduce", "reduce_scatter", "reduce_scatter_single", "scatter"),
-    *("reduce_scatter_tensor", "scatter_object_list", "send"),
-)
+#: Functions of `torch.distributed` for which ranks wait for each other, with the argument that each writes.
+_WRITES: dict[str, str | None] = {
+    **dict.fromkeys(("all_reduce", "broadcast", "irecv", "recv", "reduce", "scatter"), "tensor"),
+    **dict.fromkeys(
+        ("all_to_all_single", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"), "output"
+    ),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_single"), "output_tensor"),
+    **dict.fromkeys(("barrier", "isend", "monitored_barrier", "send"), None),
+    "all_gather": "tensor_list",
+    "all_gather_object": "object_list",
+    "all_to_all": "output_tensor_list",
+    "broadcast_object_list": "object_list",
+    "gather": "gather_list",
+    "gather_object": "object_gather_list",
+    "scatter_object_list": "scatter_object_output_list",
+}
 _PACKAGE = str(Path(__file__).parents[1])
 
 
 class StepCollectives:
     """Refuses collectives of torch that the user's step calls over several stages: the others would wait for them.
 
-    Over ranks of one stage, such as the replicas, they are let through. Functions that were imported by name before the
-    run are not seen here; ranks that wait for each other for ever are found by their watchers.
+    Over ranks of one stage, such as the replicas, they are let through, and what they write is told to autograd, which
+    they do not do themselves. While a step is only followed they do nothing: replicas may follow different steps.
+
+    Functions that were imported by name before the run are not seen here; ranks that wait for each other for ever are
+    found by their watchers.
 
     Args:
         mesh: The ranks.
-        in_step: Whether the user's step runs, and not on every rank.
+        context: Knows whether the user's step runs.
     """
 
-    def __init__(self, mesh: Mesh, in_step: Callable[[], bool]) -> None:
-        self._in_step = in_step
+    def __init__(self, mesh: Mesh, context: StepContext) -> None:
+        self._context = context
         everyone = range(dist.get_world_size())
         self._stage = {rank for rank in everyone if mesh.pipeline_rank_of(rank) == mesh.pipeline_rank}
         self._originals: dict[str, Callable[..., Any]] = {}
 
     def install(self) -> None:
         """Take the places of torch's functions."""
-        for name in _TALKING:
+        for name in _WRITES:
             if hasattr(dist, name):
                 self._originals[name] = getattr(dist, name)
                 setattr(dist, name, self._checked(name, self._originals[name]))
@@ -92,14 +106,26 @@ class StepCollectives:
         def checked(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # it knows torch's functions, and not this one
                 return original(*args, **kwargs)
-            if self._in_step() and not sys._getframe(1).f_code.co_filename.startswith(_PACKAGE):
-                self._check(name, original, args, kwargs)
-            return original(*args, **kwargs)
+            context = self._context
+            if not context.in_step:
+                return original(*args, **kwargs)
+            is_ours = sys._getframe(1).f_code.co_filename.startswith(_PACKAGE)
+            if is_ours and not context.is_following:
+                with context.unfollowed():
+                    return original(*args, **kwargs)
+            arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+            if not is_ours:
+                self._check(name, arguments.get("group"))
+            if context.is_following:
+                return _Finished() if arguments.get("async_op") else None
+            with context.unfollowed():
+                work = original(*args, **kwargs)
+                tell_autograd(arguments.get(_WRITES[name] or ""))
+            return work
 
         return checked
 
-    def _check(self, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        group = inspect.signature(original).bind(*args, **kwargs).arguments.get("group")
+    def _check(self, name: str, group: dist.ProcessGroup | None) -> None:
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         if not self._stage.issuperset(ranks):
             raise WrongUseError(
@@ -108,6 +134,16 @@ class StepCollectives:
                 " to it. Do it in a hook, such as `on_train_batch_end`; or among the replicas, with"
                 ' `group=self.device_mesh["data_parallel"].get_group()`; or let `self.log(..., sync_dist=True)` do it.'
             )
+
+
+class _Finished:
+    """Work that is over."""
+
+    def wait(self, *_: Any) -> bool:
+        """Nothing is waited for."""
+        return True
+
+    is_completed = is_success = wait
 
 
 class ReplicaCollectives(ParallelStrategy):

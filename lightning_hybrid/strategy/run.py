@@ -460,7 +460,7 @@ class Run:
         patches.install(trainer)
         undo.callback(patches.remove)
         if world.mesh.pipeline_parallel_size > 1:
-            step_collectives = StepCollectives(world.mesh, lambda: self.in_step)
+            step_collectives = StepCollectives(world.mesh, self._context)
             step_collectives.install()
             undo.callback(step_collectives.remove)
         self._context.metrics.install()

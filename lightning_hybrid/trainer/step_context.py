@@ -102,6 +102,7 @@ class StepContext:
         to_plain: Makes plain tensors of what shared layers return; ``None`` where layers are not shared.
         remembers: Whether what is found out about a step holds for later ones with equal shapes.
         in_step: Whether a step runs that is cut, so that the user's code does not run on every rank.
+        is_following: Whether it is only followed.
         recorder: Notes when the actions of a step begin and end; ``None`` where nobody asks.
     """
 
@@ -136,7 +137,7 @@ class StepContext:
             else self._make_frame(body, stage_map, remembers=remembers, frees_early=frees_early)
         )
         self.to_plain = to_plain_tensors if mesh.tensor_parallel_size > 1 else None
-        self.remembers, self.in_step = remembers, False
+        self.remembers, self.in_step, self.is_following = remembers, False, False
         self.recorder: Recorder | None = None
         self._failures, self._abandon = failures, abandon
         self.desync = StepDesync(module, mesh, desync, self.guard)
@@ -300,8 +301,12 @@ class StepContext:
     def _around_discovery(self) -> Iterator[None]:
         """Around a step that is followed: what it logs is seen, and comes nowhere; layers have full parameters."""
         seen = self._recorder.only_seen(), self._logger_proxy.only_seen(), self.metrics.only_seen()
-        with original_classes(self.module), seen[0], seen[1], seen[2]:
-            yield
+        self.is_following = True
+        try:
+            with original_classes(self.module), seen[0], seen[1], seen[2]:
+                yield
+        finally:
+            self.is_following = False
 
     def _compare_calls(self, calls: list[str]) -> None:
         """A step is followed on every rank of the model group, and must be the same there.

@@ -65,3 +65,38 @@ def test_a_collective_in_a_step_is_refused_on_every_rank_if_other_stages_are_in_
         else:
             assert not text
             assert set(sums) == {total}, "what the last stage has kept is shared"
+
+
+class Counting(Regression):
+    """Divides by the number of samples of all replicas, found before the layers, which code of its own calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[float, float, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        group = self.device_mesh["data_parallel"].get_group()
+        ones, samples = torch.tensor(1.0), torch.tensor(float(len(x)))
+        dist.all_reduce(ones, group=group)
+        dist.all_reduce(samples, group=group, async_op=True).wait()
+        replicas = self.trainer.strategy.reduce(torch.tensor(1.0), reduce_op="sum")
+        h = self.embed(x)
+        for layer in self.body:
+            h = layer(h)
+        loss = (self.head(h) - y).pow(2).sum() / samples
+        self.found.append((ones.item(), samples.item(), float(replicas)))
+        return loss
+
+
+def count() -> list[tuple[float, float, float]]:
+    module = Counting()
+    layout = {**LAYOUT, "num_microbatches": 4, "body": ["body"], "loss_reduction": "sum"}
+    make_trainer(layout).fit(module, loader(num_samples=32))
+    return module.found
+
+
+def test_collectives_before_the_layers_of_a_followed_step_run_for_each_microbatch(ranks: Pools) -> None:
+    """Nothing is added up twice, and following the step talks to nobody."""
+    for found in ranks(4, lightning=True).run(count, timeout=40):
+        assert set(found) == {(2.0, 4.0, 2.0)}

@@ -37,7 +37,6 @@ class RealCall:
         draws: Whether it draws random numbers.
         touched: The memory of its operands.
         written: The memory that it writes.
-        made: The memory of what it returns.
     """
 
     function: Callable[..., Any]
@@ -46,7 +45,6 @@ class RealCall:
     draws: bool
     touched: frozenset[int]
     written: frozenset[int]
-    made: frozenset[int]
 
 
 class Decisions:
@@ -143,25 +141,21 @@ def _varying(calls: Mapping[int, RealCall]) -> set[int]:
     return varying
 
 
-def invariant_calls(calls: Mapping[int, RealCall], written: Collection[int]) -> frozenset[int]:
-    """The calls that are likely to make the same for every microbatch of a step: they do not depend on the batch.
+def may_be_invariant(call: RealCall, invariant: Collection[int]) -> bool:
+    """Whether a call is likely to make the same for every microbatch of a step: it does not depend on the batch.
 
     Args:
-        calls: The calls of real tensors, by their numbers, in order.
-        written: The memory that any call of the step writes.
+        call: The call.
+        invariant: The numbers of such calls before it.
     """
-    found: set[int] = set()
-    for number, call in calls.items():
-        if (
-            not call.draws
-            and not is_in_place(call.function)
-            and (call.touched | call.made).isdisjoint(written)
-            and all(
-                source.call in found if type(source) is Made else type(source) is not Input for source in call.sources
-            )
-        ):
-            found.add(number)
-    return frozenset(found)
+    return (
+        not call.draws
+        and not call.written
+        and not is_in_place(call.function)
+        and all(
+            source.call in invariant if type(source) is Made else type(source) is not Input for source in call.sources
+        )
+    )
 
 
 def is_in_place(function: Callable[..., Any] | None) -> bool:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.random import generator_marks
+from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.pipeline_parallel.frame.decisions import (
     Decisions,
     Input,
@@ -21,7 +22,7 @@ from lightning_hybrid.pipeline_parallel.frame.decisions import (
     RealCall,
     apply,
     integers_of,
-    invariant_calls,
+    may_be_invariant,
     outcome_of,
 )
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
@@ -35,6 +36,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     DETACHES,
     GIVES_MEMORY,
     METADATA,
+    MOST_KEPT,
     READS,
     AbsentTensor,
     Argument,
@@ -48,7 +50,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     gives_back,
     users_line,
 )
-from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, is_tensor, memory_of
+from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of, num_bytes
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 
 _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
@@ -121,6 +123,7 @@ class Discovery(TorchFunctionMode):
         self._real_calls: dict[int, RealCall] = {}
         self._outcomes: dict[int, list[Any]] = {}
         self._written: set[int] = set()  # memory of real tensors
+        self._invariant: dict[int, list[tuple[Tensor, Tensor]]] = {}  # with copies of what they read and made
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A fake tensor that looks like this one, which may have no values here."""
@@ -174,7 +177,7 @@ class Discovery(TorchFunctionMode):
                 self.graph.state_writes[id(original)] = value
         del kept
         self.graph.decisions = Decisions(self._real_calls, self._outcomes, integers_of(arguments[0]))
-        self.graph.invariant = invariant_calls(self._real_calls, self._written)
+        self.graph.invariant = self._unwritten()
         return self.graph
 
     def replaced(self, before: Tensor, now: Any) -> None:
@@ -504,13 +507,33 @@ class Discovery(TorchFunctionMode):
         self._written |= written
         if call.function in GIVES_MEMORY:
             self._written |= {memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-        touched, made = (frozenset(map(memory_of, filter(is_tensor, tree))) for tree in (leaves, flatten(result)[0]))
-        self._real_calls[number] = RealCall(call.function, sources, spec, seen.draws, touched, written, made)
+        touched = frozenset(memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        self._real_calls[number] = RealCall(call.function, sources, spec, seen.draws, touched, written)
+        if may_be_invariant(self._real_calls[number], self._invariant):
+            tensors = [leaf for leaf in (*leaves, *flatten(result)[0]) if isinstance(leaf, Tensor)]
+            if sum(map(num_bytes, tensors)) <= MOST_KEPT:
+                self._invariant[number] = [(tensor, tensor.detach().clone()) for tensor in tensors]
         if seen.reads or seen.shapes or call.function in READS:
             self._outcomes[number] = outcome_of(result)
         for position, leaf in enumerate(flatten(result)[0]):
             if isinstance(leaf, Tensor):
                 self._made[id(leaf)] = weakref.ref(leaf), Made(number, position)
+
+    def _unwritten(self) -> frozenset[int]:
+        """The calls that do not depend on the batch, and whose operands and results nobody has written.
+
+        What others than torch's operators write - collectives, extensions - leaves no trace but other numbers.
+        """
+        found: set[int] = set()
+        for number, tensors in self._invariant.items():
+            is_written = any(
+                memory_of(tensor) in self._written or not torch.equal(as_bytes(tensor), as_bytes(copied))
+                for tensor, copied in tensors
+            )
+            if not is_written and may_be_invariant(self._real_calls[number], found):
+                found.add(number)
+        self._invariant.clear()
+        return frozenset(found)
 
     def _source(self, tensor: Tensor) -> Any:
         """Where an operand of a real call comes from."""

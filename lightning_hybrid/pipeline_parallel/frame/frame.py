@@ -126,7 +126,7 @@ class FrameCut:
         Args:
             repeats: Whether the user's step runs several times, for a microbatch each.
         """
-        self._invariant = defaultdict(InvariantCalls) if repeats else None
+        self._invariant = defaultdict(InvariantCalls) if repeats and self._remembers else None
         modules = [module for _, module in (*self._units, *self._leaf_modules)]
         outside = [vars(module).get("forward") for module in modules]
         for index, (_, unit) in enumerate(self._units):

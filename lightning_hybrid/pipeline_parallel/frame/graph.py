@@ -319,6 +319,8 @@ DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.ba
 READS = frozenset(
     {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.__contains__}
 )
+#: Bytes of what a call reads and makes beyond which it is made for each microbatch, and not kept for the next one.
+MOST_KEPT = 2**24
 #: Through what these give, a tensor may be written without a trace.
 GIVES_MEMORY: frozenset[Callable[..., Any] | None] = frozenset(
     {

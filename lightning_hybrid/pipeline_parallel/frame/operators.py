@@ -69,9 +69,9 @@ class Operators(DispatchMode):  # type: ignore[misc]
             for argument in func._schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     leaves, _ = flatten(given.get(argument.name))
-                    seen.written |= {memory_of(leaf) for leaf in leaves if is_tensor(leaf)}
+                    seen.written |= {memory_of(leaf) for leaf in leaves if _is_tensor(leaf)}
         if func.overloadpacket in _BATCH_NORMS and args[5]:
-            seen.statistics |= {memory_of(each) for each in args[3:5] if is_tensor(each)}
+            seen.statistics |= {memory_of(each) for each in args[3:5] if _is_tensor(each)}
             seen.written |= seen.statistics
         return func(*args, **(kwargs or {}))
 
@@ -81,8 +81,12 @@ def memory_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def is_tensor(value: Any) -> bool:
-    """Whether a value is a tensor."""
+def num_bytes(tensor: Tensor) -> int:
+    """The size of a tensor's numbers."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 

@@ -59,7 +59,8 @@ class InvariantCalls:
     """Calls that are the same for every microbatch of a step are made once: positions, causal masks, rotary tables.
 
     Compilers call that loop-invariant code. Which calls these may be is known from the step that was followed; that
-    they are the same is checked each time: the same tensors, which nobody has written since, and equal values.
+    they are the same is checked each time: the same tensors, which no operator of torch has written since, and equal
+    values. What collectives write is told by :func:`torch.autograd.graph.increment_version`.
     """
 
     def __init__(self) -> None:
@@ -79,8 +80,8 @@ class InvariantCalls:
             return made.result
         result = func(*args, **kwargs) if kwargs else func(*args)
         results = result if type(result) is tuple else (result,)
-        if results and all(type(each) is Tensor and not each.requires_grad for each in results):
-            tensors = [*results, *_tensors_of((args, kwargs or {}))]
+        tensors = [*results, *_tensors_of((args, kwargs or {}))]
+        if results and all(map(_is_kept, results)) and not any(each.is_inference() for each in tensors):
             self._made[number] = _Made(_copied(args), _copied(kwargs or {}), result, [(t, t._version) for t in tensors])
         return result
 
@@ -316,6 +317,10 @@ class Running(TorchFunctionMode):
         self.missing -= len(action.sent)
         if self.missing == 0 and not self._is_last:
             self._free_from = self._leaves_from
+
+
+def _is_kept(result: Any) -> bool:
+    return type(result) is Tensor and not result.requires_grad
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_hybrid.pipeline_parallel.frame import discovery
 from tests.frame_modules import Block
 from tests.modules import WIDTH
 from tests.pipeline_parallel.frame.stages import chunks, cut_of, one_process
@@ -120,6 +121,21 @@ def written_after_the_value(model: Any, x: Tensor) -> Tensor:
     return loss * table.sum()
 
 
+def written_by_others(model: Any, x: Tensor) -> Tensor:
+    """As collectives and extensions write: no operator of torch is seen, and there is no new version."""
+    table = model.table(x)
+    with torch._C.DisableTorchFunction():
+        array = table.numpy()
+    array[0] += 1.0
+    return model.body(x, table)
+
+
+def without_versions(model: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        table = model.table(x)
+    return model.body(x, table.clone())
+
+
 def random_numbers(model: Any, x: Tensor) -> Tensor:
     return model.body(x, torch.rand(WIDTH).cos())
 
@@ -134,7 +150,9 @@ STEPS = [
     buffer_by_data,
     written_after_use,
     written_by_numpy,
+    written_by_others,
     written_after_the_value,
+    without_versions,
 ]
 WRITES: list[Callable[[Tensor], object]] = [
     lambda table: table.add_(1.0),
@@ -193,3 +211,27 @@ def test_random_numbers_are_drawn_for_each_microbatch() -> None:
     with Operators() as operators:
         chunks(model, random_numbers, [[x] * NUM_MICROBATCHES], cut=cut)
     assert operators.counts["rand"] >= NUM_MICROBATCHES
+
+
+def test_dropout_that_did_nothing_when_the_step_was_first_seen_is_drawn_for_each_microbatch() -> None:
+    model, x = Tables(), torch.randn(4, WIDTH)
+    drop, cut = nn.Dropout(0.0), cut_of(model, 2, num_ranks=1)
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        return model.body(x, drop(model.table(x)))
+
+    chunks(model, step, [[x]], cut=cut)  # followed
+    drop.p = 0.5
+    with Operators() as operators:
+        chunks(model, step, [[x] * NUM_MICROBATCHES], cut=cut)
+    assert operators.counts["native_dropout"] + operators.counts["bernoulli_"] >= NUM_MICROBATCHES
+
+
+def test_what_is_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "MOST_KEPT", 0)
+    model, x = Tables(), torch.randn(4, WIDTH)
+    cut = cut_of(model, 2, num_ranks=1)
+    chunks(model, plain, [[x]], cut=cut)
+    with Operators() as operators:
+        chunks(model, plain, [[x] * NUM_MICROBATCHES], cut=cut)
+    assert operators.counts["cos"] == 2 * NUM_MICROBATCHES  # on each stage
