@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -87,9 +88,11 @@ class StepCollectives:
         everyone = range(dist.get_world_size())
         self._stage = {rank for rank in everyone if mesh.pipeline_rank_of(rank) == mesh.pipeline_rank}
         self._originals: dict[str, Callable[..., Any]] = {}
+        self._thread = 0
 
     def install(self) -> None:
-        """Take the places of torch's functions."""
+        """Take the places of torch's functions, for the thread that calls, which runs steps."""
+        self._thread = threading.get_ident()
         for name in _WRITES:
             if hasattr(dist, name):
                 self._originals[name] = getattr(dist, name)
@@ -107,7 +110,7 @@ class StepCollectives:
             if torch.compiler.is_compiling():  # it knows torch's functions, and not this one
                 return original(*args, **kwargs)
             context = self._context
-            if not context.in_step:
+            if not context.in_step or threading.get_ident() != self._thread:  # checkpoints are written beside steps
                 return original(*args, **kwargs)
             is_ours = sys._getframe(1).f_code.co_filename.startswith(_PACKAGE)
             if is_ours and not context.is_following:
