@@ -779,6 +779,7 @@ def left() -> tuple[bool, str]:
     assert dist.group.WORLD is not None
     failures = of_rank(dist.group.WORLD.get_group_store(), dist.get_rank(), "left")
     tensor = torch.zeros(1)
+    dist.barrier()  # everyone is connected
     cause: Exception | None = None
     try:
         if dist.get_rank() == 1:
