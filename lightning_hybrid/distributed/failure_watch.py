@@ -12,8 +12,8 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from lightning_hybrid.distributed.failure import CAUSE, EVENT, FailureStore, Store, finished_text, gone_text
+from lightning_hybrid.distributed.wait_watch import WaitWatch
 from lightning_hybrid.distributed.watch.process_ends import ProcessEnds
-from lightning_hybrid.distributed.watch.wait_watch import WaitWatch
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
 _INTERRUPTED = 1.0  # seconds in which a rank comes to the handler of SIGINT, if it can

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, close_groups
 from lightning_hybrid.distributed.failure_watch import FailureWatch
+from lightning_hybrid.distributed.wait_watch import Messages, WaitWatch
 from lightning_hybrid.distributed.watch.process_ends import ProcessEnds, describe_process
 from lightning_hybrid.distributed.watch.wait_graph import Waiting
-from lightning_hybrid.distributed.watch.wait_watch import Messages, WaitWatch
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
-from lightning_hybrid.distributed.watcher import THREAD_NAME, Watcher
+from lightning_hybrid.distributed.watch.watcher import THREAD_NAME, Watcher
 from tests.pool import Pools
 from tests.training_jobs import Losses, Regression, assert_same, loader, make_trainer
 

@@ -30,7 +30,7 @@ from lightning_hybrid.distributed.debug.stall import (
     table,
 )
 from lightning_hybrid.distributed.failure import CAUSE, FailureStore
-from lightning_hybrid.distributed.watcher import Watcher
+from lightning_hybrid.distributed.watch.watcher import Watcher
 from lightning_hybrid.strategy import run
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, loader, make_trainer

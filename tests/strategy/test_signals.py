@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.distributed.watcher import THREAD_NAME
+from lightning_hybrid.distributed.watch.watcher import THREAD_NAME
 from lightning_hybrid.strategy.watch.signals import SignalAgreement
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer, together, weights

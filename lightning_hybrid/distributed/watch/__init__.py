@@ -1,1 +1,1 @@
-"""What a thread beside a run sees: where the run is, what it waits for, which processes have ended."""
+"""The thread beside a run, and what it sees: where the run is, what it waits for, which processes have ended."""

@@ -15,10 +15,10 @@ from lightning_hybrid.distributed.failure import FailureStore, Store, close_grou
 from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
+from lightning_hybrid.distributed.wait_watch import Messages, WaitWatch
 from lightning_hybrid.distributed.watch.connections import Connections
-from lightning_hybrid.distributed.watch.wait_watch import Messages, WaitWatch
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
-from lightning_hybrid.distributed.watcher import Watcher
+from lightning_hybrid.distributed.watch.watcher import Watcher
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.strategy.watch.signals import SignalAgreement
 
