@@ -322,9 +322,9 @@ class Discovery(TorchFunctionMode):
         call.draws = seen.draws
         self._check_checkpoint(call)
         requires_grad &= torch.is_grad_enabled() and call.function not in DETACHES
+        lost = self._lose(seen.written)
         for place, fake in real.items():
             if memory_of(fake) in seen.written:
-                self._written.add(memory_of(leaves[place]))
                 call.written[place] = Value(number, _WRITTEN + place)
                 self._name(leaves[place], call.written[place])
                 aliases = self._aliases(leaves[place])
@@ -332,14 +332,28 @@ class Discovery(TorchFunctionMode):
                     self._name(alias, Value(number, _ALIASES + 100 * place + position))
                 call.is_in_place |= bool(aliases) or (requires_grad and memory_of(fake) not in seen.statistics)
         self._name_own(number, call, seen.written)
-        known = [(reference(), fake) for reference, fake in self._stand_ins.values() if seen.written]
-        call.fills = self._note_writes(
-            {memory_of(own) for own, fake in known if own is not None and memory_of(fake) in seen.written}
-        )
+        call.fills = self._note_writes(lost)
         outputs = self._name_results(number, call, leaves, fakes, result, seen.written, requires_grad=requires_grad)
         self._rename(number, call, seen.written)
         self._note_parameters(call, leaves, seen.written)
         return outputs
+
+    def _lose(self, written: set[int]) -> set[int]:
+        """The memory of tensors with values that an absent call has written, as the memory of what stands for them.
+
+        What kept such tensors for the sake of calls that might not depend on the batch lets go of them: from here on
+        it counts who has them.
+        """
+        if not written:
+            return set()
+        known = [(reference(), fake) for reference, fake in self._stand_ins.values() if memory_of(fake) in written]
+        lost = {memory_of(own) for own, _ in known if own is not None}
+        self._written |= lost
+        kept = self._invariant.items()
+        self._invariant = {
+            number: tensors for number, tensors in kept if lost.isdisjoint(memory_of(each) for each, _ in tensors)
+        }
+        return lost
 
     def _note_writes(self, written: set[int]) -> tuple[int, ...]:
         """Which tensors of the module a call has written in some memory; and which arguments of the step."""

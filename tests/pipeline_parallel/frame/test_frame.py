@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.watch.watched_thread import read_stack
+from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.pipeline_parallel.frame.routes import Travel
 from tests.frame_modules import Block, Coupling, Decoder
 from tests.modules import VOCABULARY, WIDTH
@@ -1540,7 +1541,43 @@ def test_what_a_unit_writes_and_returns_may_be_a_tensor_of_the_step() -> None:
 
     model, x = Model(), inputs()
     model.blocks = nn.ModuleList(Adding() for _ in range(4))
-    check(model, step, (x,), 3)
+    assert check(model, step, (x,), 3).sends == [2, 2]  # the first total is nobody's any more
+
+
+def test_views_of_what_a_unit_writes_count_while_the_step_has_them() -> None:
+    class Adding(Block):
+        def forward(self, x: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            x = super().forward(x)
+            total += x.sum(-1)
+            return x, total
+
+    def step(x: Tensor) -> Tensor:
+        x, total = model.embed(x), torch.zeros(len(x), 1)[:, 0]
+        for layer in model.blocks:
+            x, total = layer(x, total)
+        return (total + x.sum(-1)).pow(2).mean()
+
+    model, x = Model(), inputs()
+    model.blocks = nn.ModuleList(Adding() for _ in range(4))
+    assert check(model, step, (x,), 3).sends == [2, 2]
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+def test_a_unit_that_is_recomputed_changes_its_argument_too(num_stages: int) -> None:
+    def step(x: Tensor) -> Tensor:
+        x = model.embed(x)
+        for layer in model.blocks:
+            before = x
+            x = layer(x)
+        return (x * before).pow(2).mean()  # one tensor, where the last layer works in place
+
+    model, x = Model(), inputs()
+    model.blocks = nn.ModuleList([Block(), nn.ReLU(inplace=True)] * 3)
+    checkpointing = ActivationCheckpointing(model.blocks, torch.device("cpu"))
+    cut = cut_of(model, num_stages, [(f"blocks.{index}", layer) for index, layer in enumerate(model.blocks)])
+    for _ in range(2):  # once not knowing what the layers change, and once knowing
+        with checkpointing():
+            check(model, step, (x,), num_stages, cut)
 
 
 @pytest.mark.parametrize("where", ["operand", "in place", "logged"])
