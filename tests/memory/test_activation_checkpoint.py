@@ -283,6 +283,24 @@ def test_layers_may_do_what_they_do(name: str) -> None:
         assert bit_equal(gradients_of(layers, x, recompute, finish), expected)
 
 
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
+def test_who_has_what_a_layer_changes_sees_the_change(recompute: Any) -> None:
+    layer = nn.ReLU(inplace=True)
+    checkpointing = ActivationCheckpointing([layer] if recompute else [], torch.device("cpu"), selective=recompute != 1)
+    for _ in range(2):  # once not knowing what the layer changes, and once knowing
+        x = rows()
+        expected = x.detach().relu()
+        with checkpointing():
+            y = layer(x)
+        assert y is x
+        assert torch.equal(x, expected)
+        leaf = torch.ones(3, requires_grad=True)
+        with checkpointing():
+            (layer(leaf * torch.tensor([1.0, -1.0, 2.0])) ** 2).sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == [2, 0, 8]
+
+
 @pytest.mark.parametrize("recompute", [True, "selective"])
 def test_backward_may_come_twice(recompute: Any) -> None:
     def finish(y: Tensor) -> Tensor:

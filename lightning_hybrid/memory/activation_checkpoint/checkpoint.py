@@ -106,8 +106,13 @@ class _Layer:
                 return forward(*args, **kwargs)
 
             del args, kwargs, leaves
-            call = _Call(self, run)
-            outputs = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=False)
+            known = self.side_effects
+            changes_input = known is None or known.changes_input
+            # The layer is given its own arguments, to change them as it does; what it is run on again are copies then.
+            kept = [_copy(tensor) for tensor in tensors] if changes_input else tensors
+            call = _Call(self, run, tuple(tensors))
+            del tensors
+            outputs = checkpoint(call, *kept, use_reentrant=False, preserve_rng_state=False)
             call.results.save()
             return outputs
 
@@ -137,40 +142,39 @@ class _Call:
     Args:
         layer: The layer.
         run: Runs it on the tensors among its arguments.
+        given: Those tensors; backward has others with the same values, if the layer changes them.
     """
 
-    def __init__(self, layer: _Layer, run: Callable[..., Any]) -> None:
+    def __init__(self, layer: _Layer, run: Callable[..., Any], given: tuple[Tensor, ...]) -> None:
         self._layer = layer
         self._run = run
-        self._was_run = False
+        self._given: tuple[Tensor, ...] | None = given
         self._random = RandomReplay(layer.device)
         self.results = SavedResults(layer.device, enabled=layer.selective)
 
     def __call__(self, *tensors: Tensor) -> Any:
-        if not self._was_run:
-            self._was_run = True
-            return self._forward(tensors)
+        if self._given is not None:
+            given, self._given = self._given, None
+            return self._forward(given)
+        # Autograd needs the saved inputs as they are.
+        inputs = [tensor.clone() for tensor in tensors] if self._changes_input else tensors
         with self._random.replay(), self._former_buffers(), self.results.replay():
-            return self._run(*self._inputs(tensors))
+            return self._run(*inputs)
 
-    def _forward(self, tensors: tuple[Tensor, ...]) -> Any:
+    def _forward(self, inputs: tuple[Tensor, ...]) -> Any:
         known = self._layer.side_effects
         buffers = self._layer.buffers() if known is None else known.buffers
         self._buffers = [(owner, name, owner._buffers[name].detach().clone()) for owner, name in buffers]  # type: ignore[union-attr]
-        self._copies_inputs = known is None or known.changes_input
-        inputs = self._inputs(tensors)
+        self._changes_input = known is not None and known.changes_input
         versions = [tensor._version for tensor in inputs] if known is None else []
         with self._random.record(), self.results.record():
             outputs = self._run(*inputs)
         if known is None:
             self._buffers = [each for each in self._buffers if not _is_same(each[0]._buffers[each[1]], each[2])]
-            changes_input = versions != [tensor._version for tensor in inputs]
-            self._layer.side_effects = _SideEffects(changes_input, [(owner, name) for owner, name, _ in self._buffers])
+            self._changes_input = versions != [tensor._version for tensor in inputs]
+            owners = [(owner, name) for owner, name, _ in self._buffers]
+            self._layer.side_effects = _SideEffects(self._changes_input, owners)
         return outputs
-
-    def _inputs(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """What the layer may change: autograd needs the saved inputs as they are."""
-        return [tensor.clone() for tensor in tensors] if self._copies_inputs else list(tensors)
 
     @contextmanager
     def _former_buffers(self) -> Iterator[None]:
@@ -183,6 +187,10 @@ class _Call:
         finally:
             for (owner, name, _), value in zip(self._buffers, current, strict=True):
                 owner._buffers[name] = value
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _is_same(current: Tensor | None, former: Tensor) -> bool:
