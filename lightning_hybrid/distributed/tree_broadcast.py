@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import TreeMeta, TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes, tell_autograd
 
-_NEW, _FAILED, _END = -1, -2, 0  # the numbers of metas begin at 1
+_NEW, _FAILED, _END = -1, -2, 0  # what comes, if it is no tree whose meta is known; the numbers of metas begin at 1
+_HEADER = struct.Struct("qqq")  # of a packet: what comes, the bytes of its pickle, and of all
+_LEAST = 1 << 10  # bytes of a packet
+_SMALL = 1 << 16  # bytes of a tensor, up to which it is worth a copy to save a message
 
 
 def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
@@ -104,17 +108,16 @@ def _allocate(meta: TreeMeta, leaves: list[Any], device: torch.device, *, pin_me
 class TreeBroadcast:
     """Broadcasts a tree of tensors and plain values from one rank to all of a group, again and again.
 
-    ::
+    What is small travels together, in a packet that is as long as that of the tree before, so that a tree like it
+    takes one message; a longer one takes a second message for the rest::
 
-        source                              the others
-        number of the meta, or NEW   ---->  known meta: allocate
-        [NEW: the meta, pickled]     ---->  remember it
-        [other values, pickled]      ---->
-        tensors of one element, packed as float64, one message for those of the host and one for those of a device
-        other tensors, one message each
+        source                                                                      the others
+        [what comes | lengths | pickle of what is new and of values | small tensors | padding]  ---->
+        [the rest, if it is longer]                                                             ---->
+        larger tensors, and those of a device, one message each; numbers of a device together   ---->
 
-    What is on the host stays there: it travels over the control group, so a number can be read where it arrives, and
-    nobody waits for a device.
+    The meta of a tree is sent when it is new, and then known by its number. What is on the host stays there: it travels
+    over the control group, so a number can be read where it arrives, and nobody waits for a device.
 
     Args:
         control_group: The ranks, over gloo: for decisions, and for what is on the host.
@@ -144,6 +147,7 @@ class TreeBroadcast:
         self._pins = pin_memory
         self.is_source = dist.get_rank(control_group) == source
         self._is_sending = False
+        self._length = _LEAST  # of the next packet, as far as it is one message
         self._numbers: dict[TreeMeta, int] = {}
         self._metas: list[TreeMeta] = []
 
@@ -167,42 +171,28 @@ class TreeBroadcast:
         If the error came while a tree was being sent, as that of a signal's handler may (PyTorch's, when a worker of a
         loader is killed), nothing is said: the others would read it as the rest. They notice when this rank leaves.
         """
-        if self._is_sending:
-            return
-        self._control(_FAILED)
-        self._broadcast_object(f"Rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
+        if not self._is_sending:
+            text = f"Rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
+            self._send_packet(_FAILED, pickle.dumps(text))
 
     def end(self) -> None:
         """On the source, instead of a tree: the others raise `StopIteration`."""
-        self._control(_END)
-
-    def _control(self, code: int) -> int:
-        message = torch.tensor(code)
-        self._broadcast(message, self._control_group())
-        return int(message)
-
-    def _broadcast_object(self, value: Any = None) -> Any:
-        return broadcast_object(value, self._source, self._control_group())
-
-    def _broadcast(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        dist.broadcast(tensor, group_src=self._source, group=group)
+        self._send_packet(_END)
 
     def _send(self, tree: Any) -> None:
         leaves, spec = flatten(tree)
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         meta, values = _split(leaves, spec)
         number = self._numbers.get(meta)
+        is_new = number is None
         # Pickled before anything is sent: after an error :meth:`fail` still reaches the others.
-        pickled_meta = pickle.dumps(meta) if number is None else None
-        pickled_values = pickle.dumps(values) if meta.has_values else None
+        pickled = pickle.dumps((meta if is_new else None, values)) if is_new or meta.has_values else b""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() > 0]
         self._is_sending = True
-        self._control(_NEW if number is None else number)
-        if pickled_meta is not None:
-            self._broadcast_object(pickled_meta)
+        self._send_packet(_NEW if number is None else number, pickled, list(filter(_is_small, tensors)))
+        if is_new:
             self._numbers[meta] = len(self._numbers) + 1
-        if pickled_values is not None:
-            self._broadcast_object(pickled_values)
-        self._exchange_tensors([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        self._exchange_tensors([tensor for tensor in tensors if not _is_small(tensor)])
         self._is_sending = False
 
     def receive(self) -> Any:
@@ -212,35 +202,67 @@ class TreeBroadcast:
             StopIteration: If the source has no more.
             PeerFailedError: If the source failed; the text is the source's.
         """
-        code = self._control(0)
+        code, pickled, packed = self._receive_packet()
         if code == _END:
             raise StopIteration
         if code == _FAILED:
-            raise PeerFailedError(self._broadcast_object())
-        if code == _NEW:
-            self._metas.append(pickle.loads(self._broadcast_object()))
-            code = len(self._metas)
-        meta = self._metas[code - 1]
+            raise PeerFailedError(pickle.loads(pickled))
+        new, values = pickle.loads(pickled) if len(pickled) else (None, None)
+        if new is not None:
+            self._metas.append(new)
+        meta = self._metas[-1 if new is not None else code - 1]
         assert meta.spec is not None
-        leaves = pickle.loads(self._broadcast_object()) if meta.has_values else [None] * len(meta.leaves)
-        self._exchange_tensors(_allocate(meta, leaves, self._device, pin_memory=self._pins))
+        leaves = values or [None] * len(meta.leaves)
+        tensors = [each for each in _allocate(meta, leaves, self._device, pin_memory=self._pins) if each.numel() > 0]
+        for tensor in filter(_is_small, tensors):
+            as_bytes(tensor).copy_(packed[: tensor.nbytes])
+            packed = packed[tensor.nbytes :]
+        self._exchange_tensors([tensor for tensor in tensors if not _is_small(tensor)])
         return unflatten(leaves, meta.spec)
 
+    def _send_packet(self, code: int, pickled: bytes = b"", tensors: Sequence[Tensor] = ()) -> None:
+        packed = [as_bytes(tensor).numpy().tobytes() for tensor in tensors]
+        length = _HEADER.size + len(pickled) + sum(map(len, packed))
+        parts = [_HEADER.pack(code, len(pickled), length), pickled, *packed, bytes(max(0, self._length - length))]
+        packet = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+        self._broadcast(packet[: self._length], self._control_group())
+        if length > self._length:
+            self._broadcast(packet[self._length :], self._control_group())
+        self._length = max(_LEAST, length)
+
+    def _receive_packet(self) -> tuple[int, bytes, Tensor]:
+        """What comes, its pickle, and the bytes of its small tensors."""
+        packet = torch.empty(self._length, dtype=torch.uint8)
+        self._broadcast(packet, self._control_group())
+        code, num_pickled, length = _HEADER.unpack(packet[: _HEADER.size].numpy().tobytes())
+        if length > self._length:
+            rest = torch.empty(length - self._length, dtype=torch.uint8)
+            self._broadcast(rest, self._control_group())
+            packet = torch.cat([packet, rest])
+        self._length = max(_LEAST, length)
+        begin = _HEADER.size + num_pickled
+        return code, packet[_HEADER.size : begin].numpy().tobytes(), packet[begin:length]
+
     def _exchange_tensors(self, tensors: list[Tensor]) -> None:
-        """Send or receive, in place."""
-        host = torch.device("cpu")
-        for device, group in {host: self._control_group(), self._device: self._group()}.items():
-            here = [tensor for tensor in tensors if (host if tensor.is_cpu else self._device) == device]
-            scalars = [tensor for tensor in here if _fits_float64(tensor)]
-            if scalars:
-                packed = torch.stack([scalar.reshape(()).to(device, torch.float64) for scalar in scalars])
-                self._broadcast(packed, group)
-                if not self.is_source:
-                    for scalar, value in zip(scalars, packed.unbind(), strict=True):
-                        scalar.copy_(value.view_as(scalar))
-            for tensor in here:
-                if not _fits_float64(tensor) and tensor.numel() > 0:
-                    self._broadcast(as_bytes(tensor.to(device)), group)
+        """Send or receive those that are not in the packet, in place."""
+        numbers = [tensor for tensor in tensors if not tensor.is_cpu and _fits_float64(tensor)]
+        if numbers:
+            packed = torch.stack([number.reshape(()).to(torch.float64) for number in numbers])
+            self._broadcast(packed, self._group())
+            if not self.is_source:
+                for number, value in zip(numbers, packed.unbind(), strict=True):
+                    number.copy_(value.view_as(number))
+        for tensor in tensors:
+            if tensor.is_cpu or not _fits_float64(tensor):
+                self._broadcast(as_bytes(tensor), self._control_group() if tensor.is_cpu else self._group())
+
+    def _broadcast(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        dist.broadcast(tensor, group_src=self._source, group=group)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Whether a tensor travels together with others."""
+    return tensor.is_cpu and tensor.nbytes <= _SMALL
 
 
 def _fits_float64(tensor: Tensor) -> bool:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast, broadcast_object, reduce_over
@@ -136,28 +135,26 @@ def test_the_source_keeps_its_graph_and_the_others_get_numbers(ranks: Pools) -> 
 def count_messages() -> list[int]:
     exchange = make()
     tree = {"loss": torch.rand(()), "acc": torch.rand(()), "x": torch.rand(4), "y": torch.rand(2)}
+    large = {"x": torch.rand(1 << 15), "y": torch.rand(1 << 15), "loss": torch.rand(())}
+    long = {"name": "a" * (1 << 12)}
     counts = []
     for changed in (
-        tree,
-        tree,
-        {**tree, "loss": torch.rand(())},
-        {**tree, "x": torch.rand(5)},
-        tree,
-        {**tree, "z": "a"},
+        *(tree, tree, {**tree, "loss": torch.rand(())}, {**tree, "x": torch.rand(5)}, tree, {**tree, "z": "a"}),
+        *(long, long, tree, long, tree),
+        *(large, large, {**large, "y": torch.rand(3)}),
     ):
-        with (
-            mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as tensors,
-            mock.patch.object(c10d, "broadcast", wraps=c10d.broadcast) as objects,
-        ):
-            exchange(changed if exchange.is_source else None)
-        counts.append(tensors.call_count + objects.call_count)
+        with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as messages:
+            received = exchange(changed if exchange.is_source else None)
+        assert equal(received, changed) or any(isinstance(leaf, Tensor) for leaf in flatten(changed)[0])
+        counts.append(messages.call_count)
     return counts
 
 
-def test_a_known_form_costs_a_number_and_its_tensors(ranks: Pools) -> None:
-    # The number of the form, all scalars together, each other tensor; two more for a new form, and for plain values.
-    known = 1 + 1 + 2
-    assert ranks(2).run(count_messages) == [[known + 2, known, known, known + 2, known, known + 2 + 2]] * 2
+def test_a_tree_takes_one_message(ranks: Pools) -> None:
+    # One more for what is longer than the tree before, and for each large tensor.
+    one_each = [1, 1, 1, 1, 1, 1]
+    lengths = [2, 1, 1, 2, 1]
+    assert ranks(2).run(count_messages) == [[*one_each, *lengths, 1 + 2, 1 + 2, 1 + 1]] * 2
 
 
 def mixed_forms() -> list[bool]:
