@@ -86,7 +86,7 @@ class RunWatch:
             parent=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None,
         )
         self._watcher = Watcher(self._look, descriptors=self._failure_watch.descriptors)
-        self._signals = SignalAgreement(mesh, store, failures.key, self._watcher.wake)
+        self._signals = SignalAgreement(store, failures.key, self._watcher.wake, rank=rank, size=size)
         self.trainer: Trainer | None = None
 
     def open(self, trainer: Trainer) -> None:
