@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Sequence
-from numbers import Number
+from numbers import Number, Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -29,6 +31,8 @@ from lightning_hybrid.trainer.results.module_attributes import (
 
 _WITHOUT_VALUE = Ellipsis  # instead of a value that was computed from placeholders
 _MESSAGE, _LENGTH = 256, 4  # bytes: what a logged number needs, with its name, and how its length is written
+_COMPARED = 100  # values that hooks log, from the beginning of a run on, which are compared over the stages
+_EQUAL = 1e-5  # relative difference of numbers that stages compute alike
 
 
 class EpochSync(Callback):
@@ -37,7 +41,7 @@ class EpochSync(Callback):
     Before the first hook of an epoch's end, plain attributes and buffers of the module that changed during the epoch
     (the common ``self.outputs.append(...)``, which happens on the last stage) get the last stage's values on all ranks,
     also those of submodules outside the body. What hooks log gets the last stage's value too, since only that stage has
-    the weights and outputs that it may be computed from.
+    the weights and outputs that it may be computed from; where stages log other numbers, a warning says so.
 
     Args:
         module: The user's module.
@@ -60,6 +64,8 @@ class EpochSync(Callback):
         self._source = source
         self._is_source = dist.get_rank(control_group) == source
         self._versions: dict[str, Any] | None = None
+        self._num_logged = 0
+        self._warned: set[str] = set()
 
     def install(self, trainer: Trainer) -> None:
         """Replace `self.log`, as it is outside of steps, of the module and of callbacks."""
@@ -84,9 +90,12 @@ class EpochSync(Callback):
         vars(self._module).pop("log", None)
         set_callback_log(trainer, self._module.log)
 
-    def _from_last_stage(self, name: str, value: Any) -> Any:
-        described = pickle.dumps((name, _described(value))) if self._is_source else b""
-        received_name, received = pickle.loads(self._broadcast(described))
+    def _from_last_stage(self, name: str, value: Any, *, compares: bool = True) -> Any:
+        self._num_logged += 1  # on all ranks alike
+        compares &= self._num_logged <= _COMPARED
+        described = pickle.dumps((name, _described(value))) if self._is_source or compares else b""
+        messages = self._messages(described, gathers=compares)
+        received_name, received = pickle.loads(messages[-1])
         if received_name != name:
             raise ValueError(
                 f"This rank logs {name!r} where the last stage logs {received_name!r}. Log the same keys on every rank,"
@@ -94,6 +103,7 @@ class EpochSync(Callback):
             )
         if received is _WITHOUT_VALUE:
             raise ValueError(without_value_text(f"the value logged as {name!r}"))
+        self._warn_of_differences(name, received, messages[:-1])
         if not isinstance(received, tuple):
             return received
         number, dtype, shape = received
@@ -102,23 +112,42 @@ class EpochSync(Callback):
     def _sync_forward_value(self, name: str, metric: Metric) -> None:
         """What the metric's `forward` returned in a step is known on the last stage; Lightning logs it."""
         value = forward_value(metric)
-        received = self._from_last_stage(name, value if isinstance(value, Tensor) and value.numel() == 1 else None)
+        number = value if isinstance(value, Tensor) and value.numel() == 1 else None
+        received = self._from_last_stage(name, number, compares=False)
         if not self._is_source and received is not None:
             set_forward_value(metric, received)
 
-    def _broadcast(self, payload: bytes) -> bytes:
-        """The last stage's bytes: in one message of fixed size if they are few, as the values of logs are."""
-        message = torch.zeros(_MESSAGE, dtype=torch.uint8)
-        if self._is_source:
-            start = len(payload).to_bytes(_LENGTH, "big") + payload[: _MESSAGE - _LENGTH]
-            message[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
-        dist.broadcast(message, group_src=self._source, group=self._group())
-        received = message.numpy().tobytes()
-        size = int.from_bytes(received[:_LENGTH], "big")
-        if size <= _MESSAGE - _LENGTH:
-            return received[_LENGTH : _LENGTH + size]
-        long: bytes = broadcast_object(payload, self._source, self._group())
-        return long
+    def _messages(self, payload: bytes, *, gathers: bool) -> list[bytes]:
+        """The bytes of the other ranks, if they are wanted and few; and as the last ones those of the last stage."""
+        group, message = self._group(), torch.zeros(_MESSAGE, dtype=torch.uint8)
+        start = len(payload).to_bytes(_LENGTH, "big") + payload[: _MESSAGE - _LENGTH]
+        message[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
+        if gathers:
+            received = [torch.empty_like(message) for _ in range(group.size())]
+            dist.all_gather(received, message, group=group)
+            received.append(received.pop(self._source))
+        else:
+            dist.broadcast(message, group_src=self._source, group=group)
+            received = [message]
+        sizes = [int.from_bytes(each[:_LENGTH].numpy().tobytes(), "big") for each in received]
+        found = [each[_LENGTH : _LENGTH + size].numpy().tobytes() for each, size in zip(received, sizes, strict=True)]
+        if sizes[-1] > _MESSAGE - _LENGTH:
+            return [broadcast_object(payload, self._source, group)]
+        return [each for each, size in zip(found, sizes, strict=True) if size <= _MESSAGE - _LENGTH]
+
+    def _warn_of_differences(self, name: str, counted: Any, others: Sequence[bytes]) -> None:
+        """A number that hooks have computed from what a stage has, and that is another one on another stage."""
+        numbers = [_number(described) for other, described in map(pickle.loads, others) if other == name]
+        mine = _number(counted)
+        different = [each for each in numbers if each is not None and mine is not None and not _is_equal(each, mine)]
+        if different and name not in self._warned:
+            self._warned.add(name)
+            rank_zero_warn(
+                f"{name!r} is logged in a hook, and is {mine:.6g} on the last stage, which counts, but"
+                f" {different[0]:.6g} on another one. Each stage has the gradients and parameters of its own layers only: a number that"
+                " depends on them is not that of the whole model. The norm of all gradients is"
+                " `trainer.strategy.grad_norm()`, on every rank."
+            )
 
     def _sync_attributes(self) -> None:
         """Give every rank the last stage's value of what changed on any rank and is not equal everywhere."""
@@ -160,3 +189,13 @@ def _described(value: Any) -> Any:
     if value.is_meta:
         return _WITHOUT_VALUE
     return (value.item(), value.dtype, tuple(value.shape)) if value.numel() == 1 else value.detach().cpu()
+
+
+def _number(described: Any) -> float | None:
+    """What :func:`_described` has made of a number."""
+    value = described[0] if isinstance(described, tuple) else described
+    return float(value) if isinstance(value, Real) else None
+
+
+def _is_equal(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_EQUAL) or (math.isnan(one) and math.isnan(other))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -280,6 +281,51 @@ def test_hooks_log_what_the_last_stage_logs(ranks: Pools) -> None:
     assert last[0][2] == {"prog_bar": True, "on_epoch": True}
     assert first[7] == ("mine", 0.0, {"rank_zero_only": True})
     assert [found[-1][:2] for found in (first, last)] == [("after", 0.0), ("after", 1.0)]
+
+
+class LogsNorms(Callback):
+    """What many write: skips parameters without a gradient, which here are those of other stages."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        norms = [parameter.grad.norm() for parameter in pl_module.parameters() if parameter.grad is not None]
+        pl_module.log("grad_norm", torch.stack(norms).norm())
+        pl_module.log("whole_norm", trainer.strategy.grad_norm())
+        pl_module.log("nan", float("nan"))
+
+
+def log_norms() -> list[str]:
+    trainer = make_trainer(PP2, callbacks=[LogsNorms()], limit_train_batches=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Regression(), loader())
+    return [str(each.message) for each in caught if "is logged in a hook" in str(each.message)]
+
+
+def test_a_number_of_one_stage_is_not_taken_for_that_of_the_model_in_silence(ranks: Pools) -> None:
+    first, second = ranks(2, lightning=True).run(log_norms)
+    assert [text.split(" is ")[0] for text in first] == ["'grad_norm'"], "once, and of no other number"
+    assert "trainer.strategy.grad_norm()" in first[0]
+    assert not second
+
+
+def count_messages() -> list[int]:
+    module = Module()
+    boundary, trainer = make(module), mock.Mock()
+    trainer.callbacks = []
+    boundary.install(trainer)
+    with (
+        mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcasts,
+        mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gathers,
+    ):
+        for number in range(103):
+            module.log("x", number + dist.get_rank())
+    boundary.remove(trainer)
+    assert [value for _, value, *_ in module.logged] == [number + 1 for number in range(103)]
+    return [gathers.call_count, broadcasts.call_count]
+
+
+def test_numbers_are_compared_in_the_beginning_of_a_run(ranks: Pools) -> None:
+    assert ranks(2).run(count_messages) == [[100, 3]] * 2
 
 
 def log_elsewhere() -> Any:
