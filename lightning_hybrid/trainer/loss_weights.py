@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.tensor_bytes import move
+
+_IGNORED = -100  # the `ignore_index` of torch's cross-entropy
 
 
 @dataclass(frozen=True)
@@ -141,3 +143,34 @@ def weighted(value: Tensor, weight: float | Tensor) -> Tensor:
     if isinstance(weight, Tensor):
         return value * weight.to(value.dtype)
     return value if weight == 1.0 else value * weight
+
+
+def unequal_labels(microbatches: Sequence[Any], counts: Sequence[int]) -> object | None:
+    """Where a batch has labels that cross-entropy ignores, in shares that are not those of the samples.
+
+    A loss that is a mean over the other labels counts other than samples do, which only the module can say.
+
+    Args:
+        microbatches: Of a batch.
+        counts: Their numbers of samples.
+
+    Returns:
+        The key of a mapping, or the index in a tuple or list; ``None`` if there are no such labels.
+    """
+    first = microbatches[0]
+    keys: Sequence[Any] = ()
+    if isinstance(first, Mapping):
+        keys = list(first)
+    elif isinstance(first, (tuple, list)):
+        keys = range(len(first))
+    for key in keys:
+        parts = [microbatch[key] for microbatch in microbatches]
+        if all(isinstance(part, Tensor) and part.dtype == torch.int64 for part in parts):
+            kept = [int((part != _IGNORED).sum()) for part in parts]
+            if sum(kept) < sum(part.numel() for part in parts) and not _is_proportional(kept, counts):
+                return cast("object", key)
+    return None
+
+
+def _is_proportional(numbers: Sequence[int], others: Sequence[int]) -> bool:
+    return all(number * sum(others) == other * sum(numbers) for number, other in zip(numbers, others, strict=True))

@@ -23,13 +23,20 @@ from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, build_
 from lightning_hybrid.pipeline_parallel.stage import Compute
 from lightning_hybrid.trainer.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
-from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LossWeights, weighted, weighted_sum
+from lightning_hybrid.trainer.loss_weights import (
+    AccumulationWindow,
+    LossWeights,
+    unequal_labels,
+    weighted,
+    weighted_sum,
+)
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.precision import SharedCasts
 from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
 
+_LOOKS = 4  # batches, from the first one on, whose labels are looked at
 _TRAINING = 0  # tells the random numbers of training from those of evaluation
 
 
@@ -45,8 +52,8 @@ class TrainingStep:
         loss_reduction: ``"mean"`` or ``"sum"``: how the user's loss reduces over the samples of a batch.
         place_parameters: Called before the first batch runs, if the code around the layers runs on every stage: with
             the stages that use each parameter outside of the layers, by its name.
-        shares_casts: Whether microbatches share what autocast makes of parameters; not where parameters are let go of
-            after each use, as copies of all of them would stay.
+        shares_casts: Whether microbatches share what autocast makes of parameters, where there is autocast; not where
+            parameters are let go of after each use, as copies of all of them would stay.
 
     Attributes:
         anomaly: Looks at values that are not finite; ``None`` if nobody asks.
@@ -62,7 +69,7 @@ class TrainingStep:
         auto_microbatches: bool,
         loss_reduction: str,
         place_parameters: Callable[[Mapping[str, Collection[int]]], None],
-        shares_casts: bool = True,
+        shares_casts: bool,
     ) -> None:
         self._context = context
         self.anomaly: AnomalyDetector | None = None
@@ -84,6 +91,7 @@ class TrainingStep:
         )
         self._warns = bool(self._batch_norms)
         self._lengths: LengthWatch | None = LengthWatch()
+        self._looks = _LOOKS if num_microbatches > 1 and loss_reduction == "mean" else 0
 
     def __call__(
         self,
@@ -286,6 +294,9 @@ class TrainingStep:
             least = context.mesh.data_parallel_min(len(counts))
             if least < len(counts):
                 microbatches, counts = split_into(batch, least, user_split)
+        if self._looks > 0 and user_split is None and len(counts) > 1:
+            self._looks -= 1
+            self._look_at_labels(microbatches, counts)
         if not any(counts):  # no samples: what the step makes of that counts, as in one process
             counts = [1] * len(counts)
         if self._warns:
@@ -305,6 +316,22 @@ class TrainingStep:
                 " samples, but it does not go by samples: it stays as it is from batch to batch. Keep it in the module,"
                 f" as a buffer, or say how batches are split: `{type(self._context.module).__name__}.split_batch(batch,"
                 " num_microbatches)` returns a list of microbatches."
+            )
+
+    def _look_at_labels(self, microbatches: Sequence[Any], counts: Sequence[int]) -> None:
+        """Warn once of a loss that is likely to be a mean over something else than samples."""
+        if find_hook(self._context.module, "microbatch_weight") is not None:
+            return
+        key = unequal_labels(microbatches, counts)
+        if key is not None:
+            self._looks = 0
+            rank_zero_warn(
+                f"The batch has labels that are ignored (-100 in {key!r}), and microbatches have unequal numbers of the"
+                " others, but microbatches count by their samples. If the loss is a mean over labels, it and its"
+                " gradients are not those of the whole batch. Write"
+                f" `microbatch_weight = lightning_hybrid.count_tokens({key!r})` into"
+                f" {type(self._context.module).__name__}, with `shift=True` for causal language models of transformers,"
+                " which shift their labels themselves."
             )
 
     def _weights(self, microbatches: Sequence[Any], *, accumulates: bool) -> LossWeights | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,8 +18,8 @@ from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid import HybridStrategy
-from lightning_hybrid.trainer.loss_weights import LossWeights
+from lightning_hybrid import HybridStrategy, count_tokens
+from lightning_hybrid.trainer.loss_weights import LossWeights, unequal_labels
 from tests.pool import Pools
 from tests.training_jobs import Regression, make_trainer, together, weights
 
@@ -311,3 +312,59 @@ def test_weights_may_be_on_the_host_and_on_the_device() -> None:
     mesh: Any = SimpleNamespace(data_parallel_size=1)
     found = [torch.tensor(3, device="meta"), 0]
     assert LossWeights.of(lambda each: found[each], [0, 1], mesh, torch.device("meta")).each.shape == (2,)
+
+
+# -- who should say it -------------------------------------------------------------------------------------------------
+
+
+def padded(*lengths: int) -> Tensor:
+    """Labels of sequences of these lengths."""
+    return torch.tensor([[1] * length + [-100] * (4 - length) for length in lengths])
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "counts", "key"),
+    [
+        (
+            [{"x": torch.ones(2, 4), "labels": padded(4, 1)}, {"x": torch.ones(2, 4), "labels": padded(4, 4)}],
+            [2, 2],
+            "labels",
+        ),
+        ([(torch.ones(2, 4), padded(4, 1)), (torch.ones(1, 4), padded(4))], [2, 1], 1),
+        ([{"labels": padded(3, 1)}, {"labels": padded(2, 2)}], [2, 2], None),
+        ([{"labels": padded(2, 2)}, {"labels": padded(2)}], [2, 1], None),
+        ([{"labels": padded(4, 4)}, {"labels": padded(4)}], [2, 1], None),
+        ([{"x": torch.full((2, 2), -100.0)}, {"x": torch.ones(2, 2)}], [2, 2], None),
+        ([torch.ones(2, 2), torch.ones(2, 2)], [2, 2], None),
+        ([{"labels": padded(0, 0)}, {"labels": padded(0)}], [2, 1], None),
+    ],
+)
+def test_labels_that_do_not_count_are_found(microbatches: list[Any], counts: list[int], key: object) -> None:
+    assert unequal_labels(microbatches, counts) == key
+
+
+class Labelled(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, labels = batch
+        return self(x).mean() + 0.0 * (labels != -100).sum()
+
+
+class Counted(Labelled):
+    microbatch_weight = count_tokens(1)
+
+
+def warnings_of(kind: type[Labelled], labels: Tensor, num_microbatches: int) -> list[str]:
+    trainer = make_trainer({"pipeline_parallel_size": 2, "num_microbatches": num_microbatches}, max_epochs=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(kind(), DataLoader(TensorDataset(torch.ones(len(labels), 6).double(), labels), 4))
+    return [str(each.message) for each in caught if "count_tokens" in str(each.message)]
+
+
+def test_a_loss_that_is_likely_to_be_a_mean_over_labels_is_warned_of(ranks: Pools) -> None:
+    pool, labels = ranks(2, lightning=True), padded(4, 4, 4, 4, 4, 1, 2, 4)
+    (text,), others = pool.run(warnings_of, Labelled, labels, 2)
+    assert "`microbatch_weight = lightning_hybrid.count_tokens(1)` into Labelled" in text
+    assert not others
+    for arguments in ((Counted, labels, 2), (Labelled, labels, 1), (Labelled, padded(2, 2, 2, 2), 2)):
+        assert pool.run(warnings_of, *arguments) == [[], []]
