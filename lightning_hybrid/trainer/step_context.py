@@ -147,7 +147,10 @@ class StepContext:
         self._results = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
         self._recorder = LogRecorder(module)
         self._logger_proxy = LoggerProxy(
-            module, is_source=self._results.is_source and mesh.data_rank == 0, unfollowed=self.unfollowed
+            module,
+            is_source=self._results.is_source and mesh.data_rank == 0,
+            counts=lambda: self._recorder.counts,
+            unfollowed=self.unfollowed,
         )
         self._scalars: dict[str, Any] = {}
         self.metrics = MetricsAcrossStages(
@@ -290,7 +293,6 @@ class StepContext:
             if self.frame is None or keep:
                 self.metrics.next_microbatch(keep=keep)
             self._recorder.next_microbatch(keep=keep)
-            self._logger_proxy.next_microbatch(keep=keep)
         self.streams.seed_user(*coordinates)
 
     def unfollowed(self) -> AbstractContextManager[None]:

@@ -94,7 +94,7 @@ class EpochSync(Callback):
         self._num_logged += 1  # on all ranks alike
         compares &= self._num_logged <= _COMPARED
         described = pickle.dumps((name, _described(value))) if self._is_source or compares else b""
-        messages = self._messages(described, gathers=compares)
+        messages = self._gather(described)
         received_name, received = pickle.loads(messages[-1])
         if received_name != name:
             raise ValueError(
@@ -117,23 +117,28 @@ class EpochSync(Callback):
         if not self._is_source and received is not None:
             set_forward_value(metric, received)
 
-    def _messages(self, payload: bytes, *, gathers: bool) -> list[bytes]:
-        """The bytes of the other ranks, if they are wanted and few; and as the last ones those of the last stage."""
+    def _gather(self, payload: bytes) -> list[bytes]:
+        """The bytes of the other ranks, where they are few; and as the last ones those of the last stage.
+
+        One message of fixed size, as the values of logs are short; by a collective that others do not expect: where one
+        rank logs alone, that is found.
+        """
         group, message = self._group(), torch.zeros(_MESSAGE, dtype=torch.uint8)
         start = len(payload).to_bytes(_LENGTH, "big") + payload[: _MESSAGE - _LENGTH]
         message[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
-        if gathers:
-            received = [torch.empty_like(message) for _ in range(group.size())]
-            dist.all_gather(received, message, group=group)
-            received.append(received.pop(self._source))
-        else:
-            dist.broadcast(message, group_src=self._source, group=group)
-            received = [message]
-        sizes = [int.from_bytes(each[:_LENGTH].numpy().tobytes(), "big") for each in received]
-        found = [each[_LENGTH : _LENGTH + size].numpy().tobytes() for each, size in zip(received, sizes, strict=True)]
-        if sizes[-1] > _MESSAGE - _LENGTH:
-            return [broadcast_object(payload, self._source, group)]
-        return [each for each, size in zip(found, sizes, strict=True) if size <= _MESSAGE - _LENGTH]
+        received = [torch.empty_like(message) for _ in range(group.size())]
+        dist.all_gather(received, message, group=group)
+        parts = [each.numpy().tobytes() for each in received]
+        sizes = [int.from_bytes(each[:_LENGTH], "big") for each in parts]
+        found = [
+            each[_LENGTH : _LENGTH + size]
+            for rank, (each, size) in enumerate(zip(parts, sizes, strict=True))
+            if rank != self._source and 0 < size <= _MESSAGE - _LENGTH
+        ]
+        size = sizes[self._source]
+        if size > _MESSAGE - _LENGTH:
+            return [*found, broadcast_object(payload, self._source, group)]
+        return [*found, parts[self._source][_LENGTH : _LENGTH + size]]
 
     def _warn_of_differences(self, name: str, counted: Any, others: Sequence[bytes]) -> None:
         """A number that hooks have computed from what a stage has, and that is another one on another stage."""
@@ -144,8 +149,8 @@ class EpochSync(Callback):
             self._warned.add(name)
             rank_zero_warn(
                 f"{name!r} is logged in a hook, and is {mine:.6g} on the last stage, which counts, but"
-                f" {different[0]:.6g} on another one. Each stage has the gradients and parameters of its own layers only: a number that"
-                " depends on them is not that of the whole model. The norm of all gradients is"
+                f" {different[0]:.6g} on another one. Each stage has the gradients and parameters of its own layers: a"
+                " number that depends on them is not the whole model's. The norm of all gradients is"
                 " `trainer.strategy.grad_norm()`, on every rank."
             )
 

@@ -31,6 +31,8 @@ class LoggerProxy:
     Args:
         module: The user's module.
         is_source: Whether this rank is the one whose calls count: the last stage of the first replica.
+        counts: Whether what the user's step does counts at the moment: code before the body also runs on the first
+            stage, where it does not.
         unfollowed: Around what is no part of the user's step.
 
     Attributes:
@@ -42,13 +44,13 @@ class LoggerProxy:
         module: LightningModule,
         *,
         is_source: bool,
+        counts: Callable[[], bool] = lambda: True,
         unfollowed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._module = module
         self._unfollowed = unfollowed
-        self._is_source = is_source
+        self._is_source, self._counts = is_source, counts
         self.calls: list[LoggerCall] = []
-        self._is_recording = False
         self._seen: list[Any] | None = None
 
     @contextmanager
@@ -65,7 +67,7 @@ class LoggerProxy:
         """While this is entered, calls are recorded, or dropped."""
         trainer, attributes = self._module.trainer, vars(self._module)
         loggers = trainer.loggers
-        self.calls, self._is_recording = [], False
+        self.calls = []
         proxies: list[Any] = [_RecordingLogger(logger, self._recorder(i)) for i, logger in enumerate(loggers)]
         trainer.loggers = proxies
         record = self._recorder(None)
@@ -77,19 +79,11 @@ class LoggerProxy:
             trainer.loggers = loggers
             del attributes["print"]
 
-    def next_microbatch(self, *, keep: bool) -> None:
-        """A microbatch begins.
-
-        Args:
-            keep: Whether its calls count. Code before the body also runs on the first stage, where they do not.
-        """
-        self._is_recording = keep and self._is_source
-
     def _recorder(self, index: int | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
         def record(path: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._seen is not None:
                 self._seen.append((args, kwargs))
-            elif self._is_recording:
+            elif self._is_source and self._counts():
                 with self._unfollowed():
                     self.calls.append((index, path, map_leaves(to_host, args), map_leaves(to_host, kwargs)))
 

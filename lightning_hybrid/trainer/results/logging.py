@@ -78,6 +78,11 @@ class LogRecorder:
             if outside is not None:
                 attributes["log"] = outside
 
+    @property
+    def counts(self) -> bool:
+        """Whether what the microbatch that runs does counts."""
+        return self._current is not None
+
     def next_microbatch(self, *, keep: bool) -> None:
         """A microbatch begins.
 

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torchmetrics import SumMetric
 
+from lightning_hybrid.trainer.results import epoch_sync
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, loader, make_trainer
@@ -308,24 +309,23 @@ def test_a_number_of_one_stage_is_not_taken_for_that_of_the_model_in_silence(ran
     assert not second
 
 
-def count_messages() -> list[int]:
+def log_often() -> list[bool]:
     module = Module()
     boundary, trainer = make(module), mock.Mock()
     trainer.callbacks = []
     boundary.install(trainer)
-    with (
-        mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcasts,
-        mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gathers,
-    ):
-        for number in range(103):
-            module.log("x", number + dist.get_rank())
+    described = []
+    for number in range(103):
+        with mock.patch.object(epoch_sync, "_described", wraps=epoch_sync._described) as described_value:
+            module.log("x", torch.tensor(float(number + dist.get_rank())))
+        described.append(described_value.called)
     boundary.remove(trainer)
-    assert [value for _, value, *_ in module.logged] == [number + 1 for number in range(103)]
-    return [gathers.call_count, broadcasts.call_count]
+    assert [float(value) for _, value, *_ in module.logged] == [number + 1 for number in range(103)]
+    return described
 
 
-def test_numbers_are_compared_in_the_beginning_of_a_run(ranks: Pools) -> None:
-    assert ranks(2).run(count_messages) == [[100, 3]] * 2
+def test_numbers_are_read_on_other_stages_only_in_the_beginning_of_a_run(ranks: Pools) -> None:
+    assert ranks(2).run(log_often) == [[True] * 100 + [False] * 3, [True] * 103]
 
 
 def log_elsewhere() -> Any:

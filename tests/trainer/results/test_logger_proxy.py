@@ -179,7 +179,6 @@ def test_a_value_of_an_experiment_is_not_to_be_had_in_a_step(read: Any) -> None:
     module: Any = SimpleNamespace(trainer=trainer)
     calls = LoggerProxy(module, is_source=True)
     with calls() as found:
-        calls.next_microbatch(keep=True)
         experiment = trainer.loggers[0].experiment
         assert experiment.run, "experiments are asked whether they are there"
         text = r"`self\.logger\.experiment\.run\['id'\]` has no value in a step.*in a hook"
