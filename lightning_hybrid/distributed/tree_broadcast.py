@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import broadcast  # torch's own, also while the user's collectives are looked at
 
 from lightning_hybrid.distributed.failure import PeerFailedError
 from lightning_hybrid.distributed.process_group import GroupRef
@@ -225,19 +226,19 @@ class TreeBroadcast:
         length = _HEADER.size + len(pickled) + sum(map(len, packed))
         parts = [_HEADER.pack(code, len(pickled), length), pickled, *packed, bytes(max(0, self._length - length))]
         packet = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
-        self._broadcast(packet[: self._length], self._control_group())
+        self._broadcast(packet[: self._length], self._control_group)
         if length > self._length:
-            self._broadcast(packet[self._length :], self._control_group())
+            self._broadcast(packet[self._length :], self._control_group)
         self._length = max(_LEAST, length)
 
     def _receive_packet(self) -> tuple[int, bytes, Tensor]:
         """What comes, its pickle, and the bytes of its small tensors."""
         packet = torch.empty(self._length, dtype=torch.uint8)
-        self._broadcast(packet, self._control_group())
+        self._broadcast(packet, self._control_group)
         code, num_pickled, length = _HEADER.unpack(packet[: _HEADER.size].numpy().tobytes())
         if length > self._length:
             rest = torch.empty(length - self._length, dtype=torch.uint8)
-            self._broadcast(rest, self._control_group())
+            self._broadcast(rest, self._control_group)
             packet = torch.cat([packet, rest])
         self._length = max(_LEAST, length)
         begin = _HEADER.size + num_pickled
@@ -248,16 +249,18 @@ class TreeBroadcast:
         numbers = [tensor for tensor in tensors if not tensor.is_cpu and _fits_float64(tensor)]
         if numbers:
             packed = torch.stack([number.reshape(()).to(torch.float64) for number in numbers])
-            self._broadcast(packed, self._group())
+            self._broadcast(packed, self._group)
             if not self.is_source:
                 for number, value in zip(numbers, packed.unbind(), strict=True):
                     number.copy_(value.view_as(number))
         for tensor in tensors:
             if tensor.is_cpu or not _fits_float64(tensor):
-                self._broadcast(as_bytes(tensor), self._control_group() if tensor.is_cpu else self._group())
+                self._broadcast(as_bytes(tensor), self._control_group if tensor.is_cpu else self._group)
 
-    def _broadcast(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        dist.broadcast(tensor, group_src=self._source, group=group)
+    def _broadcast(self, tensor: Tensor, reference: GroupRef) -> None:
+        group = reference.weak()
+        assert group is not None, "the process groups have been destroyed"
+        broadcast(tensor, group_src=self._source, group=group)
 
 
 def _is_small(tensor: Tensor) -> bool:

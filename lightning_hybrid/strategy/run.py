@@ -291,6 +291,7 @@ class Run:
         world: The ranks.
         attached: The module.
         sync_batch_norm: Whether batch norm takes its statistics over the replicas.
+        autocasts: Whether steps run under autocast.
 
     Attributes:
         grad_sync: What this rank has in common with others.
@@ -303,7 +304,7 @@ class Run:
         ValueError: If the body is not the one that was divided; on every rank.
     """
 
-    def __init__(self, world: World, attached: AttachedModule, *, sync_batch_norm: bool) -> None:
+    def __init__(self, world: World, attached: AttachedModule, *, sync_batch_norm: bool, autocasts: bool) -> None:
         config, module, parallelizer = world.config, attached.module, attached.parallelizer
         self._world, self._attached = world, attached
         self._context: StepContext | None = None
@@ -328,10 +329,11 @@ class Run:
             self.grad_sync.broadcast_parameters()
             world.in_flight.add(self.grad_sync)
             self.offload = Offload(config.offload, world.device)
-            self._make_steps(parallelizer.around_forwards(self.offload, self.grad_sync.local_parameters))
+            around_forwards = parallelizer.around_forwards(self.offload, self.grad_sync.local_parameters)
+            self._make_steps(around_forwards, autocasts=autocasts)
             self._installed = undo.pop_all()
 
-    def _make_steps(self, around_forwards: Callable[[], AbstractContextManager[None]]) -> None:
+    def _make_steps(self, around_forwards: Callable[[], AbstractContextManager[None]], *, autocasts: bool) -> None:
         world, module, config = self._world, self._attached.module, self._world.config
         if not self._attached.is_cut:
             self.training_step = UncutTrainingStep(module, self.grad_sync, around_forwards)
@@ -360,7 +362,7 @@ class Run:
             auto_microbatches=config.auto_microbatches,
             loss_reduction=config.loss_reduction,
             place_parameters=self._place_parameters,
-            shares_casts=config.shares_casts,
+            shares_casts=autocasts and config.shares_casts,
         )
         self.evaluation_step = EvaluationStep(
             self._context, self.grad_sync, config.num_microbatches, dynamic_shapes=config.dynamic_shapes

@@ -43,7 +43,7 @@ from lightning_hybrid.trainer.debug.desync import DesyncDetector
 from lightning_hybrid.trainer.debug.nonfinite import NonfiniteGuard
 from lightning_hybrid.trainer.exceptions import print_shortly, stops_together
 from lightning_hybrid.trainer.optimization import PipelineClosure
-from lightning_hybrid.trainer.precision import adapt, check_optimizer
+from lightning_hybrid.trainer.precision import adapt, autocasts, check_optimizer
 
 
 class HybridStrategy(ReplicaCollectives):
@@ -320,7 +320,12 @@ class HybridStrategy(ReplicaCollectives):
         with keeping_marks(self.model):
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
-        self._run = Run(self.world, self.attached, sync_batch_norm=self._layer_sync is not None)
+        self._run = Run(
+            self.world,
+            self.attached,
+            sync_batch_norm=self._layer_sync is not None,
+            autocasts=autocasts(self.precision_plugin, self.root_device),
+        )
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._reset_optimizers_and_schedulers()

@@ -114,6 +114,12 @@ def check_optimizer(plugin: Precision, optimizer: Optimizer) -> None:
         )
 
 
+def autocasts(plugin: Precision, device: torch.device) -> bool:
+    """Whether a plugin runs steps under autocast on a device."""
+    with plugin.train_step_context():
+        return torch.is_autocast_enabled(device.type)
+
+
 class ModelGroupGradScaler(GradScaler):
     """A `GradScaler` whose ranks see an overflow together: all of the model group skip a step, or none does.
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.distributed import tree_broadcast
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast, broadcast_object, reduce_over
 from tests.pool import Pools
@@ -143,7 +144,7 @@ def count_messages() -> list[int]:
         *(long, long, tree, long, tree),
         *(large, large, {**large, "y": torch.rand(3)}),
     ):
-        with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as messages:
+        with mock.patch.object(tree_broadcast, "broadcast", wraps=dist.broadcast) as messages:
             received = exchange(changed if exchange.is_source else None)
         assert equal(received, changed) or any(isinstance(leaf, Tensor) for leaf in flatten(changed)[0])
         counts.append(messages.call_count)
