@@ -48,7 +48,7 @@ class Docstring:
         self.page = page
         parts = re.split(r"^([A-Z]\w+)::?\n(?=\n*    )", inspect.getdoc(documented) or "", flags=re.MULTILINE)
         self.text = parts[0].strip()
-        self.sections = {name: textwrap.dedent(text).strip() for name, text in zip(parts[1::2], parts[2::2])}
+        self.sections = {name: textwrap.dedent(text).strip() for name, text in zip(parts[1::2], parts[2::2], strict=True)}
 
     def paragraphs(self) -> list[str]:
         """What stands before the sections."""
@@ -144,7 +144,9 @@ def hooks(page: Path) -> Iterator[str]:
     rows = [f"| [`{name}`](#{name}) | {first_sentence(text)} |" for name, text in attributes.items()]
     for name, method in vars(ModuleHooks).items():
         if not name.startswith("_") and inspect.isfunction(method):
-            rows.append(f"| [`{name}{call(method)}`](#{name}) | {first_sentence(Docstring(method, page).paragraphs()[0])} |")
+            rows.append(
+                f"| [`{name}{call(method)}`](#{name}) | {first_sentence(Docstring(method, page).paragraphs()[0])} |"
+            )
     yield "\n".join(["| hook | what it is |", "|---|---|", *rows])
 
 
