@@ -48,7 +48,9 @@ class Docstring:
         self.page = page
         parts = re.split(r"^([A-Z]\w+)::?\n(?=\n*    )", inspect.getdoc(documented) or "", flags=re.MULTILINE)
         self.text = parts[0].strip()
-        self.sections = {name: textwrap.dedent(text).strip() for name, text in zip(parts[1::2], parts[2::2], strict=True)}
+        self.sections = {
+            name: textwrap.dedent(text).strip() for name, text in zip(parts[1::2], parts[2::2], strict=True)
+        }
 
     def paragraphs(self) -> list[str]:
         """What stands before the sections."""

@@ -39,14 +39,22 @@ class NarrowAttention(nn.Module):
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, T, C))
 
 
+class NarrowBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = NarrowAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x.unsqueeze(1)).squeeze(1)
+
+
 class NarrowBlocks(Regression):
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Sequential(nn.Unflatten(1, (1, 8)), NarrowAttention(), nn.Flatten(1)) for _ in range(4)]
-        self.body = nn.Sequential(*layers).double()
+        self.body = nn.Sequential(*[NarrowBlock() for _ in range(4)]).double()
 
 
-NARROW = {"body.*.1.qkv": "packed_colwise_3", "body.*.1.out": "rowwise"}
+NARROW = {"body.*.attention.qkv": "packed_colwise_3", "body.*.attention.out": "rowwise"}
 
 
 class Block(nn.Module):
@@ -111,13 +119,13 @@ def test_a_shape_that_does_not_fit_names_the_entry_that_is_missing(
         assert words in text
 
 
-@pytest.mark.parametrize("entry", [{}, {"body.*.1": "divide:heads"}], ids=["no entry", "heads alone"])
+@pytest.mark.parametrize("entry", [{}, {"body.*.attention": "divide:heads"}], ids=["no entry", "heads alone"])
 def test_code_that_takes_the_width_of_its_input_is_told_to_narrow_it(ranks: Pools, entry: dict[str, str]) -> None:
     both = "divide:heads + narrow_input:qkv"
     for text in ranks(2, lightning=True).run(trained, {**NARROW, **entry}, NarrowBlocks):
-        assert "not enough values to unpack (expected 3, got 2)\nThis is in 'body.0.1', in which" in text
-        assert f"it may be 'body.*.1': '{both}'." in text
-    assert ranks(2, lightning=True).run(trained, {**NARROW, "body.*.1": both}, NarrowBlocks) == ["no error"] * 2
+        assert "not enough values to unpack (expected 3, got 2)\nThis is in 'body.0.attention', in which" in text
+        assert f"it may be 'body.*.attention': '{both}'." in text
+    assert ranks(2, lightning=True).run(trained, {**NARROW, "body.*.attention": both}, NarrowBlocks) == ["no error"] * 2
 
 
 class Unrelated(Blocks):
