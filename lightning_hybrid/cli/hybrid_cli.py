@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any, NoReturn
@@ -95,7 +96,8 @@ def load_config(parser: Parser, configs: Sequence[str], overrides: Sequence[str]
     words = [word for config in configs for word in ("--config", config)]
     saved, sys.argv = sys.argv, [PROGRAM, *words, *overrides]  # where a LightningCLI looks
     try:
-        with parser.refusing(ValueError, MisconfigurationException):
+        with parser.refusing(ValueError, MisconfigurationException), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "GPU available but not used")
             cli = DryCLI(run=False)
     finally:
         sys.argv = saved

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -338,7 +339,9 @@ def test_plan_counts_the_devices_that_there_are(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 16)
-    main(["plan", "--config", str(DEMO), "--trainer.accelerator=gpu", "--trainer.devices=auto"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        main(["plan", "--config", str(DEMO), "--trainer.accelerator=gpu", "--trainer.devices=auto"])
     assert "= 16 processes" in capsys.readouterr().out
 
 
