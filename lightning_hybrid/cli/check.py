@@ -360,8 +360,8 @@ class _Check:
             f" weighted by {found}, and they were weighted by {used}.",
             "For a mean over the labels that are not masked, write in the module `microbatch_weight ="
             " lightning_hybrid.count_tokens('labels')`, with `shift=True` if the model shifts the labels, as causal"
-            " models of transformers do. For another mean let a method `microbatch_weight(self, microbatch)` return what"
-            " the loss is divided by.",
+            " models of transformers do. For another mean let a method `microbatch_weight(self, microbatch)` return"
+            " what the loss is divided by.",
         )
 
     def is_repeatable(self) -> bool:

@@ -335,8 +335,9 @@ _TAKES_WIDTH = re.compile(r"^ *\w+, *\w+, *(?!_\b)\w+ *= *\w+\.(shape\b(?!\[)|si
 
 def forward_source(module: nn.Module) -> str:
     """The code of a module's class; nothing where it has no source."""
+    kind: Any = _original(type(module))
     try:
-        return inspect.getsource(_original(type(module)).forward)
+        return inspect.getsource(kind.forward)
     except (OSError, TypeError):
         return ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from types import TracebackType
+from typing import Any
 
 from torch import nn
 
@@ -79,7 +80,7 @@ def _forwards(traceback: TracebackType | None) -> list[nn.Module]:
     return found
 
 
-def _computes_with_shards(module: nn.Module) -> bool:
+def _computes_with_shards(module: Any) -> bool:
     """Whether divided layers are below it; one that is divided itself may still lack that its input is narrowed."""
     if isinstance(module, ParallelLayer):
         return isinstance(module, DividedNumbers) and not isinstance(module, NarrowInput) and reads_width(module)
