@@ -80,10 +80,11 @@ def _forwards(traceback: TracebackType | None) -> list[nn.Module]:
     return found
 
 
-def _computes_with_shards(module: Any) -> bool:
+def _computes_with_shards(module: nn.Module) -> bool:
     """Whether divided layers are below it; one that is divided itself may still lack that its input is narrowed."""
-    if isinstance(module, ParallelLayer):
-        return isinstance(module, DividedNumbers) and not isinstance(module, NarrowInput) and reads_width(module)
+    layer: Any = module
+    if isinstance(layer, ParallelLayer):
+        return isinstance(layer, DividedNumbers) and not isinstance(layer, NarrowInput) and reads_width(module)
     return bool(_divided_in(module))
 
 
