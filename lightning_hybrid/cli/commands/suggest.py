@@ -58,7 +58,6 @@ def run(args: Sequence[str]) -> None:
 
     be_quiet()
     overrides += ["--trainer.devices", "1", "--trainer.num_nodes", "1"]
-    overrides += ["--trainer.strategy", "lightning_hybrid.HybridStrategy"]  # what a name stands for is tried anyway
     overrides += [f"--trainer.strategy.init_args.{name}={value}" for name, value in _UNDIVIDED.items()]
     cli, strategy = load_config(parser, options.config, overrides)
     names = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
