@@ -89,10 +89,20 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 120
 
 
-def test_each_argument_stands_in_one_group_of_the_reference() -> None:
-    text = (DOCS / "reference" / "strategy.md").read_text()
-    named = " ".join(re.findall(r"^```\{strategy-arguments\} (.*)", text, re.MULTILINE)).split()
-    assert sorted(named) == sorted(inspect.signature(HybridStrategy).parameters)
+@pytest.mark.parametrize("program", ["draw_house.py", "write_reference.py"])
+def test_what_programs_write_into_the_documents_is_what_is_so(program: str) -> None:
+    checked = subprocess.run([sys.executable, DOCS / program, "--check"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def written(kind: str) -> list[str]:
+    """What `docs/write_reference.py` writes of a kind, by the comments in the pages."""
+    text = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    return " ".join(re.findall(rf"^<!-- written: {kind} (.*) -->$", text, re.MULTILINE)).split()
+
+
+def test_each_argument_stands_once_in_the_reference() -> None:
+    assert sorted(written("arguments")) == sorted(inspect.signature(HybridStrategy).parameters)
 
 
 def test_each_public_name_is_in_the_reference() -> None:
@@ -101,9 +111,11 @@ def test_each_public_name_is_in_the_reference() -> None:
         assert name == "__version__" or f"lightning_hybrid.{name}" in text, name
 
 
-def test_each_command_has_its_section_in_the_reference() -> None:
-    text = (DOCS / "reference" / "commands.md").read_text()
-    assert sorted(re.findall(r"^```\{program-help\} (\w+)$", text, re.MULTILINE)) == sorted(COMMANDS)
+def test_each_hook_and_each_command_has_its_section_in_the_reference() -> None:
+    hooks = [*lightning_hybrid.ModuleHooks.__annotations__, *vars(lightning_hybrid.ModuleHooks)]
+    public = {f"lightning_hybrid:ModuleHooks.{name}" for name in hooks if not name.startswith("_")}
+    assert public <= set(written("members"))
+    assert sorted(written("command")) == sorted(COMMANDS)
 
 
 def test_names_of_strategies_in_the_documents_are_registered() -> None:
@@ -138,11 +150,6 @@ def test_errors_in_the_reference_are_those_of_the_program() -> None:
 def test_pictures_are_what_the_program_draws() -> None:
     picture = (DOCS / "images" / "interleaved_1f1b.svg").read_text()
     assert picture == simulate(build("interleaved_1f1b", 4, 8, 2)).to_svg()
-
-
-def test_the_house_is_drawn_as_it_is() -> None:
-    drawn = subprocess.run([sys.executable, DOCS / "draw_house.py", "--check"], capture_output=True, text=True)
-    assert drawn.returncode == 0, drawn.stderr
 
 
 def test_files_that_documents_name_exist() -> None:

@@ -358,8 +358,10 @@ class _Check:
         return _Explanation(
             f"the loss is a mean over something else than samples, such as tokens: the batch is its microbatches"
             f" weighted by {found}, and they were weighted by {used}.",
-            "Let a method `microbatch_weight(self, microbatch)` of the module return what the loss is divided by, such"
-            " as the number of unmasked tokens.",
+            "For a mean over the labels that are not masked, write in the module `microbatch_weight ="
+            " lightning_hybrid.count_tokens('labels')`, with `shift=True` if the model shifts the labels, as causal"
+            " models of transformers do. For another mean let a method `microbatch_weight(self, microbatch)` return"
+            " what the loss is divided by.",
         )
 
     def is_repeatable(self) -> bool:

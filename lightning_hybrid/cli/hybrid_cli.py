@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any, NoReturn
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -34,6 +36,11 @@ class HybridCLIParser(LightningArgumentParser):
         unknown = re.search(r"Option '(\w+)' is not accepted", message)
         if unknown and HybridStrategy.__name__ in message:
             message += f"\n{PROGRAM}: {unknown[1]!r}{did_you_mean(unknown[1], signature(HybridStrategy).parameters)}"
+        if name := re.search(r"Expected a dot import path string: (hybrid\w*)", message):
+            message += (
+                f"\n{PROGRAM}: the name {name[1]!r} has no arguments that could be changed. Write the strategy as"
+                " {class_path: lightning_hybrid.HybridStrategy, init_args: {...}}"
+            )
         parser = getattr(ex, "subcommand_parser", None) or self
         super().error(with_advice(message, parser.format_help()), ex)
 
@@ -67,8 +74,19 @@ class HybridCLI(LightningCLI):
             print("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
 
 
+class DryCLI(HybridCLI):
+    """A configuration of which nothing is started: the CPU stands for devices that need not be there."""
+
+    def before_instantiate_classes(self) -> None:
+        """As many ranks as the configuration says; those that Lightning would count are counted before."""
+        trainer = self.config.trainer
+        if trainer.devices in ("auto", "-1", -1) and trainer.accelerator in ("auto", "gpu", "cuda"):
+            trainer.devices = max(torch.cuda.device_count(), 1)
+        trainer.accelerator = "cpu"
+
+
 def load_config(parser: Parser, configs: Sequence[str], overrides: Sequence[str]) -> tuple[HybridCLI, HybridStrategy]:
-    """The module, the data and the Trainer of a configuration, and its strategy; nothing is started.
+    """The module, the data and the Trainer of a configuration, and its strategy; nothing is started, on no device.
 
     Args:
         parser: Of the command, which refuses what cannot be.
@@ -78,8 +96,9 @@ def load_config(parser: Parser, configs: Sequence[str], overrides: Sequence[str]
     words = [word for config in configs for word in ("--config", config)]
     saved, sys.argv = sys.argv, [PROGRAM, *words, *overrides]  # where a LightningCLI looks
     try:
-        with parser.refusing(ValueError, MisconfigurationException):
-            cli = HybridCLI(run=False)
+        with parser.refusing(ValueError, MisconfigurationException), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "GPU available but not used")
+            cli = DryCLI(run=False)
     finally:
         sys.argv = saved
     strategy = cli.trainer.strategy

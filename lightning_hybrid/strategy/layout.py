@@ -308,8 +308,8 @@ def stages_text(
     is_estimate = shown is not stage_map
     if is_estimate:
         where = (
-            "estimated by the order in which parts are made: every stage has them until the first batch of training"
-            " shows which ones use them"
+            "on stages that are guessed by the order in which the module makes them: the first batch of training shows"
+            " which stages use them"
         )
     elif stage_map.is_chain:
         where = "on the first and the last stage"

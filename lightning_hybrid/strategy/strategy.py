@@ -59,12 +59,13 @@ class HybridStrategy(ReplicaCollectives):
 
     Args:
         data_parallel_size: The number of replicas. ``"auto"`` takes all processes that the other axes leave.
-        tensor_parallel_size: The number of ranks that share each layer.
-        pipeline_parallel_size: The number of ranks that share the layers.
+        tensor_parallel_size: The number of ranks that share each layer: each has a part of its weights.
+        pipeline_parallel_size: The number of ranks among which the layers are divided: each has some of them.
         num_microbatches: The number of microbatches of a batch. ``"auto"`` is ``4 * pipeline_parallel_size``, and 1
             without a pipeline; where there is batch norm it is fewer for small batches, so that each microbatch has two
             samples.
-        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved_1f1b"``.
+        schedule: The order of forwards and backwards of microbatches: ``"gpipe"``, ``"1f1b"`` or
+            ``"interleaved_1f1b"``.
         num_chunks: Stages per rank; more than one with ``"interleaved_1f1b"`` or ``"gpipe"``.
         partition: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the lightest possible heaviest
             stage, embedding and head included, or the number of layers of each stage.
@@ -97,7 +98,8 @@ class HybridStrategy(ReplicaCollectives):
         async_save: Whether checkpoints are written beside training, from a copy on the host.
         gather_module_on_teardown: Whether every rank has the whole module after a run, as by :meth:`gather_module`.
         initial_weights: Where to take the weights from, unless a checkpoint is resumed: as for :meth:`load_weights`.
-        rank_order: The axes from the outermost to the innermost: ``"pp-dp-tp"`` or another order.
+        rank_order: How ranks are numbered: the axes from the outermost to the innermost, whose ranks are consecutive;
+            ``"pp-dp-tp"`` or another order.
         process_group_backend: The backend of the process groups; by default nccl on CUDA and gloo elsewhere.
         timeout: Of the process groups: after that a collective gives up.
         stall_timeout: How long nothing may finish while ranks wait for each other. Then where each rank stands is

@@ -249,7 +249,7 @@ def _shapes(plan: Plan, row: PlanRow) -> dict[str, tuple[Sequence[int], Sequence
 
 
 def _whole(plan: Plan, module: nn.Module) -> list[str]:
-    """What stays whole, with its share of the parameters: what has a reason, then weights in no known block."""
+    """What stays whole, with its share of the parameters: what has a reason, then weights that nothing divides."""
     sizes = {id(parameter): parameter.numel() for parameter in module.parameters()}
     total = max(1, sum(sizes.values()))
     for divided in _divided(plan, module):
@@ -269,7 +269,7 @@ def _whole(plan: Plan, module: nn.Module) -> list[str]:
             unknown[type(block).__name__] += sizes.pop(id(parameter))
     if unknown:
         listed = ", ".join(f"{kind} ({100 * count / total:.1f} %)" for kind, count in unknown.most_common(_MOST))
-        lines.append(f"whole, because no known block is there: weights in {listed}")
+        lines.append(f"whole, because nothing in the plan divides them: weights in {listed}")
     return lines
 
 

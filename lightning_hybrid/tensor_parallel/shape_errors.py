@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import re
 from types import TracebackType
+from typing import Any
 
 from torch import nn
 
-from lightning_hybrid.tensor_parallel.layers import ParallelLayer
+from lightning_hybrid.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    DividedNumbers,
+    NarrowInput,
+    ParallelLayer,
+    reads_width,
+)
 
-#: How torch begins to say that shapes do not go together.
+#: How torch, and Python of what `split` gives, say that shapes do not go together.
 _ABOUT_SHAPES = re.compile(
     r"is invalid for input of size|shapes cannot be multiplied|must match the size of tensor|size mismatch"
-    r"|Given normalized_shape|The expanded size|shape mismatch|incompatible (shapes|dimensions)"
+    r"|Given normalized_shape|The expanded size|shape mismatch|incompatible (shapes|dimensions)|values to unpack"
 )
 _MOST = 4  # names in a text
 
@@ -24,6 +31,7 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
     heads, where the code knows how many there are in all, or in a layer that expects all features::
 
         q, k, v: colwise    a half each --> view(..., num_heads, ...)    lacks: attention: divide:num_heads
+        qkv: colwise        a half each --> split(x.shape[-1])           lacks: attention: narrow_input:qkv
         up: colwise         a half      --> down                         lacks: down: rowwise
 
     Args:
@@ -33,7 +41,7 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
     if not (isinstance(error, (RuntimeError, ValueError)) and _ABOUT_SHAPES.search(str(error))):
         return
     modules = _forwards(error.__traceback__)
-    number = next((n for n in reversed(range(len(modules))) if _divided_in(modules[n])), None)
+    number = next((n for n in reversed(range(len(modules))) if _computes_with_shards(modules[n])), None)
     if number is None:
         return
     holder, inner = modules[number], modules[number + 1 :]
@@ -42,10 +50,12 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
     children = set(map(id, holder.children()))
     divided = [layer for layer in below if id(layer) in children] or below
     numbers = [name for name, value in vars(holder).items() if _may_count(value, below[0])]
+    numbers = list(holder.divided) if isinstance(holder, DividedNumbers) else numbers
     if inner and isinstance(inner[0], nn.Linear):
         missing = f"{_pattern(names.get(id(inner[0]), '?'))!r}: 'rowwise'"
     elif numbers and not inner:
-        missing = f"{_pattern(names.get(id(holder), '?'))!r}: 'divide:{','.join(numbers[:_MOST])}'"
+        narrow = f" + narrow_input:{','.join(_takers(holder))}" if reads_width(holder) and _takers(holder) else ""
+        missing = f"{_pattern(names.get(id(holder), '?'))!r}: 'divide:{','.join(numbers[:_MOST])}{narrow}'"
     else:
         missing = f"{_pattern(names.get(id(divided[-1]), '?'))!r}: 'colwise_gather_output'"
     listed = ", ".join(repr(names.get(id(layer), "?")) for layer in divided[:_MOST])
@@ -70,11 +80,22 @@ def _forwards(traceback: TracebackType | None) -> list[nn.Module]:
     return found
 
 
+def _computes_with_shards(module: nn.Module) -> bool:
+    """Whether divided layers are below it; one that is divided itself may still lack that its input is narrowed."""
+    layer: Any = module
+    if isinstance(layer, ParallelLayer):
+        return isinstance(layer, DividedNumbers) and not isinstance(layer, NarrowInput) and reads_width(module)
+    return bool(_divided_in(module))
+
+
 def _divided_in(module: nn.Module) -> list[ParallelLayer]:
-    """The divided layers below a module, which is not one itself."""
-    if isinstance(module, ParallelLayer):
-        return []
-    return [part for part in module.modules() if isinstance(part, ParallelLayer)]
+    """The divided layers below a module."""
+    return [part for part in module.modules() if isinstance(part, ParallelLayer) and part is not module]
+
+
+def _takers(module: nn.Module) -> list[str]:
+    """The layers that take its input and give shards."""
+    return [name for name, part in module.named_modules() if isinstance(part, ColumnParallelLinear)]
 
 
 def _may_count(value: object, layer: ParallelLayer) -> bool:

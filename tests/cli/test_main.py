@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from lightning_hybrid.cli.hybrid_cli import HybridCLI
@@ -325,6 +327,29 @@ def test_later_configurations_change_earlier_ones(capsys: pytest.CaptureFixture[
     more.write_text("{trainer: {devices: 8}}")
     main(["plan", "--config", str(DEMO), "--config", str(more)])
     assert "= 8 processes" in capsys.readouterr().out
+
+
+def test_plan_needs_no_device_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--config", str(DEMO), "--trainer.accelerator=gpu", "--trainer.devices=8"])
+    assert "= 8 processes" in capsys.readouterr().out
+
+
+def test_plan_counts_the_devices_that_there_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        main(["plan", "--config", str(DEMO), "--trainer.accelerator=gpu", "--trainer.devices=auto"])
+    assert "= 16 processes" in capsys.readouterr().out
+
+
+def test_who_changes_arguments_of_a_name_is_told_how(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    named = tmp_path / "named.yaml"
+    named.write_text("{trainer: {strategy: hybrid_pp2}}")
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", str(DEMO), "--config", str(named), "--trainer.strategy.init_args.zero_stage=1"])
+    assert "the name 'hybrid_pp2' has no arguments that could be changed. Write" in capsys.readouterr().err
 
 
 def test_plan_of_another_strategy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,8 +218,8 @@ def test_the_table_has_what_is_outside_and_a_total() -> None:
         "    1     1  2-3                 2 x Block      1,536                   0       1,536  28.3 %",
         "    2     2  4-5                 2 x Block      1,536                 416       1,952  36.0 %",
         "total                                           4,608                 816       5,424",
-        "outside: 816 parameters (15.0 % of the model), estimated by the order in which parts are made: every stage has"
-        " them until the first batch of training shows which ones use them",
+        "outside: 816 parameters (15.0 % of the model), on stages that are guessed by the order in which the module"
+        " makes them: the first batch of training shows which stages use them",
     ]
 
 

@@ -293,7 +293,8 @@ def test_blocks_of_the_users_own_stay_whole_with_a_plan_to_write() -> None:
     assert reasons == {
         "body.0": f"is a NanoBlock of 'tests.tensor_modules', {unknown} "
         f"{{'body.*.mlp.c_fc': 'colwise', 'body.*.mlp.c_proj': 'rowwise'}}, {check}",
-        "body.0.attn": f"is a NanoAttention of 'tests.tensor_modules', {unknown} {{'body.*.attn': 'divide:n_head', "
+        "body.0.attn": f"is a NanoAttention of 'tests.tensor_modules', {unknown} "
+        "{'body.*.attn': 'divide:n_head,n_embd + narrow_input:c_attn', "
         f"'body.*.attn.c_attn': 'packed_colwise_3', 'body.*.attn.c_proj': 'rowwise'}}, {check}",
     }
 

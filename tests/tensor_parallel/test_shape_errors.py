@@ -24,6 +24,39 @@ class Attention(nn.Module):
         return self.out((q.softmax(1) * k).flatten(1))
 
 
+class NarrowAttention(nn.Module):
+    """Takes the width of what it makes from its input, as nanoGPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape  # samples, positions, features
+        q, k, v = self.qkv(x).split(C, dim=2)
+        q, k, v = (each.view(B, T, self.heads, C // self.heads).transpose(1, 2) for each in (q, k, v))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, T, C))
+
+
+class NarrowBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = NarrowAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x.unsqueeze(1)).squeeze(1)
+
+
+class NarrowBlocks(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[NarrowBlock() for _ in range(4)]).double()
+
+
+NARROW = {"body.*.attention.qkv": "packed_colwise_3", "body.*.attention.out": "rowwise"}
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -46,10 +79,10 @@ MLP = {"body.*.up": "colwise", "body.*.down": "rowwise"}
 HEADS = {"body.*.attention": "divide:num_heads"}
 
 
-def trained(plan: dict[str, str]) -> str:
+def trained(plan: dict[str, str], module: type[Regression] = Blocks) -> str:
     try:
-        make_trainer({"tensor_parallel_size": 2, "tensor_parallel_plan": plan}).fit(Blocks(), loader())
-    except RuntimeError as error:
+        make_trainer({"tensor_parallel_size": 2, "tensor_parallel_plan": plan}).fit(module(), loader())
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return "no error"
 
@@ -84,6 +117,15 @@ def test_a_shape_that_does_not_fit_names_the_entry_that_is_missing(
     for text in ranks(2, lightning=True).run(trained, plan):
         assert torchs in text
         assert words in text
+
+
+@pytest.mark.parametrize("entry", [{}, {"body.*.attention": "divide:heads"}], ids=["no entry", "heads alone"])
+def test_code_that_takes_the_width_of_its_input_is_told_to_narrow_it(ranks: Pools, entry: dict[str, str]) -> None:
+    both = "divide:heads + narrow_input:qkv"
+    for text in ranks(2, lightning=True).run(trained, {**NARROW, **entry}, NarrowBlocks):
+        assert "not enough values to unpack (expected 3, got 2)\nThis is in 'body.0.attention', in which" in text
+        assert f"it may be 'body.*.attention': '{both}'." in text
+    assert ranks(2, lightning=True).run(trained, {**NARROW, "body.*.attention": both}, NarrowBlocks) == ["no error"] * 2
 
 
 class Unrelated(Blocks):

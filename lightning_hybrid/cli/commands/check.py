@@ -28,7 +28,7 @@ def run(args: Sequence[str]) -> None:
     from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config
 
     be_quiet()
-    overrides += ["--trainer.accelerator", "cpu", "--trainer.precision", "64-true"]
+    overrides += ["--trainer.precision", "64-true"]
     cli, strategy = load_config(parser, options.config, overrides)
     sizes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
     layout = vars(strategy.settings) | dict(zip(sizes, strategy.sizes, strict=True))

@@ -18,7 +18,7 @@ def run(args: Sequence[str]) -> None:
         description="Train a Vision Transformer on handwritten digits, on the CPU of this machine: a pipeline of 2"
         " stages where the ranks are even, whose layers are shared by 2 ranks each where they are a multiple of 4, and"
         " as many replicas of it as are left. Nothing is downloaded.",
-        epilog="Other options change the configuration as those of `fit` do, and --print_config prints it. Example:"
+        epilog="Other options change the configuration as those of `fit` do, and `--print_config` prints it. Example:"
         f" {PROGRAM} demo --ranks 2 --trainer.max_steps 20",
     )
     parser.add_argument("--ranks", type=positive, default=4, metavar="N", help="processes (default: %(default)s)")

@@ -27,7 +27,7 @@ def run(args: Sequence[str]) -> None:
 
     world = [] if options.ranks is None else ["--trainer.devices", str(options.ranks), "--trainer.num_nodes", "1"]
     be_quiet()
-    overrides += ["--trainer.accelerator", "cpu", *world]
+    overrides += world
     cli, strategy = load_config(parser, options.config, overrides)
     trainer_arguments = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
     with parser.refusing(ValueError, TypeError, MisconfigurationException):

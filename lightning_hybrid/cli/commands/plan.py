@@ -19,8 +19,7 @@ def run(args: Sequence[str]) -> None:
     from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config
     from lightning_hybrid.strategy.layout import describe, outline
 
-    if options.json:
-        be_quiet()
+    be_quiet()
     cli, strategy = load_config(parser, options.config, overrides)
     if is_overridden("configure_model", cli.model):
         cli.model.configure_model()

@@ -27,7 +27,7 @@ _UNDIVIDED = {
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 # Arguments of a machine: option, what it is, the unit of its value.
 _MACHINE = {
-    "memory": ("memory of a device that a run may use", "B"),
+    "memory": ("memory of a device that a run may use; leave some for what libraries need", "B"),
     "flops": ("operations in a second that products of matrices reach", "FLOP"),
     "memory_bandwidth": ("between a device and its memory, in a second", "B"),
     "node_bandwidth": ("what a rank sends inside a node in a second", "B"),
@@ -57,7 +57,7 @@ def run(args: Sequence[str]) -> None:
     from lightning_hybrid.cli.suggest.search import search
 
     be_quiet()
-    overrides += ["--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.num_nodes", "1"]
+    overrides += ["--trainer.devices", "1", "--trainer.num_nodes", "1"]
     overrides += [f"--trainer.strategy.init_args.{name}={value}" for name, value in _UNDIVIDED.items()]
     cli, strategy = load_config(parser, options.config, overrides)
     names = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
@@ -96,7 +96,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of a step, over all replicas (default: a batch for each rank)",
     )
-    parser.add_argument("--max-tensor", type=positive, metavar="N", help="default: the ranks of a node")
+    parser.add_argument(
+        "--max-tensor",
+        type=positive,
+        metavar="N",
+        help="the most ranks that share a layer (default: those of a node)",
+    )
     for name, (text, unit) in _MACHINE.items():
         default = getattr(usual, name)
         shown = f"{default / 2**30:g}GiB" if name == "memory" else f"{default / 1e9:g}G{unit}"

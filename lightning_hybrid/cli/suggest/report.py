@@ -11,8 +11,6 @@ from lightning_hybrid.cli.suggest.machine import Machine
 from lightning_hybrid.cli.suggest.search import Suggestions
 from lightning_hybrid.strategy.summary import text_table
 
-_MOST_TEXT = 110  # characters of a reason
-
 
 def as_text(found: Suggestions, machine: Machine, step: Step, batch_size: int) -> str:
     """What a person reads.
@@ -73,8 +71,7 @@ def _best_table(best: Sequence[Cost], step: Step) -> str:
 def _losers_table(found: Suggestions) -> str:
     rows = [("why", "layouts", "the one that comes closest", "")]
     for group in found.losers:
-        text = " ".join(group.text.split())
-        text = text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 3]}..."
+        text = " ".join(group.text.split()).split(". ")[0]  # its remedies are other layouts, which are tried too
         rows.append((group.reason, str(group.count), _in_words(group.best), text))
     return text_table(rows, left=(0, 2, 3))
 

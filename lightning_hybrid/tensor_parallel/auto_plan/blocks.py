@@ -6,6 +6,7 @@ alone prove nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_hybrid.tensor_parallel.auto_plan.builder import PlanBuilder
 from lightning_hybrid.tensor_parallel.auto_plan.heads import HEADS, count_heads, indivisible_reason
 from lightning_hybrid.tensor_parallel.auto_plan.known_code import unknown_reason
 from lightning_hybrid.tensor_parallel.auto_plan.trial import Block, Finding, try_blocks
+from lightning_hybrid.tensor_parallel.layers import forward_source, reads_width
 from lightning_hybrid.tensor_parallel.styles import is_conv1d
 
 #: Layers that take a block's input, and the one that takes what is made of them.
@@ -75,7 +77,7 @@ def add_blocks(builder: PlanBuilder, known: Collection[str]) -> None:
                 if isinstance(found, str):
                     builder.reasons.setdefault(name, found)
                 elif reason is not None:
-                    written.setdefault(name, {}).update(_entries(builder, name, found[0]))
+                    written.setdefault(name, {}).update(_entries(builder, name, _likely(host, found)))
                     builder.reasons.setdefault(name, f"{reason}. If it works on shards, a plan for it is")
                 else:
                     _add(builder, name, _tried(host, found, builder.size, tried))
@@ -198,8 +200,20 @@ def _add(builder: PlanBuilder, name: str, finding: Finding) -> None:
     builder.add(*((join_names(name, path) if path else name, style) for path, style in (*styles, *around)), block=name)
 
 
+def _likely(host: nn.Module, ways: list[Block]) -> Block:
+    """The way that fits the code of a block, as far as that can be seen."""
+    core = host.get_submodule(ways[0].core)
+    used = {*ways[0].attributes, *re.findall(r"self\.(\w+)", forward_source(core))}
+    fitting = [way for way in ways if way.is_narrow == reads_width(core) and used.issuperset(way.attributes)]
+    return max(fitting, key=lambda way: len(way.attributes), default=ways[0])
+
+
 def _entries(builder: PlanBuilder, name: str, block: Block) -> dict[str, str]:
-    """What a user may write for a block: the likely way, for all that are alike."""
+    """What a user may write for a block, and for all that are alike."""
     pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-    numbers = [(path, style) for path, style in block.wrappers() if style.startswith("divide:")]
-    return {join_names(pattern, path) if path else pattern: style for path, style in (*numbers, *block.styles())}
+    around: dict[str, str] = {}
+    for path, style in block.wrappers():
+        if not style.startswith("mask_per_head:"):
+            around[path] = f"{around[path]} + {style}" if path in around else style
+    entries = {**around, **dict(block.styles())}
+    return {join_names(pattern, path) if path else pattern: style for path, style in entries.items()}
