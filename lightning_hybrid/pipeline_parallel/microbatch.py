@@ -182,6 +182,20 @@ class LengthWatch:
         return [total or 0] * sum(is_old) if not all(is_old) else []
 
 
+def length_text(length: int, module: str) -> str:
+    """What to say of a tensor that a :class:`LengthWatch` has found.
+
+    Args:
+        length: Of the tensor.
+        module: The name of the user's class.
+    """
+    return (
+        f"A tensor of length {length} in the batch was split into microbatches because there were as many samples, but"
+        " it does not go by samples: it stays as it is from batch to batch. Keep it in the module, as a buffer, or say"
+        f" how batches are split: `{module}.split_batch(batch, num_microbatches)` returns a list of microbatches."
+    )
+
+
 def _length(field: Any) -> int:
     return 0 if isinstance(field, Tensor) and field.ndim == 0 else len(field)
 

@@ -8,11 +8,14 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.tensor_bytes import move
+from lightning_hybrid.trainer.module_hooks import find_hook
 
+_LOOKS = 4  # batches, from the first one on
 _IGNORED = -100  # the `ignore_index` of torch's cross-entropy
 
 
@@ -143,6 +146,41 @@ def weighted(value: Tensor, weight: float | Tensor) -> Tensor:
     if isinstance(weight, Tensor):
         return value * weight.to(value.dtype)
     return value if weight == 1.0 else value * weight
+
+
+class LabelWatch:
+    """Warns once of a loss that is likely to be a mean over something else than samples.
+
+    Only the first batches are looked at: on a device the host waits for what it reads.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._looks = _LOOKS
+
+    def __call__(self, microbatches: Sequence[Any], counts: Sequence[int]) -> None:
+        """Look at a batch.
+
+        Args:
+            microbatches: Of the batch.
+            counts: Their numbers of samples.
+        """
+        if self._looks == 0 or len(counts) == 1 or find_hook(self._module, "microbatch_weight") is not None:
+            return
+        self._looks -= 1
+        key = unequal_labels(microbatches, counts)
+        if key is not None:
+            self._looks = 0
+            rank_zero_warn(
+                f"The batch has labels that are ignored (-100 in {key!r}), and microbatches have unequal numbers of the"
+                " others, but microbatches count by their samples. If the loss is a mean over labels, it and its"
+                " gradients are not those of the whole batch. Write"
+                f" `microbatch_weight = lightning_hybrid.count_tokens({key!r})` into {type(self._module).__name__};"
+                " with `shift=True` for causal language models of transformers, which shift their labels themselves."
+            )
 
 
 def unequal_labels(microbatches: Sequence[Any], counts: Sequence[int]) -> object | None:

@@ -146,12 +146,8 @@ class StepContext:
         source = mesh.model_group_rank(self.num_ranks - 1, 0)
         self._results = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
         self._recorder = LogRecorder(module)
-        self._logger_proxy = LoggerProxy(
-            module,
-            is_source=self._results.is_source and mesh.data_rank == 0,
-            counts=lambda: self._recorder.counts,
-            unfollowed=self.unfollowed,
-        )
+        is_source = self._results.is_source and mesh.data_rank == 0
+        self._logger_proxy = LoggerProxy(module, self._recorder, is_source=is_source, unfollowed=self.unfollowed)
         self._scalars: dict[str, Any] = {}
         self.metrics = MetricsAcrossStages(
             module,

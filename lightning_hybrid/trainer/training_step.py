@@ -17,26 +17,26 @@ from torch import Tensor, nn
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, stages_by_parameter
-from lightning_hybrid.pipeline_parallel.microbatch import LengthWatch, find_batch_size, signature, sizes, split_batch
+from lightning_hybrid.pipeline_parallel.microbatch import (
+    LengthWatch,
+    find_batch_size,
+    length_text,
+    signature,
+    sizes,
+    split_batch,
+)
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, build_forward
 from lightning_hybrid.pipeline_parallel.stage import Compute
 from lightning_hybrid.trainer.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
-from lightning_hybrid.trainer.loss_weights import (
-    AccumulationWindow,
-    LossWeights,
-    unequal_labels,
-    weighted,
-    weighted_sum,
-)
+from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LabelWatch, LossWeights, weighted, weighted_sum
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.precision import SharedCasts
 from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
 
-_LOOKS = 4  # batches, from the first one on, whose labels are looked at
 _TRAINING = 0  # tells the random numbers of training from those of evaluation
 
 
@@ -91,7 +91,7 @@ class TrainingStep:
         )
         self._warns = bool(self._batch_norms)
         self._lengths: LengthWatch | None = LengthWatch()
-        self._looks = _LOOKS if num_microbatches > 1 and loss_reduction == "mean" else 0
+        self._labels = LabelWatch(context.module) if num_microbatches > 1 and loss_reduction == "mean" else None
 
     def __call__(
         self,
@@ -288,15 +288,17 @@ class TrainingStep:
         if self._limits:
             number = limit_microbatches(number, find_batch_size(batch), self._batch_norms)
         if user_split is None and number > 1 and self._lengths is not None:
-            self._look_at_lengths(batch, self._lengths)
+            found = self._lengths(batch)
+            if found:
+                self._lengths = None
+                rank_zero_warn(length_text(found[0], type(context.module).__name__))
         microbatches, counts = split_into(batch, number, user_split)
         if self._agrees:
             least = context.mesh.data_parallel_min(len(counts))
             if least < len(counts):
                 microbatches, counts = split_into(batch, least, user_split)
-        if self._looks > 0 and user_split is None and len(counts) > 1:
-            self._looks -= 1
-            self._look_at_labels(microbatches, counts)
+        if self._labels is not None and user_split is None:
+            self._labels(microbatches, counts)
         if not any(counts):  # no samples: what the step makes of that counts, as in one process
             counts = [1] * len(counts)
         if self._warns:
@@ -305,34 +307,6 @@ class TrainingStep:
             if text is not None:
                 rank_zero_warn(text)
         return microbatches, counts
-
-    def _look_at_lengths(self, batch: Any, lengths: LengthWatch) -> None:
-        """Warn once of a tensor that is split like samples, and is none."""
-        found = lengths(batch)
-        if found:
-            self._lengths = None
-            rank_zero_warn(
-                f"A tensor of length {found[0]} in the batch was split into microbatches because there were as many"
-                " samples, but it does not go by samples: it stays as it is from batch to batch. Keep it in the module,"
-                f" as a buffer, or say how batches are split: `{type(self._context.module).__name__}.split_batch(batch,"
-                " num_microbatches)` returns a list of microbatches."
-            )
-
-    def _look_at_labels(self, microbatches: Sequence[Any], counts: Sequence[int]) -> None:
-        """Warn once of a loss that is likely to be a mean over something else than samples."""
-        if find_hook(self._context.module, "microbatch_weight") is not None:
-            return
-        key = unequal_labels(microbatches, counts)
-        if key is not None:
-            self._looks = 0
-            rank_zero_warn(
-                f"The batch has labels that are ignored (-100 in {key!r}), and microbatches have unequal numbers of the"
-                " others, but microbatches count by their samples. If the loss is a mean over labels, it and its"
-                " gradients are not those of the whole batch. Write"
-                f" `microbatch_weight = lightning_hybrid.count_tokens({key!r})` into"
-                f" {type(self._context.module).__name__}, with `shift=True` for causal language models of transformers,"
-                " which shift their labels themselves."
-            )
 
     def _weights(self, microbatches: Sequence[Any], *, accumulates: bool) -> LossWeights | None:
         """What each microbatch counts, where the module says it.

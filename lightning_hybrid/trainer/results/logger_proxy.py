@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.tensor_bytes import to_host
+from lightning_hybrid.trainer.results.logging import LogRecorder
 
 LoggerCall = tuple[int | None, tuple[tuple[str, Any], ...], tuple[Any, ...], dict[str, Any]]
 """Which logger (``None`` for `self.print`), the path from it to what is called, and the arguments."""
@@ -30,9 +31,9 @@ class LoggerProxy:
 
     Args:
         module: The user's module.
+        recorder: Knows whether what the user's step does counts: code before the body also runs on the first stage,
+            where it does not.
         is_source: Whether this rank is the one whose calls count: the last stage of the first replica.
-        counts: Whether what the user's step does counts at the moment: code before the body also runs on the first
-            stage, where it does not.
         unfollowed: Around what is no part of the user's step.
 
     Attributes:
@@ -42,14 +43,14 @@ class LoggerProxy:
     def __init__(
         self,
         module: LightningModule,
+        recorder: LogRecorder,
         *,
         is_source: bool,
-        counts: Callable[[], bool] = lambda: True,
         unfollowed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._module = module
         self._unfollowed = unfollowed
-        self._is_source, self._counts = is_source, counts
+        self._log_recorder, self._is_source = recorder, is_source
         self.calls: list[LoggerCall] = []
         self._seen: list[Any] | None = None
 
@@ -83,7 +84,7 @@ class LoggerProxy:
         def record(path: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._seen is not None:
                 self._seen.append((args, kwargs))
-            elif self._is_source and self._counts():
+            elif self._is_source and self._log_recorder.counts:
                 with self._unfollowed():
                     self.calls.append((index, path, map_leaves(to_host, args), map_leaves(to_host, kwargs)))
 

@@ -177,7 +177,8 @@ def test_an_argument_that_cannot_travel_is_an_error_on_every_rank(ranks: Pools) 
 def test_a_value_of_an_experiment_is_not_to_be_had_in_a_step(read: Any) -> None:
     trainer: Any = SimpleNamespace(loggers=[Album()])
     module: Any = SimpleNamespace(trainer=trainer)
-    calls = LoggerProxy(module, is_source=True)
+    recorder: Any = SimpleNamespace(counts=True)
+    calls = LoggerProxy(module, recorder, is_source=True)
     with calls() as found:
         experiment = trainer.loggers[0].experiment
         assert experiment.run, "experiments are asked whether they are there"
