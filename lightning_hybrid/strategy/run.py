@@ -120,7 +120,8 @@ class World:
         self.failures = FailureStore(store, name, rank=rank, size=size)
         watched = store.clone()  # type: ignore[attr-defined]  # a store is locked while it waits for a key
         groups = [self.mesh.model_ranks(replica) for replica in range(self.mesh.data_parallel_size)]
-        self.desync = Desync(self.failures, store, watched, rank=rank, model_groups=groups)
+        limit = config.seconds_to_time_out
+        self.desync = Desync(self.failures, store, watched, rank=rank, model_groups=groups, timeout=limit)
         watches: list[Watch] = [self.desync]
         seconds = config.seconds_to_stall
         if seconds is not None:
@@ -131,7 +132,17 @@ class World:
         with connections.opened():
             channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
         self.engine = Engine(self.mesh.pipeline_rank, channels)
-        self.watch = RunWatch(self.mesh, self.engine, self.failures, watched, connections, since=before, others=watches)
+        self.watch = RunWatch(
+            self.mesh,
+            self.engine,
+            self.failures,
+            watched,
+            connections,
+            since=before,
+            meetings=self.desync.meetings,
+            patience=seconds,
+            others=watches,
+        )
         self.in_flight: WeakSet[_InFlight] = WeakSet()
         self._mixed_operations = ExitStack()
         self.exceptions = ExceptionCallback(self.failures, self.abandon)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from lightning_hybrid.distributed.failure import FailureStore, Store, close_grou
 from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
-from lightning_hybrid.distributed.wait_watch import Messages, WaitWatch
+from lightning_hybrid.distributed.wait_watch import Meeting, Messages, WaitWatch
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 from lightning_hybrid.distributed.watch.watcher import Watcher
@@ -43,6 +43,8 @@ class RunWatch:
         store: What all ranks see, for the watcher alone.
         connections: Those of the process groups.
         since: The last collective of before the groups were made.
+        meetings: Where this rank meets others over the store.
+        patience: Seconds in which the store has to answer; ``None`` if nobody ends a run that stands still.
         others: What the thread looks at beside signals and failures.
 
     Attributes:
@@ -58,6 +60,8 @@ class RunWatch:
         connections: Connections,
         *,
         since: int,
+        meetings: Callable[[], Sequence[Meeting]],
+        patience: float | None,
         others: Sequence[Watch] = (),
     ) -> None:
         self._mesh, self._engine, self._failures, self._connections = mesh, engine, failures, connections
@@ -72,6 +76,7 @@ class RunWatch:
             thread=self._thread,
             messages=self._messages,
             state=self._state,
+            meetings=meetings,
             since=since,
         )
         self._failure_watch = FailureWatch(
@@ -85,7 +90,12 @@ class RunWatch:
             interrupt=self._interrupt,
             parent=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None,
         )
-        self._watcher = Watcher(self._look, descriptors=self._failure_watch.descriptors)
+        self._watcher = Watcher(
+            self._look,
+            descriptors=self._failure_watch.descriptors,
+            patience=patience,
+            stuck=self._failure_watch.end_without_store,
+        )
         self._signals = SignalAgreement(mesh, store, failures.key, self._watcher.wake)
         self.trainer: Trainer | None = None
 
@@ -115,6 +125,7 @@ class RunWatch:
             group = self._mesh.decision_group
             ends = torch.zeros(group.size(), dtype=torch.uint8)
             dist.all_to_all_single(torch.empty_like(ends), ends, group=group)
+            self._failures.is_over = True
 
     def finish(self) -> None:
         """The last collectives of a run are behind this rank."""
@@ -156,7 +167,7 @@ class RunWatch:
     def _abort(self) -> None:
         """Wake who waits in a group."""
         if has_nccl():
-            close_groups(self._failures.cause(patience=0.0))
+            close_groups(self._failures.cause(patience=0.0) if self._failures.is_known else None)
         port = os.environ.get("MASTER_PORT", "")
         self._connections.shut_down(int(port) if port.isdigit() else None)
 
