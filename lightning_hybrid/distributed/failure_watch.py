@@ -107,7 +107,10 @@ class FailureWatch:
         self._failures.gone.update(self._ends.take())
         if signal.SIGINT in signals and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._sigint_at = time.monotonic()
-        if self._cause is None:
+        if self._failures.is_store_silent:  # it answers again, and the others know of nothing
+            self._failures.is_store_silent = False
+            self._cause, self._known_at = self._report(self._silence), time.monotonic()
+        elif self._cause is None:
             self._cause = self._find()
             self._known_at = time.monotonic()
         if self._cause is not None:
@@ -121,15 +124,21 @@ class FailureWatch:
 
     def end_without_store(self) -> None:
         """The store has not answered for long, and :meth:`look` waits for it. Called by another thread, repeatedly."""
-        self._failures.is_store_silent = True
+        if not self._failures.is_store_silent:
+            self._failures.is_store_silent = True
+            self._ends.resume()  # if it answers then, the others can be told
+            return
         if self._cause is None:
-            self._cause = (
-                f"The store of all ranks does not answer: {self._failures.name_of(0)}, or what launched the ranks, is"
-                " stopped, or its host is gone."
-            )
-            self._known_at = time.monotonic()
+            self._cause, self._known_at = self._silence, time.monotonic()
         self._thread.look()
         self._leave()
+
+    @property
+    def _silence(self) -> str:
+        return (
+            f"The store of all ranks does not answer: {self._failures.name_of(0)}, or what launched the ranks, is"
+            " stopped, or its host is gone."
+        )
 
     def _find(self) -> str | None:
         """Why this run cannot go on, if it cannot."""

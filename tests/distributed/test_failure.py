@@ -674,7 +674,13 @@ def test_a_store_that_does_not_answer_ends_who_waits() -> None:
     failures._hosts[0] = "node7"
     watch._store = failures._store = Silent()
     watch.end_without_store()
+    assert not aborted, "who is stopped goes on first"
+    assert failures.is_store_silent
+    watch.end_without_store()
     assert aborted
+    first = FailureStore(Silent(), "run", rank=0, size=2)  # of what launched the ranks
+    first.is_store_silent = True
+    first.linger(Silent())
     text = "The store of all ranks does not answer: rank 0 (on node7), or what launched the ranks, is stopped, or its"
     assert str(failures.cause(patience=0.0)).startswith(text)
     cause = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1", lambda: None)
@@ -683,6 +689,17 @@ def test_a_store_that_does_not_answer_ends_who_waits() -> None:
     watch._known_at -= 4
     watch.end_without_store()
     assert codes == [1]
+
+
+def test_a_store_that_answers_again_has_why_all_end() -> None:
+    """Its process was let go on: the others took the one that found out, and ended, for killed."""
+    store = dist.HashStore()
+    failures, watch = watched(store, 1)
+    watch.end_without_store()
+    watch.look()
+    assert not failures.is_store_silent
+    other, _ = watched(store, 2)
+    assert str(other.cause(patience=0.0)).startswith("The store of all ranks does not answer: rank 0 (on ")
 
 
 class Closed(io.StringIO):

@@ -26,7 +26,6 @@ _SLOW = (
         for name in ("serialization.py", "utils/data/", "_dynamo/", "_inductor/")
     ),
 )
-_PREPARE = "prepare_data"  # the hook of one rank, for which Lightning lets the others wait without a limit
 _LIBRARIES = (_PACKAGE, *{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 _COLLECTIVES = "distributed_c10d.py"  # the file of torch's functions for ranks that talk to each other
 _MOST_COMPUTED = 0.05  # seconds in which it does not compute more than this
@@ -97,8 +96,8 @@ def may_wait(stack: Sequence[StackCall]) -> bool:
 
 
 def is_slow(stack: Sequence[StackCall]) -> bool:
-    """Whether a thread does what takes its time, also if it computes nothing: loads, saves, compiles, downloads."""
-    return any(each.file.startswith(_SLOW) or each.code.co_name == _PREPARE for each in stack)
+    """Whether a thread does what takes its time, also if it computes nothing: it loads, saves or compiles."""
+    return any(each.file.startswith(_SLOW) for each in stack)
 
 
 class WatchedThread:

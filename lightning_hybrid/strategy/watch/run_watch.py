@@ -138,9 +138,10 @@ class RunWatch:
     # -- on the watcher's thread ---------------------------------------------------------------------------------------
 
     def _look(self, signals: Collection[int]) -> None:
-        self._signals.look(signals)
-        for other in self._others:
-            other.look()
+        if not self._failures.is_known:  # otherwise there is nothing left to find, and the store may be gone
+            self._signals.look(signals)
+            for other in self._others:
+                other.look()
         self._failure_watch.look(signals)
 
     def _messages(self) -> Messages:
