@@ -98,6 +98,19 @@ def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
     assert watch.meeting().number == 1
 
 
+def test_who_takes_no_part_is_not_asked_again() -> None:
+    watch = DesyncWatch(
+        *(FailureStore(store := dist.HashStore(), "run", rank=2, size=3), store, store),
+        "both",
+        rank=2,
+        ranks=[0, 1],
+        advice="",
+        timeout=0.0,
+    )
+    watch.note("step", "a", dict)
+    assert watch.keys == {"step": "a"}
+
+
 def test_who_meets_others_tells_the_watcher_so() -> None:
     store = dist.HashStore()
     waiting, other = desync_watch(store, 0), desync_watch(store, 1)

@@ -137,6 +137,7 @@ class DesyncWatch:
         if self._failures.is_known:
             self._raise_cause()
         if not self._takes_part:
+            self.keys[where] = key
             return
         event = self.events + 1
         is_new = False
