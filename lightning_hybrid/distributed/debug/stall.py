@@ -100,6 +100,9 @@ class StallWatch:
         timeout: Seconds in which nothing finishes.
         position: Says where the rank is; called with the code of its main thread's calls, the innermost first.
         patience: Seconds that other watchers may take to answer; by default an eighth of ``timeout``, or a few.
+
+    Attributes:
+        timeout: As given.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class StallWatch:
         patience: float | None = None,
     ) -> None:
         self._failures, self._store, self._rank, self._size = failures, store, rank, size
-        self._timeout, self._position = timeout, position
+        self.timeout, self._position = timeout, position
         self._patience = max(_PATIENCE, timeout / 8) if patience is None else patience
         self.begin()
 
@@ -140,7 +143,7 @@ class StallWatch:
         self._follow(now, stack, position)
         is_waiting = may_wait(stack)
         if not self._store.check([self._key("call")]):
-            if not is_waiting or now < max(self._since + self._timeout, self._next_call):
+            if not is_waiting or now < max(self._since + self.timeout, self._next_call):
                 return
             self._store.set(self._key("call"), "")
         if self._called is None:
@@ -149,7 +152,7 @@ class StallWatch:
             self._store.set(self._key(f"answer/{self._rank}"), json.dumps(asdict(answer)))
         elif self._store.check([self._key("goes on")]):
             self._round += 1
-            self._called, self._next_call = None, now + self._timeout / 4
+            self._called, self._next_call = None, now + self.timeout / 4
         elif now > self._called + self._patience and self._is_judge():
             self._judge()
 
@@ -183,7 +186,7 @@ class StallWatch:
             answer.waits_for = answer.waits_for or [rank for rank in ranks if rank != self._rank]
         else:
             idle = now - self._computed_at
-            answer.state = IDLES if idle > self._timeout / 2 and not is_slow(stack) else WORKS
+            answer.state = IDLES if idle > self.timeout / 2 and not is_slow(stack) else WORKS
             answer.seconds = idle if answer.state == IDLES else answer.seconds
             answer.waits_for = []
         return answer

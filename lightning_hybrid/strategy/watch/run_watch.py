@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_hybrid.distributed.debug.desync import Desync
+from lightning_hybrid.distributed.debug.stall import StallWatch
 from lightning_hybrid.distributed.failure import FailureStore, Store, close_groups
 from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
-from lightning_hybrid.distributed.wait_watch import Meeting, Messages, WaitWatch
+from lightning_hybrid.distributed.wait_watch import Messages, WaitWatch
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 from lightning_hybrid.distributed.watch.watcher import Watcher
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.strategy.watch.signals import SignalAgreement
-
-
-class Watch(Protocol):
-    """What the thread looks at."""
-
-    def begin(self) -> None:
-        """A run begins, on the thread that is watched."""
-
-    def look(self) -> None:
-        """Called on the watcher's thread, every now and then."""
 
 
 class RunWatch:
@@ -43,9 +34,8 @@ class RunWatch:
         store: What all ranks see, for the watcher alone.
         connections: Those of the process groups.
         since: The last collective of before the groups were made.
-        meetings: Where this rank meets others over the store.
-        patience: Seconds in which the store has to answer; ``None`` if nobody ends a run that stands still.
-        others: What the thread looks at beside signals and failures.
+        desync: Compares what ranks do.
+        stall: Sees whether anything finishes; ``None`` if nobody ends a run that stands still.
 
     Attributes:
         trainer: Whose run is watched; ``None`` outside of one.
@@ -60,12 +50,11 @@ class RunWatch:
         connections: Connections,
         *,
         since: int,
-        meetings: Callable[[], Sequence[Meeting]],
-        patience: float | None,
-        others: Sequence[Watch] = (),
+        desync: Desync,
+        stall: StallWatch | None,
     ) -> None:
         self._mesh, self._engine, self._failures, self._connections = mesh, engine, failures, connections
-        self._others = others
+        self._others: list[Desync | StallWatch] = [desync] if stall is None else [desync, stall]
         rank, size = dist.get_rank(), dist.get_world_size()
         self._thread = WatchedThread()
         self._waits = WaitWatch(
@@ -76,7 +65,7 @@ class RunWatch:
             thread=self._thread,
             messages=self._messages,
             state=self._state,
-            meetings=meetings,
+            meetings=desync.meetings,
             since=since,
         )
         self._failure_watch = FailureWatch(
@@ -93,7 +82,7 @@ class RunWatch:
         self._watcher = Watcher(
             self._look,
             descriptors=self._failure_watch.descriptors,
-            patience=patience,
+            patience=None if stall is None else stall.timeout,
             stuck=self._failure_watch.end_without_store,
         )
         self._signals = SignalAgreement(mesh, store, failures.key, self._watcher.wake)
