@@ -55,12 +55,16 @@ class HybridConfig:
     on_nonfinite: str
 
     @property
+    def seconds_to_time_out(self) -> float:
+        """How long a collective may take."""
+        return (self.timeout or default_pg_timeout).total_seconds()
+
+    @property
     def seconds_to_stall(self) -> float | None:
         """How long nothing may finish: some time before a collective gives up, after which nobody can be asked."""
         if self.stall_timeout is None:
             return None
-        limit = self.timeout or default_pg_timeout
-        return min(self.stall_timeout.total_seconds(), 0.8 * limit.total_seconds())
+        return min(self.stall_timeout.total_seconds(), 0.8 * self.seconds_to_time_out)
 
     @property
     def shares_casts(self) -> bool:

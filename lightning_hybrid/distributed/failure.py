@@ -76,6 +76,8 @@ class FailureStore:
         failed: Whether this rank failed, or left because another one did.
         is_leaving: Whether this rank is on its way out after an exception.
         gone: The ranks whose processes are known to have ended.
+        is_over: Whether all ranks have come to the end of this run together: then any of them may go.
+        is_store_silent: Whether the store is there and does not answer: who asks it waits for ever.
     """
 
     def __init__(self, store: Store, name: str, *, rank: int, size: int) -> None:
@@ -84,7 +86,7 @@ class FailureStore:
         self._known: str | None = None  # the first failure: the store may be gone when it is asked for
         self._hosts: dict[int, str] = {}
         self.gone: set[int] = set()
-        self.failed = self.is_leaving = False
+        self.failed = self.is_leaving = self.is_over = self.is_store_silent = False
 
     @property
     def is_known(self) -> bool:
@@ -98,7 +100,7 @@ class FailureStore:
     def begin(self) -> None:
         """The next run begins: what former ones wrote counts no longer."""
         self._run += 1
-        self.is_leaving = False
+        self.is_leaving = self.is_over = False
         self.gone.clear()
         with contextlib.suppress(Exception):
             self._store.set(self.key(f"process/{self._rank}"), describe_process())
@@ -149,18 +151,19 @@ class FailureStore:
                 self._tell(CAUSE, json.dumps([kind, text]))
             self._needs_no_store()
 
-    def report_text(self, text: str, store: Store) -> bool:
+    def report_text(self, text: str, store: Store, kind: str = "RuntimeError") -> bool:
         """Write down what a watcher has found, unless another rank was first, and wait until that is to be read.
 
         Args:
             text: Why the run cannot go on.
-            store: That of the watcher.
+            store: That of the watcher: this rank's own may be locked.
+            kind: What the ranks raise.
 
         Returns:
             Whether it is: not if the rank that was first has ended before it had written.
         """
         if store.add(self.key("count"), 1) == 1:
-            store.set(self.key(CAUSE), json.dumps(["RuntimeError", text]))
+            store.set(self.key(CAUSE), json.dumps([kind, text]))
             store.set(self.key(EVENT), "")
         deadline = time.monotonic() + _PATIENCE
         while not store.check([self.key(CAUSE)]):
@@ -176,7 +179,7 @@ class FailureStore:
     def linger(self, store: Store) -> None:
         """The store often lives in the process of rank 0: the others read the first failure before that ends."""
         deadline = time.monotonic() + _LINGER
-        others = set(range(1, self._size)) - self.gone if self._rank == 0 else set()
+        others = set(range(1, self._size)) - self.gone if self._rank == 0 and not self.is_store_silent else set()
         keys = [self.key(f"read/{rank}") for rank in others]
         while keys and not store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -260,7 +263,8 @@ class FailureStore:
                 time.sleep(0.02)
             present = {rank: self._read(f"here/{rank}") for rank in others}
             finished = [rank for rank in others if self._store.check([self.key(f"finished/{rank}")])]
-            gone = [rank for rank in others if present[rank] is None and rank not in finished]
+            silent = [rank for rank in others if present[rank] is None and rank not in finished]
+            gone = [rank for rank in silent if rank in self.gone] or silent  # a busy machine answers late
             if gone:
                 for rank in gone:
                     self.description_of(rank, self._store)
@@ -310,7 +314,7 @@ def close_groups(error: BaseException | None = None, *, end: Callable[[int], obj
         error = error.__cause__ or error.__context__
     with contextlib.suppress(Exception):
         if has_nccl():
-            print(f"[rank {dist.get_rank()}] {text}\nThis rank leaves its process groups.", file=sys.stderr, flush=True)
+            print_error(f"[rank {dist.get_rank()}] {text}\nThis rank leaves its process groups.")
             deadline = threading.Timer(_DEADLINE, end, (1,))
             deadline.daemon = True
             deadline.start()
@@ -322,6 +326,14 @@ def close_groups(error: BaseException | None = None, *, end: Callable[[int], obj
     gc.collect()
 
 
+def print_error(text: str) -> None:
+    """Print where errors go, if that is still open: what launched the ranks may have ended."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def is_transport(error: BaseException) -> bool:
     """Whether an error only says that another rank has left."""
-    return isinstance(error, (dist.DistError, PeerFailedError)) or "gloo" in str(error) or "NCCL" in str(error)
+    if isinstance(error, (dist.DistError, PeerFailedError)):
+        return True
+    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))

@@ -11,7 +11,15 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from lightning_hybrid.distributed.failure import CAUSE, EVENT, FailureStore, Store, finished_text, gone_text
+from lightning_hybrid.distributed.failure import (
+    CAUSE,
+    EVENT,
+    FailureStore,
+    Store,
+    finished_text,
+    gone_text,
+    print_error,
+)
 from lightning_hybrid.distributed.wait_watch import WaitWatch
 from lightning_hybrid.distributed.watch.process_ends import ProcessEnds
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
@@ -29,6 +37,7 @@ class FailureWatch:
     waits for a rank whose run is over. What is known ends this rank, each time by the mildest means that does::
 
         a cause is known --> the groups are aborted:     who waits for others gets an exception where it waits
+                             and who is stopped goes on, to find out the same
           1.5 s later    --> the thread is interrupted:  so does who is in the user's code; not who saves
           1.5 s later    --> the process is ended:       who waits or computes outside of Python
 
@@ -95,9 +104,13 @@ class FailureWatch:
             signals: What has come since.
         """
         self._thread.look()
+        self._failures.gone.update(self._ends.take())
         if signal.SIGINT in signals and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._sigint_at = time.monotonic()
-        if self._cause is None:
+        if self._failures.is_store_silent:  # it answers again, and the others know of nothing
+            self._failures.is_store_silent = False
+            self._cause, self._known_at = self._report(self._silence), time.monotonic()
+        elif self._cause is None:
             self._cause = self._find()
             self._known_at = time.monotonic()
         if self._cause is not None:
@@ -109,23 +122,39 @@ class FailureWatch:
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
+    def end_without_store(self) -> None:
+        """The store has not answered for long, and :meth:`look` waits for it. Called by another thread, repeatedly."""
+        if not self._failures.is_store_silent:
+            self._failures.is_store_silent = True
+            self._ends.resume()  # if it answers then, the others can be told
+            return
+        if self._cause is None:
+            self._cause, self._known_at = self._silence, time.monotonic()
+        self._thread.look()
+        self._leave()
+
+    @property
+    def _silence(self) -> str:
+        return (
+            f"The store of all ranks does not answer: {self._failures.name_of(0)}, or what launched the ranks, is"
+            " stopped, or its host is gone."
+        )
+
     def _find(self) -> str | None:
         """Why this run cannot go on, if it cannot."""
-        gone = self._ends.take()
-        self._failures.gone.update(gone)
         if self._parent is not None and os.getppid() != self._parent:
             return self._report("The process that started this rank, torchrun or another launcher, has ended.")
         try:
-            return self._look_at_store(gone)
+            return self._look_at_store()
         except (dist.DistError, OSError):
-            if 0 in gone:
-                return gone_text([self._failures.name_of(0)])
-            if 0 in self._finished:  # nothing can be heard any more, and nobody need be missing
+            if 0 in self._finished or self._failures.is_over:  # nothing can be heard any more, and nobody need miss it
                 stuck = self._thread.waits and self._thread.seconds_still > _PATIENCE
                 return finished_text([0]) if stuck else None
+            if 0 in self._failures.gone:
+                return gone_text([self._failures.name_of(0)])
             return _STORE_GONE
 
-    def _look_at_store(self, gone: Collection[int]) -> str | None:
+    def _look_at_store(self) -> str | None:
         failures, check = self._failures, self._store.check
         self._meet()
         if check([failures.key(EVENT)]):
@@ -138,7 +167,7 @@ class FailureWatch:
             self._finished |= {rank for rank in others if check([failures.key(f"finished/{rank}")])}
             if self._sigterm_at is None and check([failures.key("terminate")]):
                 self._sigterm_at = time.monotonic()
-        gone = [rank for rank in gone if rank not in self._finished]
+        gone = sorted(failures.gone - self._finished)
         if gone:
             return self._report(gone_text([failures.name_of(rank) for rank in gone]))
         terminating = None if self._sigterm_at is None else time.monotonic() - self._sigterm_at
@@ -179,9 +208,10 @@ class FailureWatch:
         thread, seconds = self._thread, time.monotonic() - self._known_at
         if not self._has_aborted and not self._failures.is_leaving:
             self._has_aborted = True
-            if self._failures.cause(patience=0.0) is None:  # nobody could write it
+            if not self._failures.is_known:  # nobody could write it
                 self._failures.learn_text(self._cause)
             self._failures.failed = True
+            self._ends.resume()
             self._abort()
         is_stuck = thread.waits and thread.seconds_still > _PATIENCE
         is_elsewhere = not thread.waits and not thread.is_saving
@@ -195,8 +225,7 @@ class FailureWatch:
             self._interrupt(RuntimeError(self._cause))
 
     def _end_process(self) -> None:
-        text = f"[rank {self._rank}] {self._cause}\nThis rank was at {self._thread.calls()}, and ends."
-        print(text, file=sys.stderr)
+        print_error(f"[rank {self._rank}] {self._cause}\nThis rank was at {self._thread.calls()}, and ends.")
         with suppress(Exception):
             self._failures.linger(self._store)
         with suppress(Exception):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lightning_hybrid.distributed.failure import FailureStore, Store
@@ -11,7 +12,7 @@ from lightning_hybrid.distributed.watch.wait_graph import Waiting, find_deadlock
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
 _STILL = 1.0  # seconds after which a rank that waits tells what it waits for
-_TERMINATED = 2.0  # seconds after SIGTERM in which something has to move
+_TERMINATED = 20.0  # seconds after SIGTERM in which something has to move: launchers give 30 or more before they kill
 
 
 class Messages(NamedTuple):
@@ -24,6 +25,24 @@ class Messages(NamedTuple):
 
     awaited: tuple[str, int, int] | None
     sent: dict[str, int]
+
+
+class Meeting(NamedTuple):
+    """Ranks that meet over the store, now and then.
+
+    Attributes:
+        name: Of what meets.
+        ranks: The global ranks.
+        number: To which of its meetings, and what is between them, this rank has come.
+        place: Where it waits for the others now; empty if it does not.
+        since: Since when it does, by `time.monotonic`.
+    """
+
+    name: str
+    ranks: list[int]
+    number: int
+    place: str = ""
+    since: float = 0.0
 
 
 class _Note(NamedTuple):
@@ -48,7 +67,8 @@ class WaitWatch:
     seconds write notes, and a step is never slower for it.
 
     After SIGTERM all ranks are to stop before the same batch. Where one of them stands still in the user's code - it
-    sleeps, or waits for something that never comes - and the others wait for it, nothing moves: that is told too.
+    sleeps, or waits for something that never comes - and the others wait for it, nothing moves: that is told too, after
+    a while, for it may upload a file.
 
     Args:
         failures: Of this rank.
@@ -57,6 +77,7 @@ class WaitWatch:
         size: The number of ranks.
         thread: That of the run.
         messages: What this rank sends, and waits for.
+        meetings: Where this rank meets others over the store.
         state: Where the Trainer is.
         since: The last collective of before the groups of this run were made.
     """
@@ -71,10 +92,12 @@ class WaitWatch:
         thread: WatchedThread,
         messages: Callable[[], Messages],
         state: Callable[[], str],
+        meetings: Callable[[], Sequence[Meeting]] = tuple,
         since: int = -1,
     ) -> None:
         self._failures, self._store, self._rank, self._size = failures, store, rank, size
         self._thread, self._messages, self._state, self._since = thread, messages, state, since
+        self._meetings = meetings
         self.begin()
 
     def begin(self) -> None:
@@ -86,7 +109,7 @@ class WaitWatch:
 
     def final_note(self) -> str:
         """What the others have to know of this rank when its run is over."""
-        started = read_collectives(self._since).started
+        started = read_collectives(self._since).started | _started(self._meetings())
         return Waiting(started=started, sent=self._messages().sent, state=self._state(), finished=True).dumps()
 
     def look(self, seconds_terminating: float | None, *, any_finished: bool) -> str | None:
@@ -113,32 +136,34 @@ class WaitWatch:
 
     def _find(self, seconds_terminating: float | None) -> Waiting | None:
         """What this rank waits for; ``None`` if it does not, or nothing is known of it."""
-        thread = self._thread
-        if thread.seconds_still < _STILL:
+        thread, meetings = self._thread, self._meetings()
+        awaited = [each for each in meetings if each.place and time.monotonic() > each.since + _STILL]
+        if thread.seconds_still < _STILL and not awaited:
             return None
         waiting = Waiting()
         messages = self._messages()
-        progress = read_progress(), messages.awaited
+        progress = read_progress(), messages.awaited, meetings
         if self._note is not None and progress[0] is not None and progress == self._progress:
             return self._note.waiting  # to read it all takes longer
         self._progress = progress
-        if thread.in_collective or thread.awaits or messages.awaited is not None:
+        if awaited or thread.in_collective or thread.awaits or messages.awaited is not None:
             recorded = read_collectives(self._since, thread.ident)
             pending = recorded.pending
-            if messages.awaited is not None:
+            if awaited or messages.awaited is not None:
                 pending = []  # those were started before, and are waited for later
             elif thread.in_collective:
                 pending = pending[-1:]
             groups = [(group, ranks_of(group), number, kind) for group, number, kind in pending]
+            collectives = [(group, list(ranks), number, kind) for group, ranks, number, kind in groups if ranks]
             waiting = Waiting(
-                collectives=[(group, list(ranks), number, kind) for group, ranks, number, kind in groups if ranks],
+                collectives=[*collectives, *((each.name, each.ranks, each.number, each.place) for each in awaited)],
                 message=messages.awaited,
-                started=recorded.started,
+                started=recorded.started | _started(meetings),
                 sent=messages.sent,
             )
         if waiting.collectives or waiting.message is not None:
             return waiting
-        stands = seconds_terminating is not None and not (thread.is_saving or thread.is_loading)
+        stands = seconds_terminating is not None and not thread.is_slow
         return waiting if stands and min(thread.seconds_still, seconds_terminating or 0.0) > _TERMINATED else None
 
     def _tell(self, waiting: Waiting | None) -> None:
@@ -202,6 +227,11 @@ class WaitWatch:
                 stamp, number, note = text.split(" ", 2)
                 return _Note(int(stamp), int(number), Waiting.loads(note))
         return None
+
+
+def _started(meetings: Sequence[Meeting]) -> dict[str, tuple[int, list[str]]]:
+    """To which meetings this rank has come, as :attr:`Waiting.started` says it."""
+    return {each.name: (each.number + 1, []) for each in meetings}
 
 
 def _same(one: Waiting, other: Waiting) -> bool:

@@ -50,7 +50,7 @@ from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
 from lightning_hybrid.strategy.summary import memory_table, placed_text
-from lightning_hybrid.strategy.watch.run_watch import RunWatch, Watch
+from lightning_hybrid.strategy.watch.run_watch import RunWatch
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
 from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
@@ -120,18 +120,20 @@ class World:
         self.failures = FailureStore(store, name, rank=rank, size=size)
         watched = store.clone()  # type: ignore[attr-defined]  # a store is locked while it waits for a key
         groups = [self.mesh.model_ranks(replica) for replica in range(self.mesh.data_parallel_size)]
-        self.desync = Desync(self.failures, store, watched, rank=rank, model_groups=groups)
-        watches: list[Watch] = [self.desync]
-        seconds = config.seconds_to_stall
+        limit = config.seconds_to_time_out
+        self.desync = Desync(self.failures, store, watched, rank=rank, model_groups=groups, timeout=limit)
+        stall, seconds = None, config.seconds_to_stall
         if seconds is not None:
             find = self._find_position
-            watches.append(StallWatch(self.failures, watched, rank=rank, size=size, timeout=seconds, position=find))
+            stall = StallWatch(self.failures, watched, rank=rank, size=size, timeout=seconds, position=find)
         self.seed: int = broadcast_object(torch.initial_seed(), 0, world)
         self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
         with connections.opened():
             channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
         self.engine = Engine(self.mesh.pipeline_rank, channels)
-        self.watch = RunWatch(self.mesh, self.engine, self.failures, watched, connections, since=before, others=watches)
+        self.watch = RunWatch(
+            self.mesh, self.engine, self.failures, watched, connections, since=before, desync=self.desync, stall=stall
+        )
         self.in_flight: WeakSet[_InFlight] = WeakSet()
         self._mixed_operations = ExitStack()
         self.exceptions = ExceptionCallback(self.failures, self.abandon)

@@ -103,8 +103,8 @@ class HybridStrategy(ReplicaCollectives):
         process_group_backend: The backend of the process groups; by default nccl on CUDA and gloo elsewhere.
         timeout: Of the process groups: after that a collective gives up.
         stall_timeout: How long nothing may finish while ranks wait for each other. Then where each rank stands is
-            printed as a table, with the rank that the others wait for, and all end. It happens after four fifths of
-            ``timeout`` at the latest. ``None`` switches it off.
+            printed as a table, with the rank that the others wait for, and all end; unless that one computes, loads,
+            saves or compiles. It happens after four fifths of ``timeout`` at the latest. ``None`` switches it off.
         detect_desync: Whether, before each training batch, checksums are compared: of the batch over each model group,
             of parameters over replicas and all stages that hold them, and of the state of random numbers; for finding a
             fault, as it takes time. What decides the messages between ranks is always compared.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 
 from lightning_hybrid.distributed.debug.desync import Change, DesyncWatch, Noted, first_difference
-from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
+from lightning_hybrid.distributed.failure import CAUSE, FailureStore, WrongUseError
 from tests.pool import Pools
 from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer, together, weights
 
@@ -57,9 +60,9 @@ class Interleaved:
         return getattr(self._store, name)
 
 
-def desync_watch(store: Any, rank: int) -> DesyncWatch:
+def desync_watch(store: Any, rank: int, timeout: float = 30.0) -> DesyncWatch:
     failures = FailureStore(store, "run", rank=rank, size=2)
-    return DesyncWatch(failures, store, store, "both", rank=rank, ranks=[0, 1], advice="Do the same.")
+    return DesyncWatch(failures, store, store, "both", rank=rank, ranks=[0, 1], advice="Do the same.", timeout=timeout)
 
 
 @pytest.mark.parametrize("values", [("a", "a"), ("a", "b")])
@@ -84,6 +87,99 @@ def test_ranks_that_meet_tell_alike_from_different_in_any_order(values: tuple[st
     other.join()
     text = "`shape of step` is not the same on every rank: a on rank 0; b on rank 1. Do the same."
     assert outcomes == ([text, text] if values[0] != values[1] else ["", ""])
+
+
+def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
+    watch = desync_watch(dist.HashStore(), 0, timeout=0.2)
+    with pytest.raises(
+        RuntimeError, match=r"training_step is new to rank 0, and rank 1 did not come to it within 0 s\."
+    ):
+        watch.note("training_step", "a", lambda: {"shape": "a"})
+    assert watch.meeting().number == 1
+
+
+def test_who_takes_no_part_is_not_asked_again() -> None:
+    watch = DesyncWatch(
+        *(FailureStore(store := dist.HashStore(), "run", rank=2, size=3), store, store),
+        "both",
+        rank=2,
+        ranks=[0, 1],
+        advice="",
+        timeout=0.0,
+    )
+    watch.note("step", "a", dict)
+    assert watch.keys == {"step": "a"}
+
+
+def test_who_meets_others_tells_the_watcher_so() -> None:
+    store = dist.HashStore()
+    waiting, other = desync_watch(store, 0), desync_watch(store, 1)
+    assert waiting.meeting()._replace(since=0.0) == ("desync of both", [0, 1], 0, "", 0.0)
+    thread = threading.Thread(target=waiting.note, args=("step", "a", lambda: {"shape": "a"}))
+    thread.start()
+    while not waiting.meeting().place:
+        time.sleep(0.01)
+    assert waiting.meeting()._replace(since=0.0) == ("desync of both", [0, 1], 1, "step", 0.0)
+    other.note("step", "a", lambda: {"shape": "a"})
+    thread.join()
+    assert not waiting.meeting().place
+
+
+def test_what_is_forgotten_between_two_looks_at_it_is_no_difference() -> None:
+    """The main thread may note something new while the watcher copies what there is."""
+
+    class Interrupted(deque[Change]):
+        def copy(self) -> Interrupted:
+            watch._change(1000, "step", {"shape": "new"})
+            return Interrupted(self, self.maxlen)
+
+    watch, other = desync_watch(dist.HashStore(), 0), desync_watch(dist.HashStore(), 0)
+    for event in range(1, 65):
+        for each in (watch, other):
+            each._change(event, "step", {"shape": str(event)})
+            each.events = event
+    watch._changes = Interrupted(watch._changes, watch._changes.maxlen)
+    assert first_difference(watch._noted(64), other._noted(64)) is None
+
+
+def test_a_watcher_writes_what_differs_over_its_own_store() -> None:
+    class Locked:
+        def __getattr__(self, name: str) -> Any:
+            pytest.fail("the watcher would wait")
+
+    store = dist.HashStore()
+    first, second = desync_watch(store, 0), desync_watch(store, 1)
+    for watch, value in ((first, "a"), (second, "b")):
+        watch._change(1, "step", {"shape": value})
+        watch.events = 1
+        watch._failures._store = Locked()
+        for _ in range(2):
+            watch._look()
+    assert store.check([second._failures.key(CAUSE)])
+    second._failures._store = store
+    assert isinstance(second._failures.cause(patience=0.0), ValueError)
+
+
+def files_of_steps() -> list[set[str]]:
+    """The files of the package that the batches of an epoch enter."""
+    entered: list[set[str]] = []
+
+    class Profiled(Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            entered.append(set())
+            sys.setprofile(lambda frame, event, argument: entered[-1].add(frame.f_code.co_filename))
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            sys.setprofile(None)
+
+    make_trainer(PP2, callbacks=[Profiled()]).fit(Regression(), loader())
+    return [{file.rpartition("lightning_hybrid/")[2] for file in files} for files in entered]
+
+
+def test_an_ordinary_step_only_counts(ranks: Pools) -> None:
+    for first, second, *_ in ranks(2, lightning=True).run(files_of_steps):
+        assert "distributed/debug/desync.py" in first
+        assert not {"distributed/debug/desync.py", "distributed/failure.py"} & second
 
 
 class Differing(Regression):

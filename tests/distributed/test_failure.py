@@ -25,13 +25,14 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, close_groups
+from lightning_hybrid.distributed import wait_watch
+from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, close_groups, is_transport
 from lightning_hybrid.distributed.failure_watch import FailureWatch
-from lightning_hybrid.distributed.wait_watch import Messages, WaitWatch
+from lightning_hybrid.distributed.wait_watch import Meeting, Messages, WaitWatch
 from lightning_hybrid.distributed.watch.process_ends import ProcessEnds, describe_process
 from lightning_hybrid.distributed.watch.wait_graph import Waiting
-from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
-from lightning_hybrid.distributed.watch.watcher import THREAD_NAME, Watcher
+from lightning_hybrid.distributed.watch.watched_thread import StackCall, WatchedThread, may_wait
+from lightning_hybrid.distributed.watch.watcher import GUARD_NAME, THREAD_NAME, Watcher
 from tests.pool import Pools
 from tests.training_jobs import Losses, Regression, assert_same, loader, make_trainer
 
@@ -455,14 +456,24 @@ class Thread(WatchedThread):
         pass
 
 
+WAITS_FOR: dict[str, Callable[[], Any]] = {"messages": lambda: Messages(None, {}), "meetings": list}  # nothing
+
+
 def watched(store: Any, rank: int, size: int = 2, **arguments: Any) -> tuple[FailureStore, FailureWatch]:
     """A rank's store, and its watch; nothing ends the process of the tests."""
     failures = FailureStore(store, "run", rank=rank, size=size)
     failures.begin()
     thread = arguments.setdefault("thread", Thread())
-    messages = arguments.pop("messages", lambda: Messages(None, {}))
+    messages, meetings = (arguments.pop(name, default) for name, default in WAITS_FOR.items())
     waits = WaitWatch(
-        failures, store, rank=rank, size=size, thread=thread, messages=messages, state=lambda: f"state {rank}"
+        failures,
+        store,
+        rank=rank,
+        size=size,
+        thread=thread,
+        messages=messages,
+        state=lambda: f"state {rank}",
+        meetings=meetings,
     )
     arguments = {"abort": list, "interrupt": pytest.fail, "end": pytest.fail, "waits": waits, **arguments}
     watch = FailureWatch(failures, store, rank=rank, size=size, **arguments)
@@ -606,6 +617,135 @@ def test_the_process_of_a_rank_that_ends_without_a_word_is_noticed() -> None:
     assert str(other.cause(patience=0.0)) == text, "it is written down for all"
 
 
+class Process:
+    """Another one on this machine, which is rank 1 of a run."""
+
+    def __init__(self, store: Any, failures: FailureStore) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        host, machine, _ = describe_process().split()
+        store.set(failures.key("process/1"), f"{host} {machine} {self.process.pid}")
+
+    def state(self) -> str:
+        """As the kernel names it: T if it is stopped."""
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_a_process_that_ends_when_the_cause_is_known_wakes_the_watch_once() -> None:
+    """What can be read wakes it: it looked as often as it could, beside a rank that was saving."""
+    store = dist.HashStore()
+    failures, watch = watched(store, 0)
+    other = Process(store, failures)
+    watch.look()
+    failures.report(ArithmeticError("broken"), "Rank 0")
+    watch.look()
+    assert watch.descriptors()
+    other.end()
+    assert wait_for(lambda: watch.look() or not watch.descriptors())
+    assert failures.gone == {1}
+
+
+def test_a_process_that_is_stopped_goes_on_when_the_others_end() -> None:
+    store = dist.HashStore()
+    failures, watch = watched(store, 0)
+    other = Process(store, failures)
+    watch.look()
+    other.process.send_signal(signal.SIGSTOP)
+    assert wait_for(lambda: other.state() == "T")
+    failures.report(ArithmeticError("broken"), "Rank 0")
+    watch.look()
+    assert wait_for(lambda: other.state() != "T"), "nobody else might end it"
+    other.end()
+    watch.close()
+
+
+def test_a_store_that_does_not_answer_ends_who_waits() -> None:
+    """The process that has it is stopped, or its host is gone: whoever asks waits for ever."""
+
+    class Silent:
+        def __getattr__(self, name: str) -> Any:
+            pytest.fail("it would wait for ever")
+
+    aborted, codes = [], []
+    failures, watch = watched(dist.HashStore(), 1, abort=lambda: aborted.append("aborted"), end=codes.append)
+    failures._hosts[0] = "node7"
+    watch._store = failures._store = Silent()
+    watch.end_without_store()
+    assert not aborted, "who is stopped goes on first"
+    assert failures.is_store_silent
+    watch.end_without_store()
+    assert aborted
+    first = FailureStore(Silent(), "run", rank=0, size=2)  # of what launched the ranks
+    first.is_store_silent = True
+    first.linger(Silent())
+    text = "The store of all ranks does not answer: rank 0 (on node7), or what launched the ranks, is stopped, or its"
+    assert str(failures.cause(patience=0.0)).startswith(text)
+    cause = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1", lambda: None)
+    assert str(cause).startswith(text)
+    failures.is_leaving = False
+    watch._known_at -= 4
+    watch.end_without_store()
+    assert codes == [1]
+
+
+def test_a_store_that_answers_again_has_why_all_end() -> None:
+    """Its process was let go on: the others took the one that found out, and ended, for killed."""
+    store = dist.HashStore()
+    failures, watch = watched(store, 1)
+    watch.end_without_store()
+    watch.look()
+    assert not failures.is_store_silent
+    other, _ = watched(store, 2)
+    assert str(other.cause(patience=0.0)).startswith("The store of all ranks does not answer: rank 0 (on ")
+
+
+class Closed(io.StringIO):
+    """The other end of the pipe is gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_rank_ends_although_nobody_can_read_why() -> None:
+    """What launched the ranks has ended, and with it what read their output."""
+    codes: list[int] = []
+    store = dist.HashStore()
+    _, watch = watched(store, 0, end=codes.append)
+    watched(store, 1)[0].report(ArithmeticError("broken"), "Rank 1")
+    watch.look()
+    watch._known_at -= 4
+    with contextlib.redirect_stderr(Closed()):
+        watch.look()
+    assert codes == [1]
+
+
+def test_who_is_known_to_have_ended_is_named_and_not_who_answers_late() -> None:
+    store = dist.HashStore()
+    failures, _ = watched(store, 0, size=3)
+    watched(store, 1, size=3)
+    watched(store, 2, size=3)  # a busy machine
+    failures.gone.add(1)
+    cause = failures.leave(dist.DistError("gloo: Connection reset by peer"), "Rank 0", lambda: None)
+    assert "rank 1 (on " in str(cause)
+    assert "rank 2" not in str(cause)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
+        (dist.DistBackendError("NCCL communicator was aborted"), True),
+        (FileNotFoundError("/data/gloo/images"), False),
+        (KeyError("NCCL_SOCKET_IFNAME"), False),
+    ],
+)
+def test_errors_of_the_user_do_not_say_that_another_rank_has_left(error: Exception, expected: bool) -> None:
+    assert is_transport(error) == expected
+
+
 def test_a_process_that_ends_after_its_run_is_no_failure() -> None:
     store = dist.HashStore()
     failures, watch = watched(store, 0, abort=pytest.fail)
@@ -618,6 +758,29 @@ def test_a_process_that_ends_after_its_run_is_no_failure() -> None:
     for _ in range(3):
         watch.look()
     assert failures.cause(patience=0.0) is None
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_rank_0_may_go_first_when_the_run_is_over(is_told: bool) -> None:
+    """The store goes with it, at once: others, which take longer to tidy up, took it for killed."""
+
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    store = dist.HashStore()
+    failures, watch = watched(store, 1, abort=pytest.fail)
+    first, _ = watched(store, 0)
+    if is_told:
+        first.finish(Waiting(finished=True).dumps())
+    else:
+        failures.is_over = True
+    watch.look()
+    watch._store = failures._store = Gone()
+    failures.gone.add(0)
+    for _ in range(3):
+        watch.look()
+    assert not failures.failed
 
 
 def test_processes_elsewhere_are_not_taken_for_ones_of_this_machine() -> None:
@@ -684,7 +847,11 @@ def test_after_sigterm_a_rank_that_stands_still_ends_all() -> None:
     assert look() == ["None", "None"]
     for _, watch in each:
         assert watch._sigterm_at is not None
-        watch._sigterm_at -= 4
+        watch._sigterm_at -= 15
+    assert [look() for _ in range(3)] == [["None", "None"]] * 3, "it may upload a file"
+    for _, watch in each:
+        assert watch._sigterm_at is not None
+        watch._sigterm_at -= 30
     look()
     look()
     text = "SIGTERM came, and the batch does not end: rank 1 stands still at"
@@ -692,8 +859,77 @@ def test_after_sigterm_a_rank_that_stands_still_ends_all() -> None:
     assert text in str(told[0]), "it hears of it where it stands"
 
 
+def test_a_rank_that_meets_others_over_the_store_is_part_of_a_circle() -> None:
+    """One waits for all to come to a step that is new to it, the other one is in a barrier that nobody comes to."""
+    store = dist.HashStore()
+    messages = [lambda: Messages(None, {}), lambda: Messages(("a", 0, 1), {})]
+    meetings = [lambda: [Meeting("both", [0, 1], 1, "training_step")], lambda: [Meeting("both", [0, 1], 0)]]
+    each = [
+        watched(store, rank, thread=thread, messages=messages[rank], meetings=meetings[rank])
+        for rank, thread in enumerate((Thread(), Waits()))
+    ]
+    for _ in range(4):
+        for _, watch in each:
+            watch.look()
+    text = str(each[0][0].cause(patience=0.0))
+    assert "rank 0 waits for rank 1 in `training_step` of ranks 0, 1, at" in text
+    assert "rank 1 waits for rank 0 in message 1 (a)" in text
+
+
+def threads_of(*names: str) -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name in names}
+
+
 def watchers() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == THREAD_NAME}
+    return threads_of(THREAD_NAME)
+
+
+def test_a_watcher_goes_on_after_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    looks = []
+
+    def look(signals: object) -> None:
+        looks.append("look")
+        raise ValueError("no process group")
+
+    watcher = Watcher(look, interval=0.01)
+    watcher.start()
+    assert wait_for(lambda: len(looks) > 3)
+    watcher.close()
+    assert capsys.readouterr().err.count("ValueError: no process group") == 1
+
+
+def test_a_look_that_does_not_end_is_noticed_by_another_thread() -> None:
+    go_on, noticed = threading.Event(), []
+    before = threads_of(GUARD_NAME)
+    watcher = Watcher(
+        lambda signals: go_on.wait(10), interval=0.02, patience=0.1, stuck=lambda: noticed.append(time.monotonic())
+    )
+    began = time.monotonic()
+    watcher.start()
+    assert wait_for(lambda: len(noticed) > 1)
+    assert noticed[0] - began >= 0.1
+    go_on.set()
+    watcher.close()
+    assert wait_for(lambda: threads_of(GUARD_NAME) == before)
+    noticed.clear()
+    quick = Watcher(lambda signals: None, interval=0.01, patience=2.0, stuck=lambda: noticed.append(0.0))
+    quick.start()
+    time.sleep(0.3)
+    quick.close()
+    assert not noticed
+
+
+def test_a_thread_that_writes_a_checkpoint_does_not_wait_for_other_ranks() -> None:
+    """A disk may take its time to have the bytes: whose run fails meanwhile was ended in the middle."""
+    package = Path(wait_watch.__file__).parents[1]
+    where = {
+        "checkpoint/storage/atomic.py": False,
+        "pipeline_parallel/stage.py": False,
+        "pipeline_parallel/p2p.py": True,
+    }
+    for file, expected in where.items():
+        stack = [StackCall(compile("0", str(package / file), "exec"), 1, (0, 0), None)]
+        assert may_wait(stack) == expected
 
 
 def test_a_watcher_that_is_closed_looks_no_more_and_can_be_started_again() -> None:

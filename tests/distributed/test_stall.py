@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import CodeType
 from typing import Any
 from unittest import mock
@@ -17,11 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.distributed.debug import stall
 from lightning_hybrid.distributed.debug.stall import (
-    COMPUTES,
     IDLES,
     SILENT,
     WAITS,
+    WORKS,
     Answer,
     Position,
     StallWatch,
@@ -30,6 +33,7 @@ from lightning_hybrid.distributed.debug.stall import (
     table,
 )
 from lightning_hybrid.distributed.failure import CAUSE, FailureStore
+from lightning_hybrid.distributed.watch.watched_thread import StackCall
 from lightning_hybrid.distributed.watch.watcher import Watcher
 from lightning_hybrid.strategy import run
 from tests.pool import Pools
@@ -43,8 +47,8 @@ def answer(rank: int, state: str = WAITS, **others: Any) -> Answer:
 #: Answers, and who is waited for.
 SITUATIONS: dict[str, tuple[list[Answer], list[int]]] = {
     "one is silent": ([answer(0, waits_for=[1]), answer(1, waits_for=[2]), answer(2, SILENT)], [2]),
-    "one idles, another one computes": ([answer(0), answer(1, IDLES), answer(2, COMPUTES)], [1]),
-    "one computes": ([answer(0), answer(1, COMPUTES)], [1]),
+    "one idles, another one works": ([answer(0), answer(1, IDLES), answer(2, WORKS)], [1]),
+    "one works": ([answer(0), answer(1, WORKS)], [1]),
     "one has not come to a collective": (
         [
             answer(0, call="all_reduce over [0, 1, 2]", waits_for=[1, 2]),
@@ -77,7 +81,8 @@ def test_the_table_begins_with_whom_the_others_wait_for_and_ranks_at_one_place_s
     text = stall_text(answers, [10])
     assert text == (
         "Stalled: nothing has finished for 109 s. The other ranks wait for rank 10 (on host5), which has computed"
-        " nothing for 110 s at training_step (train.py:7)."
+        " nothing for 110 s at training_step (train.py:7). If that may take so long, give `stall_timeout` and `timeout`"
+        " more."
     )
     lines = [re.split(r"\s{2,}", line) for line in table(answers, [10]).splitlines()]
     assert lines[0] == ["rank", "state", "for s", "batch", "action", "last actions", "messages under way", "at"]
@@ -100,14 +105,12 @@ def chain() -> str:
     def position(calls: Sequence[CodeType]) -> Position:
         return Position(batch="train 3", waits_for=[rank + 1])
 
-    watch = StallWatch(
-        failures, own, rank=rank, size=size, timeout=TIMEOUT, position=position, end=pytest.fail, patience=1.0
-    )
+    watch = StallWatch(failures, own, rank=rank, size=size, timeout=TIMEOUT, position=position, patience=1.0)
     watcher, text, tensor = Watcher(lambda signals: watch.look(), interval=0.1), io.StringIO(), torch.zeros(1)
     with contextlib.redirect_stderr(text):
         watcher.start()
         if rank == 2:
-            while not own.check([failures.key("stall/1/verdict")]) and not own.check([failures.key("stall/1/call")]):
+            while not own.check([failures.key("stall/1/call")]):
                 torch.randn(100, 100).sum()
             watcher.close()
             own.wait([failures.key(CAUSE)])
@@ -124,7 +127,7 @@ def test_who_computes_is_let_go_on_and_who_does_not_answer_ends_the_run(ranks: P
     judge, *others = ranks(3).run(chain, timeout=40)
     lines = judge.splitlines()
     computing = [line for line in lines if line.endswith("They wait until `timeout`.")]  # once for each look
-    computes = r"\[rank 0\] Stalled: .* wait for rank 2 \(on .*\), which computes at .*chain \(test_stall"
+    computes = r"\[rank 0\] Stalled: .* wait for rank 2 \(on .*\), which works at .*chain \(test_stall"
     assert computing
     assert all(re.match(computes, line) for line in computing)
     second, *rows, cause = lines[len(computing) :]
@@ -137,42 +140,184 @@ def test_who_computes_is_let_go_on_and_who_does_not_answer_ends_the_run(ranks: P
     assert others == [cause, cause], "the table is printed once"
 
 
+class Clock:
+    """In the place of `time`, in the module."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def clock_gettime(self, clock: int) -> float:
+        return 0.0  # the thread computes nothing
+
+    def pthread_getcpuclockid(self, thread: int) -> int:
+        return 0
+
+
+def lonely_watch(store: Any, position: Position | None = None) -> tuple[StallWatch, FailureStore]:
+    """Of rank 0 of two; the other one never answers."""
+    failures = FailureStore(store, "run", rank=0, size=2)
+    failures.begin()
+    where = Position() if position is None else position
+    watch = StallWatch(failures, store, rank=0, size=2, timeout=100.0, position=lambda calls: where, patience=10.0)
+    return watch, failures
+
+
+def stack_in(*files: str) -> list[StackCall]:
+    """Calls in these files, the innermost first."""
+    return [StackCall(compile("0", file, "exec"), 1, (0, 0), None) for file in files]
+
+
+TORCH, HERE, USERS = str(Path(torch.__file__).parent), str(Path(run.__file__).parents[1]), "/home/me/train.py"
+COLLECTIVE = f"{TORCH}/distributed/distributed_c10d.py"
+IN_STORE = f"{HERE}/distributed/debug/desync.py"
+
+
+@pytest.mark.parametrize(
+    ("stack", "state"),
+    [
+        (stack_in(USERS), IDLES),
+        (stack_in("/usr/lib/python3/threading.py", f"{TORCH}/utils/data/dataloader.py", USERS), WORKS),
+        (stack_in("/usr/lib/python3/subprocess.py", f"{TORCH}/_inductor/cpp_builder.py", USERS), WORKS),
+        (stack_in(f"{TORCH}/serialization.py", USERS), WORKS),
+        (stack_in(f"{HERE}/checkpoint/storage/atomic.py", USERS), WORKS),
+        (stack_in(COLLECTIVE, f"{HERE}/checkpoint/full.py", USERS), WAITS),
+        (stack_in(COLLECTIVE, USERS), WAITS),
+        (stack_in(f"{HERE}/pipeline_parallel/p2p.py", USERS), WAITS),
+    ],
+    ids=["user", "loader", "compiler", "torch.save", "fsync", "saving together", "collective", "message"],
+)
+def test_who_loads_saves_or_compiles_works_although_it_computes_nothing(stack: list[StackCall], state: str) -> None:
+    watch, failures = lonely_watch(store := dist.HashStore())
+    with mock.patch.object(stall, "time", clock := Clock()), mock.patch.object(stall, "read_stack", return_value=stack):
+        watch.begin()
+        store.set(failures.key("stall/0/call"), "")
+        clock.now += 3
+        watch.look()  # answers
+        store.set(failures.key("stall/0/goes on"), "")
+        for _ in range(20):
+            clock.now += 3
+            watch.look()
+        store.set(failures.key("stall/1/call"), "")
+        watch.look()
+    assert json.loads(store.get(failures.key("stall/1/answer/0")))["state"] == state
+
+
+def test_who_polls_for_the_others_is_seen_to_wait() -> None:
+    """Where it looks again and again whether to go on, its innermost call is now here, now there."""
+    watch, failures = lonely_watch(store := dist.HashStore())
+    stacks = [stack_in(IN_STORE, USERS), [*(c._replace(position=(1, 2)) for c in stack_in(IN_STORE)), *stack_in(USERS)]]
+    with mock.patch.object(stall, "time", clock := Clock()), mock.patch.object(stall, "read_stack") as read:
+        watch.begin()
+        for number in range(40):
+            read.return_value = stacks[number % 2]
+            clock.now += 3
+            watch.look()
+    assert store.check([failures.key("stall/0/call")])
+
+
+def judged(change: Callable[[Clock, Position], None]) -> tuple[str, list[str]]:
+    """What a rank that waits comes to, where something happens before, or while, the others answer."""
+    position = Position()
+    watch, failures = lonely_watch(store := dist.HashStore(), position)
+    store.set(failures.key("process/1"), "node7 machine 1")
+    printed = io.StringIO()
+    with (
+        contextlib.redirect_stderr(printed),
+        mock.patch.object(stall, "time", clock := Clock()),
+        mock.patch.object(stall, "read_stack", return_value=stack_in(COLLECTIVE, USERS)),
+    ):
+        watch.begin()
+        for number in range(50):
+            clock.now += 3
+            if number == 35:
+                change(clock, position)
+            watch.look()
+    return str(failures.cause(patience=0.0)), printed.getvalue().splitlines()
+
+
+def test_who_does_not_answer_is_named_with_its_host() -> None:
+    cause, printed = judged(lambda clock, position: None)
+    assert "wait for rank 1 (on node7), which does not answer" in cause
+    assert printed[0] == f"[rank 0] {cause}"
+
+
+def test_what_finishes_while_others_answer_ends_nothing() -> None:
+    def finish(clock: Clock, position: Position) -> None:
+        position.progress = "next"
+
+    assert judged(finish) == ("None", [])
+
+
+def test_a_process_that_was_stopped_and_goes_on_ends_nothing() -> None:
+    """As where a scheduler suspends a job: what passes meanwhile is nobody's fault."""
+    watch, failures = lonely_watch(store := dist.HashStore())
+    with (
+        mock.patch.object(stall, "time", clock := Clock()),
+        mock.patch.object(stall, "read_stack", return_value=stack_in(COLLECTIVE, USERS)),
+    ):
+        watch.begin()
+        watch.look()
+        clock.now += 3600
+        watch.look()
+        assert not store.check([failures.key("stall/0/call")])
+
+
+def test_a_watch_writes_over_its_own_store() -> None:
+    """The rank's own is locked while it waits for a key."""
+
+    class Locked:
+        def __getattr__(self, name: str) -> Any:
+            pytest.fail("the watcher would wait")
+
+    watch, failures = lonely_watch(store := dist.HashStore())
+    failures._store = Locked()
+    with (
+        contextlib.redirect_stderr(io.StringIO()),
+        mock.patch.object(stall, "time", clock := Clock()),
+        mock.patch.object(stall, "read_stack", return_value=stack_in(COLLECTIVE, USERS)),
+    ):
+        watch.begin()
+        for _ in range(50):
+            clock.now += 3
+            watch.look()
+    assert store.check([failures.key(CAUSE)])
+
+
 class Stalling(Regression):
-    """Rank 1 does nothing in a layer of its stage, until it is ended."""
+    """Rank 1 does nothing in a layer of its stage."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ended: list[int] = []
         self.body[3].register_forward_hook(self.stall)
 
     def stall(self, *args: Any) -> None:
-        while self.trainer.global_step == 2 and not self.ended:
-            time.sleep(0.1)
-        if self.ended:
-            raise ArithmeticError("woken")
+        if self.trainer.global_step == 2:
+            time.sleep(40)
 
 
-def stalled() -> tuple[str, str, list[int]]:
+def stalled() -> tuple[str, str, float]:
     module, printed = Stalling(), io.StringIO()
     layout = {**PP2, "stall_timeout": timedelta(seconds=2), "timeout": timedelta(seconds=30)}
-    watch = partial(StallWatch, end=module.ended.append, patience=1.5)
+    watch = partial(StallWatch, patience=1.5)
     with (
         mock.patch.object(run, "StallWatch", watch),
         contextlib.redirect_stderr(printed),
         pytest.raises(Exception, match="Stalled") as error,
     ):
         make_trainer(layout).fit(module, loader())
-    return str(error.value), printed.getvalue(), module.ended
+    return str(error.value), printed.getvalue(), time.time()
 
 
 @pytest.mark.rows(67)
 def test_a_rank_that_stands_still_in_the_users_code_is_named_and_ended(ranks: Pools) -> None:
-    (text, printed, ended), (of_sleeper, also_printed, also_ended) = ranks(2, lightning=True).run(stalled, timeout=50)
+    (text, printed, at), (of_sleeper, also_printed, later) = ranks(2, lightning=True).run(stalled, timeout=50)
     assert text == of_sleeper
+    assert later - at < 10, "it hears of it where it sleeps"
     assert re.search(r"wait for rank 1 \(on .*\), which has computed nothing for \d s at stall \(test_stall.py", text)
-    assert (ended, also_ended) == ([], [1])
     assert f"[rank 0] {text}\n" in printed
-    assert f"[rank 1] {text}\nIt is this rank, and it ends." in also_printed
     assert "last actions" not in also_printed
     row = next(line for line in printed.splitlines() if line.startswith("0 "))
     # One microbatch is forward on the last stage: the warm-up of the first one has two, and it waits for the first.

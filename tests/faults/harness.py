@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.faults.fault import ALONE, Fault
 
-TIMEOUT = 60.0  # seconds after which a run hangs
+TIMEOUT = 120.0  # seconds after which a run hangs: SIGTERM to a rank that sleeps takes 20 of them
 
 
 @dataclass

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.pipeline_parallel.p2p import Channel
-from tests.faults.fault import Fault
+from tests.faults.fault import STALLS, Fault
 
 MARK = "fault"  # a file with the moment of the fault
 READY = "ready"  # the rank is where it is to be hit from outside
@@ -242,6 +243,7 @@ def main(fault: Fault, directory: Path) -> None:
             pipeline_parallel_size=pipeline,
             zero_stage=zero,  # type: ignore[arg-type]
             num_microbatches=4 if pipeline > 1 else 1,
+            stall_timeout=timedelta(seconds=5) if kind in STALLS else timedelta(minutes=8),
         ),
         callbacks=callbacks,
         default_root_dir=directory,

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from lightning_hybrid.distributed.agreement import unequal_text
 from lightning_hybrid.distributed.failure import FailureStore, Store, WrongUseError
+from lightning_hybrid.distributed.wait_watch import Meeting
+from lightning_hybrid.distributed.watch.wait_graph import ranks_text
 
 _MOST = 64  # changes that are remembered
 _MOST_KNOWN = 4096  # keys that are remembered; what has an older one is new again
@@ -75,7 +77,7 @@ class DesyncWatch:
                       store --> compare          with the first of the ranks; a difference is a failure of all ranks
 
     A rank that meets something new waits for ranks that may not: these are waiting for a message of it, or soon do. The
-    watchers see that, and end the waiting.
+    watchers see that, and end the waiting. Who never comes is named when the time is over.
 
     Args:
         failures: Of this rank.
@@ -85,6 +87,11 @@ class DesyncWatch:
         rank: This rank.
         ranks: The ranks that are compared.
         advice: What to do about a difference.
+        timeout: Seconds that a rank waits for the others.
+
+    Attributes:
+        events: How many things have happened: where nothing is new, whoever notes it only counts.
+        keys: By what happens, the key of the last time.
     """
 
     def __init__(
@@ -97,16 +104,18 @@ class DesyncWatch:
         rank: int,
         ranks: Sequence[int],
         advice: str,
+        timeout: float,
     ) -> None:
         self._failures, self._store, self._watched, self._name = failures, store, watched, name
-        self._rank, self._ranks, self._advice = rank, list(ranks), advice
+        self._rank, self._ranks, self._advice, self._timeout = rank, list(ranks), advice, timeout
         self._takes_part = len(self._ranks) > 1 and rank in self._ranks
         self.begin()
 
     def begin(self) -> None:
         """A run begins."""
-        self._events = 0
-        self._keys: dict[str, Any] = {}
+        self.events = 0
+        self.keys: dict[str, Hashable] = {}
+        self._waits_at, self._waits_since = "", 0.0
         self._known: set[tuple[str, Any]] = set()
         self._values: dict[str, str] = {}
         self._changes: deque[Change] = deque(maxlen=_MOST)
@@ -128,14 +137,15 @@ class DesyncWatch:
         if self._failures.is_known:
             self._raise_cause()
         if not self._takes_part:
+            self.keys[where] = key
             return
-        event = self._events + 1
+        event = self.events + 1
         is_new = False
-        if where not in self._keys or self._keys[where] != key:
-            self._keys[where] = key
+        if where not in self.keys or self.keys[where] != key:
+            self.keys[where] = key
             is_new = (where, key) not in self._known
             self._change(event, where, describe())
-        self._events = event  # last: the watcher may read in between
+        self.events = event  # last: the watcher may read in between
         if is_new:
             if len(self._known) >= _MOST_KNOWN:  # on every rank at the same event
                 self._known.clear()
@@ -161,16 +171,29 @@ class DesyncWatch:
         store.add(alike, 1)
         if store.add(key, 1) == len(self._ranks):  # the last one: all have said what they have
             store.set(all_alike if store.add(alike, 0) == len(self._ranks) else all_here, "")
-        pause = 0.0
+        pause, deadline = 0.0, time.monotonic() + self._timeout
+        self._waits_at, self._waits_since = where, time.monotonic()
         while not store.check([all_alike]):
             if self._failures.is_known:
                 self._raise_cause()
+            if time.monotonic() > deadline:
+                raise RuntimeError(self._late_text(where, key))
             if store.check([all_here]):
                 names = [name for name in self._values if name.endswith(f" of {where}")]
                 everyone = {rank: _read(store, f"{key}/of {rank}") for rank in self._ranks}
                 raise WrongUseError(f"{_text(everyone, event, names)} {self._advice}")
             time.sleep(pause)
             pause = min(pause + 0.001, 0.02)
+        self._waits_at = ""
+
+    def _late_text(self, where: str, key: str) -> str:
+        late = [rank for rank in self._ranks if not self._store.check([f"{key}/of {rank}"])]
+        who = ranks_text(late) if late else f"one of {ranks_text(self._ranks)}"
+        return f"{where} is new to rank {self._rank}, and {who} did not come to it within {self._timeout:.0f} s."
+
+    def meeting(self) -> Meeting:
+        """Where this rank waits for the others. Called by the watcher."""
+        return Meeting(f"desync of {self._name}", self._ranks, self.events, self._waits_at, self._waits_since)
 
     def _raise_cause(self) -> NoReturn:
         cause = self._failures.cause(patience=0.0)
@@ -184,7 +207,7 @@ class DesyncWatch:
                 self._look()
 
     def _look(self) -> None:
-        events = self._events
+        events = self.events
         stands = events == self._seen
         self._seen, self._looks = events, self._looks + 1
         noted = self._noted(events)
@@ -197,7 +220,8 @@ class DesyncWatch:
             self._compare(noted)
 
     def _noted(self, events: int) -> Noted:
-        return Noted(events, self._since, [change for change in self._changes.copy() if change.event <= events])
+        changes = self._changes.copy()  # before `since`: meanwhile the main thread may forget one of them
+        return Noted(events, self._since, [change for change in changes if change.event <= events])
 
     def _key(self, rank: int) -> str:
         return self._failures.key(f"desync/{self._name}/of {rank}")
@@ -212,7 +236,7 @@ class DesyncWatch:
             event, name = found
             everyone = {rank: _read(self._watched, self._key(rank)) for rank in self._ranks} | {self._rank: mine}
             text = f"{_text(everyone, event, [name])} {self._advice}"
-            self._failures.report(ValueError(text), "", verbatim=True)
+            self._failures.report_text(text, self._watched, "ValueError")
 
 
 def _read(store: Store, key: str) -> Noted | None:
@@ -246,6 +270,7 @@ class Desync:
         watched: A clone of it, for the watcher alone.
         rank: This rank.
         model_groups: The global ranks of each replica.
+        timeout: Seconds that ranks wait for each other.
 
     Attributes:
         model_group: Compares the ranks of one replica.
@@ -260,14 +285,15 @@ class Desync:
         *,
         rank: int,
         model_groups: Sequence[Sequence[int]],
+        timeout: float,
     ) -> None:
         own = next(index for index, ranks in enumerate(model_groups) if rank in ranks)
         stores = failures, store, watched
+        ranks, firsts = sorted(model_groups[own]), [min(ranks) for ranks in model_groups]
         self.model_group = DesyncWatch(
-            *stores, f"model group {own}", rank=rank, ranks=sorted(model_groups[own]), advice=_SAME_STEPS
+            *stores, f"model group {own}", rank=rank, ranks=ranks, advice=_SAME_STEPS, timeout=timeout
         )
-        firsts = [min(ranks) for ranks in model_groups]
-        self.replicas = DesyncWatch(*stores, "replicas", rank=rank, ranks=firsts, advice=_SAME_LOGS)
+        self.replicas = DesyncWatch(*stores, "replicas", rank=rank, ranks=firsts, advice=_SAME_LOGS, timeout=timeout)
 
     def begin(self) -> None:
         """A run begins."""
@@ -278,6 +304,10 @@ class Desync:
         """Called by the watcher."""
         self.model_group.look()
         self.replicas.look()
+
+    def meetings(self) -> list[Meeting]:
+        """Where this rank waits for others. Called by the watcher."""
+        return [self.model_group.meeting(), self.replicas.meeting()]
 
 
 _SAME_STEPS = (

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import sys
 import sysconfig
 import threading
 import time
@@ -17,17 +15,16 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-import torch.distributed as dist
+from lightning_hybrid.distributed.failure import FailureStore, Store, print_error
+from lightning_hybrid.distributed.watch.process_ends import host_of
+from lightning_hybrid.distributed.watch.watched_thread import StackCall, is_slow, may_wait, read_stack
 
-from lightning_hybrid.distributed.failure import FailureStore, Store
-from lightning_hybrid.distributed.watch.watched_thread import StackCall, read_stack
+WAITS, IDLES, WORKS, SILENT = "waits", "idles", "works", "does not answer"
 
-WAITS, IDLES, COMPUTES, SILENT = "waits", "idles", "computes", "does not answer"
-
-_TORCH, _OURS = str(Path(dist.__file__).parent), str(Path(__file__).parents[2])
-_BACKWARD = str(Path(__file__).parents[2] / "pipeline_parallel" / "stage.py")  # autograd computes below it
+_OURS = str(Path(__file__).parents[2])
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_PATIENCE = 5.0  # seconds that other watchers may take to answer
+_PATIENCE = 5.0  # seconds that other watchers may take to answer, at least
+_SLEPT = 5.0  # seconds between two looks after which this process has been stopped in the meantime
 _COMPUTES = 0.02  # a thread that a processor works for this share of the time does something
 _MOST = 8  # ranks, or messages, in one text
 
@@ -60,7 +57,7 @@ class Answer:
     Attributes:
         rank: The rank.
         host: Its host.
-        state: Whether it waits for other ranks, or else whether it computes.
+        state: Whether it waits for other ranks, or else whether it works.
         seconds: How long nothing has finished; of a rank that idles, how long it has computed nothing.
         call: The collective in which it waits, if any.
         place: Where its code is: the innermost place, and the innermost one in the user's code.
@@ -86,13 +83,14 @@ class StallWatch:
     ::
 
         rank 0  waits for rank 1 ......... answers, asks who else answered --> table, verdict: all end
-        rank 1  sleeps in the user's code  answers: computes nothing                          named, ends
+        rank 1  sleeps in the user's code  answers: does nothing                              named, ends
         rank 2  waits for rank 1, too long --> calls; answers                                 ends
         rank 3  stopped                                                                       named
 
     A rank that has waited too long calls for answers, through the store. The watchers answer, each for its rank, also
-    where that is stuck. The lowest rank that answers is the judge. It prints the table and ends the run, unless the
-    others wait for one that computes: that one is let go on, until the time limit of a collective ends the waiting.
+    where that is stuck. The lowest rank that answers is the judge. It prints the table, and writes a failure that ends
+    all ranks as any other does; unless the others wait for one that works. That one is let go on, until the time limit
+    of a collective ends the waiting.
 
     Args:
         failures: Of this rank.
@@ -101,8 +99,10 @@ class StallWatch:
         size: The number of ranks.
         timeout: Seconds in which nothing finishes.
         position: Says where the rank is; called with the code of its main thread's calls, the innermost first.
-        end: Ends the process.
-        patience: Seconds that other watchers may take to answer.
+        patience: Seconds that other watchers may take to answer; by default an eighth of ``timeout``, or a few.
+
+    Attributes:
+        timeout: As given.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class StallWatch:
         size: int,
         timeout: float,
         position: Callable[[Sequence[CodeType]], Position],
-        end: Callable[[int], object] = os._exit,
-        patience: float = _PATIENCE,
+        patience: float | None = None,
     ) -> None:
         self._failures, self._store, self._rank, self._size = failures, store, rank, size
-        self._timeout, self._position, self._end, self._patience = timeout, position, end, patience
+        self.timeout, self._position = timeout, position
+        self._patience = max(_PATIENCE, timeout / 8) if patience is None else patience
         self.begin()
 
     def begin(self) -> None:
@@ -133,7 +133,7 @@ class StallWatch:
         self._computed = self._seconds_computed()
 
     def look(self) -> None:
-        """Follow what this rank does; call, answer, judge, or end."""
+        """Follow what this rank does; call, answer, or judge."""
         with suppress(Exception):  # the store is gone: then the run ends for that reason
             self._look()
 
@@ -141,17 +141,18 @@ class StallWatch:
         now, stack = time.monotonic(), read_stack(self._watched)
         position = self._position([call.code for call in stack])
         self._follow(now, stack, position)
-        is_waiting = _waits(stack)
+        is_waiting = may_wait(stack)
         if not self._store.check([self._key("call")]):
-            if not is_waiting or now < max(self._since + self._timeout, self._next_call):
+            if not is_waiting or now < max(self._since + self.timeout, self._next_call):
                 return
             self._store.set(self._key("call"), "")
         if self._called is None:
             self._called = now
             answer = self._answer(now, stack, position, is_waiting=is_waiting)
             self._store.set(self._key(f"answer/{self._rank}"), json.dumps(asdict(answer)))
-        elif self._store.check([self._key("verdict")]):
-            self._obey(json.loads(self._store.get(self._key("verdict"))), now)
+        elif self._store.check([self._key("goes on")]):
+            self._round += 1
+            self._called, self._next_call = None, now + self.timeout / 4
         elif now > self._called + self._patience and self._is_judge():
             self._judge()
 
@@ -160,7 +161,11 @@ class StallWatch:
 
     def _follow(self, now: float, stack: Sequence[StackCall], position: Position) -> None:
         """Note since when nothing has finished here, and when the thread has last computed."""
-        progress = position.progress, tuple(call.position for call in stack)
+        slept = now - self._looked
+        if slept > _SLEPT:
+            self._since, self._computed_at = self._since + slept, self._computed_at + slept
+        polls = bool(stack) and stack[0].file.startswith(_OURS)  # it may look again and again whether to go on
+        progress = position.progress, tuple(call.position for call in stack[polls:])
         if progress != self._progress:
             self._progress, self._since = progress, now
         computed = self._seconds_computed()
@@ -181,7 +186,7 @@ class StallWatch:
             answer.waits_for = answer.waits_for or [rank for rank in ranks if rank != self._rank]
         else:
             idle = now - self._computed_at
-            answer.state = IDLES if idle > self._timeout / 2 else COMPUTES
+            answer.state = IDLES if idle > self.timeout / 2 and not is_slow(stack) else WORKS
             answer.seconds = idle if answer.state == IDLES else answer.seconds
             answer.waits_for = []
         return answer
@@ -193,37 +198,24 @@ class StallWatch:
         return self._store.add(self._key("judges"), 1) == 1
 
     def _judge(self) -> None:
+        assert self._called is not None
         answers = [self._read(rank) for rank in range(self._size)]
         culprits = find_culprits(answers)
         text = stall_text(answers, culprits)
-        goes_on = bool(culprits) and all(answers[rank].state == COMPUTES for rank in culprits)
-        if goes_on:
-            self._print(f"{text} They wait until `timeout`.")
+        if self._since > self._called:  # something has finished while the others answered
+            self._store.set(self._key("goes on"), "")
+        elif culprits and all(answers[rank].state == WORKS for rank in culprits):
+            print_error(f"[rank {self._rank}] {text} They wait until `timeout`.")
+            self._store.set(self._key("goes on"), "")
         else:
-            self._print(f"{text}\n{table(answers, culprits)}")
-            self._failures.report(RuntimeError(text), "", verbatim=True)
-        ends = [] if goes_on else culprits
-        self._store.set(self._key("verdict"), json.dumps({"ends": ends, "text": text, "goes_on": goes_on}))
+            print_error(f"[rank {self._rank}] {text}\n{table(answers, culprits)}")
+            self._failures.report_text(text, self._store)
 
     def _read(self, rank: int) -> Answer:
         key = self._key(f"answer/{rank}")
         if self._store.check([key]):
             return Answer(**json.loads(self._store.get(key)))
-        host = self._failures.key(f"host/{rank}")
-        name = self._store.get(host).decode() if self._store.check([host]) else "?"
-        return Answer(rank, name, SILENT, 0.0)
-
-    def _obey(self, verdict: dict[str, Any], now: float) -> None:
-        if verdict["goes_on"]:
-            self._round += 1
-            self._called, self._next_call = None, now + self._timeout / 4
-        elif self._rank in verdict["ends"] and not _waits(read_stack(self._watched)):
-            # Nobody else ends a rank that waits for nobody: it would stay behind.
-            self._print(f"{verdict['text']}\nIt is this rank, and it ends.")
-            self._end(1)
-
-    def _print(self, text: str) -> None:
-        print(f"[rank {self._rank}] {text}", file=sys.stderr, flush=True)
+        return Answer(rank, host_of(self._failures.description_of(rank, self._store)), SILENT, 0.0)
 
 
 def find_culprits(answers: Sequence[Answer]) -> list[int]:
@@ -234,9 +226,9 @@ def find_culprits(answers: Sequence[Answer]) -> list[int]:
 
     Returns:
         Those that do not wait themselves, those that can never go on first: without any that is silent or idles, those
-        that compute. Where all wait, the one that most of the others wait for; nobody, if that is everyone alike.
+        that work. Where all wait, the one that most of the others wait for; nobody, if that is everyone alike.
     """
-    for states in ((SILENT, IDLES), (COMPUTES,)):
+    for states in ((SILENT, IDLES), (WORKS,)):
         found = [answer.rank for answer in answers if answer.state in states]
         if found:
             return found
@@ -261,12 +253,14 @@ def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
         does = {
             SILENT: "does not answer: its process is stopped, or its host is gone",
             IDLES: f"has computed nothing for {answer.seconds:.0f} s at {answer.place}",
-            COMPUTES: f"computes at {answer.place}",
+            WORKS: f"works at {answer.place}",
             WAITS: f"waits elsewhere, at {answer.place}",
         }[answer.state]
         parts.append(f"rank {rank} (on {answer.host}), which {does}")
     more = f", and {len(culprits) - _MOST} more" if len(culprits) > _MOST else ""
-    return f"{begin} The other ranks wait for {'; for '.join(parts)}{more}."
+    may_idle = any(answers[rank].state == IDLES for rank in culprits)
+    advice = " If that may take so long, give `stall_timeout` and `timeout` more." if may_idle else ""
+    return f"{begin} The other ranks wait for {'; for '.join(parts)}{more}.{advice}"
 
 
 def table(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
@@ -296,11 +290,6 @@ def table(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
 def _row(answer: Answer) -> tuple[Any, ...]:
     lists = tuple(answer.last), tuple(answer.pending), tuple(answer.waits_for)
     return answer.state, answer.batch, answer.action, answer.place, *lists
-
-
-def _waits(stack: Sequence[StackCall]) -> bool:
-    """Whether a thread is where it waits for other ranks: in collectives of torch, or in this package."""
-    return bool(stack) and stack[0].file.startswith((_TORCH, _OURS)) and stack[0].file != _BACKWARD
 
 
 def _place(stack: Sequence[StackCall]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import stat
@@ -20,8 +21,9 @@ class Connections:
     any other exception, instead of with its process.
 
     A socket is known by its number and by its inode, which no other socket of this machine has: one that was closed in
-    the meantime, and whose number belongs to something else, is left alone. So is the store. Where the system does not
-    list what a process has open (it does on Linux), there are none.
+    the meantime, and whose number belongs to something else, is left alone. So are the store, and what Python opened:
+    a logger's thread may have connected to its server at the time. Where the system does not list what a process has
+    open (it does on Linux), there are none.
     """
 
     def __init__(self) -> None:
@@ -29,7 +31,7 @@ class Connections:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, process groups are made, and nothing else opens sockets."""
+        """Inside, process groups are made, and no other C++ opens sockets."""
         before = _sockets()
         try:
             yield
@@ -42,7 +44,10 @@ class Connections:
         Args:
             store_port: Of the store, which the others still read.
         """
+        of_python = {each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.socket)}
         for number, _ in self._sockets & _sockets():
+            if number in of_python:
+                continue
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if listens or connection.family not in (socket.AF_INET, socket.AF_INET6):

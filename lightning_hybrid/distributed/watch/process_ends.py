@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 from collections.abc import Collection
 from contextlib import suppress
@@ -73,6 +74,12 @@ class ProcessEnds:
             ended.append(self._descriptors.pop(descriptor))
             os.close(descriptor)
         return ended
+
+    def resume(self) -> None:
+        """Have those that are stopped go on."""
+        for descriptor in self._descriptors:
+            with suppress(OSError):
+                signal.pidfd_send_signal(descriptor, signal.SIGCONT)
 
     def close(self) -> None:
         """Watch nobody any more."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -15,9 +16,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-_TORCH, _PACKAGE = str(Path(dist.__file__).parent), str(Path(__file__).parents[2])
-_SAVING = str(Path(__file__).parents[2] / "checkpoint")
-_LOADING = str(Path(torch.__file__).parent / "utils" / "data")
+_TORCH, _PACKAGE = (f"{path}{os.sep}" for path in (Path(dist.__file__).parent, Path(__file__).parents[2]))
+_CHECKPOINT = f"{Path(__file__).parents[2] / 'checkpoint'}{os.sep}"
+_BACKWARD = str(Path(__file__).parents[2] / "pipeline_parallel" / "stage.py")  # autograd computes below it
+_SLOW = (
+    _CHECKPOINT,
+    *(
+        str(Path(torch.__file__).parent / name)
+        for name in ("serialization.py", "utils/data/", "_dynamo/", "_inductor/")
+    ),
+)
 _LIBRARIES = (_PACKAGE, *{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 _COLLECTIVES = "distributed_c10d.py"  # the file of torch's functions for ranks that talk to each other
 _MOST_COMPUTED = 0.05  # seconds in which it does not compute more than this
@@ -78,16 +86,30 @@ def _ranks_of(frame: FrameType) -> list[int] | None:
     return sorted(dist.get_process_group_ranks(frame.f_locals.get("group") or dist.group.WORLD))
 
 
+def may_wait(stack: Sequence[StackCall]) -> bool:
+    """Whether a thread is where it may wait for other ranks: in collectives of torch, or in this package.
+
+    Not where the package reads or writes files, or runs the backward of a stage.
+    """
+    file = stack[0].file if stack else ""
+    return file.startswith((_TORCH, _PACKAGE)) and not file.startswith((_CHECKPOINT, _BACKWARD))
+
+
+def is_slow(stack: Sequence[StackCall]) -> bool:
+    """Whether a thread does what takes its time, also if it computes nothing: it loads, saves or compiles."""
+    return any(each.file.startswith(_SLOW) for each in stack)
+
+
 class WatchedThread:
     """The thread that a run is on. :meth:`look` is called again and again; the rest says what was seen.
 
     Attributes:
         seconds_still: How long the thread has been at one place and has computed nothing.
         in_collective: Whether it is in one of torch's functions for ranks that talk to each other.
-        waits: Whether it is there, or in this package, so that it may wait for other ranks.
+        waits: Whether it may wait for other ranks, as :func:`may_wait` says.
         awaits: Whether it waits for what it started before, in a function of this package that is named so.
-        is_saving: Whether a checkpoint is being written, which takes its time.
-        is_loading: Whether it is in a loader, which may do so too.
+        is_saving: Whether a checkpoint is being written.
+        is_slow: Whether it does what takes its time, as :func:`is_slow` says.
     """
 
     def __init__(self) -> None:
@@ -99,7 +121,7 @@ class WatchedThread:
         self._position: object = None
         self._since = self._computed_before = 0.0
         self.seconds_still = 0.0
-        self.in_collective = self.waits = self.awaits = self.is_saving = self.is_loading = False
+        self.in_collective = self.waits = self.awaits = self.is_saving = self.is_slow = False
 
     @property
     def ident(self) -> int:
@@ -112,12 +134,11 @@ class WatchedThread:
         if not stack:
             self.watch_nothing()
             return
-        file, name = stack[0].file, stack[0].code.co_name
-        self.in_collective = file.startswith(_TORCH)
-        self.waits = self.in_collective or file.startswith(_PACKAGE)
-        self.awaits = self.waits and not self.in_collective and name.startswith("wait")
-        self.is_saving = any(each.file.startswith(_SAVING) for each in stack)
-        self.is_loading = any(each.file.startswith(_LOADING) for each in stack)
+        self.in_collective = stack[0].file.startswith(_TORCH)
+        self.waits = may_wait(stack)
+        self.awaits = self.waits and not self.in_collective and stack[0].code.co_name.startswith("wait")
+        self.is_saving = any(each.file.startswith(_CHECKPOINT) for each in stack)
+        self.is_slow = is_slow(stack)
         now, computed = time.monotonic(), self._computed()
         position = stack[0].position
         if position != self._position or computed > self._computed_before + _MOST_COMPUTED:
@@ -127,7 +148,7 @@ class WatchedThread:
     def watch_nothing(self) -> None:
         """The thread is gone."""
         self._position, self.seconds_still = None, 0.0
-        self.in_collective = self.waits = self.awaits = self.is_saving = self.is_loading = False
+        self.in_collective = self.waits = self.awaits = self.is_saving = self.is_slow = False
 
     def _computed(self) -> float:
         """The seconds that a processor has worked for it; always 0 where the system does not tell."""

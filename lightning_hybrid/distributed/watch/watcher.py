@@ -6,10 +6,11 @@ import os
 import select
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-THREAD_NAME = "lightning_hybrid-watcher"
+THREAD_NAME, GUARD_NAME = "lightning_hybrid-watcher", "lightning_hybrid-guard"
 
 
 _hearing: set[int] = set()  # files into which this process writes its signals
@@ -36,6 +37,8 @@ class Watcher:
             store that waits for a key is locked, so the thread has a clone of its own.
         interval: Seconds between two calls.
         descriptors: Files that wake the thread when they can be read.
+        patience: Seconds that a call may take; ``None`` if it does not matter.
+        stuck: What another thread calls, again and again, while a call takes longer.
     """
 
     def __init__(
@@ -43,21 +46,30 @@ class Watcher:
         look: Callable[[Collection[int]], None],
         interval: float = 0.5,
         descriptors: Callable[[], Collection[int]] = tuple,
+        patience: float | None = None,
+        stuck: Callable[[], object] = bool,
     ) -> None:
         self._look, self._interval, self._descriptors = look, interval, descriptors
+        self._patience, self._stuck = patience, stuck
         self._thread: threading.Thread | None = None
-        self._is_closed = self._hears_signals = False
+        self._closed = threading.Event()  # of the present threads
+        self._hears_signals = False
         self._wake_fd = -1
+        self._num_looks = 0  # those that have begun, and those that have ended
 
     def start(self) -> None:
         """Start the thread, if it does not run."""
         if self._thread is not None:
             return
-        self._is_closed = False
+        self._closed = threading.Event()
         read_fd, self._wake_fd = os.pipe()
         os.set_blocking(self._wake_fd, False)
         self._hear_signals()
-        self._thread = threading.Thread(target=self._run, args=(read_fd,), name=THREAD_NAME, daemon=True)
+        if self._patience is not None:
+            guarded = self._closed, self._patience
+            threading.Thread(target=self._guard, args=guarded, name=GUARD_NAME, daemon=True).start()
+        arguments = read_fd, self._closed
+        self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def _hear_signals(self) -> None:
@@ -70,16 +82,34 @@ class Watcher:
         else:  # an event loop's
             signal.set_wakeup_fd(former)
 
-    def _run(self, read_fd: int) -> None:
-        while not self._is_closed:
+    def _run(self, read_fd: int, closed: threading.Event) -> None:
+        has_failed = False
+        while not closed.is_set():
             poll = select.poll()
             for descriptor in (read_fd, *self._descriptors()):
                 poll.register(descriptor, select.POLLIN)
             ready = poll.poll(self._interval * 1000)
             woken = os.read(read_fd, 4096) if any(descriptor == read_fd for descriptor, _ in ready) else b""
-            if not self._is_closed:
+            if closed.is_set():
+                break
+            self._num_looks += 1
+            try:
                 self._look([number for number in woken if number])
+            except Exception:  # whatever it is, the next look may succeed, and nobody else would
+                if not has_failed:
+                    traceback.print_exc()
+                has_failed = True
+            self._num_looks += 1
         os.close(read_fd)
+
+    def _guard(self, closed: threading.Event, patience: float) -> None:
+        """Count how long the same look takes: not by the clock, since all threads may have been stopped."""
+        seen, count = 0, 0
+        while not closed.wait(self._interval):
+            count = count + 1 if self._num_looks % 2 and self._num_looks == seen else 0
+            seen = self._num_looks
+            if count * self._interval > patience:
+                self._stuck()
 
     def wake(self) -> None:
         """Have the function called at once. A signal handler may do this: it takes no lock."""
@@ -88,11 +118,11 @@ class Watcher:
                 os.write(self._wake_fd, b"\0")
 
     def close(self) -> None:
-        """End the thread, and wait for its end unless it is the one that calls."""
+        """End the threads, and wait for the end of the first one unless it is the one that calls."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._is_closed = True
+        self._closed.set()
         if self._hears_signals and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
             _hearing.discard(self._wake_fd)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_hybrid.distributed.debug.desync import Desync
+from lightning_hybrid.distributed.debug.stall import StallWatch
 from lightning_hybrid.distributed.failure import FailureStore, Store, close_groups
 from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.mesh import Mesh
@@ -23,16 +24,6 @@ from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.strategy.watch.signals import SignalAgreement
 
 
-class Watch(Protocol):
-    """What the thread looks at."""
-
-    def begin(self) -> None:
-        """A run begins, on the thread that is watched."""
-
-    def look(self) -> None:
-        """Called on the watcher's thread, every now and then."""
-
-
 class RunWatch:
     """Watches this rank's runs, while process groups exist.
 
@@ -43,7 +34,8 @@ class RunWatch:
         store: What all ranks see, for the watcher alone.
         connections: Those of the process groups.
         since: The last collective of before the groups were made.
-        others: What the thread looks at beside signals and failures.
+        desync: Compares what ranks do.
+        stall: Sees whether anything finishes; ``None`` if nobody ends a run that stands still.
 
     Attributes:
         trainer: Whose run is watched; ``None`` outside of one.
@@ -58,10 +50,11 @@ class RunWatch:
         connections: Connections,
         *,
         since: int,
-        others: Sequence[Watch] = (),
+        desync: Desync,
+        stall: StallWatch | None,
     ) -> None:
         self._mesh, self._engine, self._failures, self._connections = mesh, engine, failures, connections
-        self._others = others
+        self._others: list[Desync | StallWatch] = [desync] if stall is None else [desync, stall]
         rank, size = dist.get_rank(), dist.get_world_size()
         self._thread = WatchedThread()
         self._waits = WaitWatch(
@@ -72,6 +65,7 @@ class RunWatch:
             thread=self._thread,
             messages=self._messages,
             state=self._state,
+            meetings=desync.meetings,
             since=since,
         )
         self._failure_watch = FailureWatch(
@@ -85,7 +79,12 @@ class RunWatch:
             interrupt=self._interrupt,
             parent=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None,
         )
-        self._watcher = Watcher(self._look, descriptors=self._failure_watch.descriptors)
+        self._watcher = Watcher(
+            self._look,
+            descriptors=self._failure_watch.descriptors,
+            patience=None if stall is None else stall.timeout,
+            stuck=self._failure_watch.end_without_store,
+        )
         self._signals = SignalAgreement(store, failures.key, self._watcher.wake, rank=rank, size=size)
         self.trainer: Trainer | None = None
 
@@ -115,6 +114,7 @@ class RunWatch:
             group = self._mesh.decision_group
             ends = torch.zeros(group.size(), dtype=torch.uint8)
             dist.all_to_all_single(torch.empty_like(ends), ends, group=group)
+            self._failures.is_over = True
 
     def finish(self) -> None:
         """The last collectives of a run are behind this rank."""
@@ -127,9 +127,10 @@ class RunWatch:
     # -- on the watcher's thread ---------------------------------------------------------------------------------------
 
     def _look(self, signals: Collection[int]) -> None:
-        self._signals.look(signals)
-        for other in self._others:
-            other.look()
+        if not self._failures.is_known:  # otherwise there is nothing left to find, and the store may be gone
+            self._signals.look(signals)
+            for other in self._others:
+                other.look()
         self._failure_watch.look(signals)
 
     def _messages(self) -> Messages:
@@ -156,7 +157,7 @@ class RunWatch:
     def _abort(self) -> None:
         """Wake who waits in a group."""
         if has_nccl():
-            close_groups(self._failures.cause(patience=0.0))
+            close_groups(self._failures.cause(patience=0.0) if self._failures.is_known else None)
         port = os.environ.get("MASTER_PORT", "")
         self._connections.shut_down(int(port) if port.isdigit() else None)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.distributed.agreement import unequal_text
-from lightning_hybrid.distributed.debug.desync import Desync
+from lightning_hybrid.distributed.debug.desync import Desync, DesyncWatch
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel, to_local
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
@@ -30,7 +30,7 @@ Shared = tuple[str, tuple[str | int, ...]]
 
 
 class StepDesync:
-    """Notes what a step does, for the comparison of ranks.
+    """Notes what a step does, for the comparison of ranks. An ordinary step only counts.
 
     Args:
         module: The user's module, divided.
@@ -71,24 +71,29 @@ class StepDesync:
             }
 
         if self._has_peers:
-            with self._guard():
-                self._desync.model_group.note(step, (version, tuple(parts), tuple(counts)), describe)
+            self._note(self._desync.model_group, step, (version, tuple(parts), tuple(counts)), describe)
 
     def note_logs(self, logs: Sequence[Log]) -> None:
         """A step has logged: what replicas reduce of it at once is compared over them."""
         if self._has_replicas and self._module.trainer.training:
             reduced = (log for log in logs if log.metric is not None or log.arguments.get("sync_dist"))
             names = tuple([log.name for log in reduced if log.arguments.get("on_step") is not False])
-            with self._guard():
-                self._desync.replicas.note("training_step", names, lambda: {"what is logged": str(list(names))})
+            self._note(self._desync.replicas, "training_step", names, lambda: {"what is logged": str(list(names))})
 
     def note_epoch_end(self) -> None:
         """An epoch of training or evaluation ends: what is about to be reduced of it over the replicas is compared."""
         trainer = self._module.trainer
         names = tuple(reduced_at_epoch_end(trainer))
         stage = "" if trainer.state.stage is None else trainer.state.stage.value
+        where = f"an epoch of {stage}"
+        self._note(self._desync.replicas, where, names, lambda: {"what was logged": str(list(names))})
+
+    def _note(self, watch: DesyncWatch, where: str, key: Hashable, describe: Callable[[], dict[str, str]]) -> None:
+        if watch.keys.get(where) == key:
+            watch.events += 1
+            return
         with self._guard():
-            self._desync.replicas.note(f"an epoch of {stage}", names, lambda: {"what was logged": str(list(names))})
+            watch.note(where, key, describe)
 
 
 class DesyncDetector:
