@@ -448,7 +448,7 @@ class StepContext:
                 make_calls(tree["calls"], self.module)
         logs = unpack_logs(tree["logs"], self.device)
         self.desync.note_logs(logs)
-        replay(self.module, logs, alone=self.mesh.data_parallel_size == 1)
+        replay(self.module, logs, alone=self.mesh.data_parallel_size == 1, on_epoch=not trainer.training)
         return tree["value"]
 
     def _pack(self, value: Any, logs: list[Log]) -> dict[str, Any]:

@@ -320,17 +320,20 @@ def unpack_logs(packed: dict[Any, tuple[Any, ...]], device: torch.device) -> lis
     return logs
 
 
-def replay(module: LightningModule, logs: Sequence[Log], *, alone: bool) -> None:
+def replay(module: LightningModule, logs: Sequence[Log], *, alone: bool, on_epoch: bool) -> None:
     """Log what was recorded, on every rank.
 
     Args:
         module: The user's module.
         logs: Equal on all ranks of a model group.
-        alone: Whether there is one replica, so that nothing needs to be reduced. Lightning's advice to reduce is then
-            followed in advance.
+        alone: Whether there is one replica, so that nothing needs to be reduced. Lightning's advice to reduce what is
+            logged for an epoch is then followed in advance.
+        on_epoch: What Lightning takes for `on_epoch` where nobody has said it.
     """
     for entry in logs:
-        arguments = {**entry.arguments, "sync_dist": True} if alone else entry.arguments
+        said = entry.arguments.get("on_epoch")
+        is_of_epoch = on_epoch if said is None else said
+        arguments = {**entry.arguments, "sync_dist": True} if alone and is_of_epoch else entry.arguments
         value = entry.value
         if entry.metric is not None:
             metric = module.get_submodule(entry.metric)

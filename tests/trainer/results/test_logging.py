@@ -362,7 +362,7 @@ def test_batch_sizes_do_not_change_it_either() -> None:
 def test_replay() -> None:
     module = Module()
     logs = [entry(torch.tensor(1.0), "x", on_step=True), entry(torch.tensor(2.0), "acc", "acc")]
-    replay(module, logs, alone=False)
+    replay(module, logs, alone=False, on_epoch=True)
     assert module.calls == [
         ("x", 1.0, {"on_step": True}),
         ("acc", module.acc, {"metric_attribute": "acc"}),
@@ -372,5 +372,13 @@ def test_replay() -> None:
 
 def test_one_replica_has_nothing_to_reduce_and_is_not_told_to() -> None:
     module = Module()
-    replay(module, [entry(1.0, on_epoch=True)], alone=True)
+    replay(module, [entry(1.0, on_epoch=True)], alone=True, on_epoch=False)
     assert module.calls == [("x", 1.0, {"on_epoch": True, "sync_dist": True})]
+
+
+@pytest.mark.parametrize("on_epoch", [True, False])
+def test_advice_is_for_what_is_logged_for_an_epoch(on_epoch: bool) -> None:
+    module = Module()
+    replay(module, [entry(1.0), entry(1.0, on_epoch=False)], alone=True, on_epoch=on_epoch)
+    followed = {"sync_dist": True} if on_epoch else {}
+    assert module.calls == [("x", 1.0, followed), ("x", 1.0, {"on_epoch": False})]
