@@ -20,7 +20,7 @@ HOOKS = [
 DEADLY = ["raise", "exit", "kill", "sys_exit", "keyboard_interrupt", "sigint", "sigterm"]
 #: Found by who waits: the rank stands still, and another one is interrupted from outside.
 STILL = ["sleep+sigint", "sleep+sigterm"]
-#: Not to be found before a report of stalls.
+#: Not to be found before a report of stalls: those of these runs come after a few seconds.
 STALLS = ["sleep", "stop"]
 #: One rank does what the others do not.
 ALONE = [
@@ -110,7 +110,8 @@ def draw(number: int, kinds: list[str] | None = None, launcher: str = "fork") ->
         if kind == "short_loader":
             fault.layout = chance.choice([each for each in LAYOUTS if each[0] > 1])
             fault.rank = 0
-    if kind in STILL and fault.place in ("setup", "getitem", "collate", "configure_optimizers"):
+    # A loader may take as long as it likes, and before a run has begun nobody watches.
+    if kind in STILL + STALLS and fault.place in ("setup", "getitem", "collate", "configure_optimizers"):
         fault.place = "before_body"
     if fault.place in ("getitem", "collate"):
         fault.rank = 0  # it loads
