@@ -13,7 +13,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
     It shares memory with a contiguous tensor whose conjugation and sign are resolved; another one is copied.
     """
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    resolved = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not `view(-1)`, which leaves a tensor of one element its stride, and bytes have none but 1.
+    return resolved.as_strided((resolved.numel(),), (1,)).view(torch.uint8)
 
 
 def pinned(leaf: Any) -> Any:

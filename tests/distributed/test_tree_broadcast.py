@@ -53,7 +53,8 @@ def _equal_leaf(leaf: Any, other: Any) -> bool:
 
 
 def _bytes(tensor: Tensor) -> list[int]:
-    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).tolist()
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return plain.view(-1).view(torch.uint8).tolist()
 
 
 def make_trees() -> list[Any]:
@@ -73,6 +74,8 @@ def make_trees() -> list[Any]:
         torch.rand(4, 3).t(),
         torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
         torch.rand(5, 5)[::2, 1:],
+        torch.arange(25).view(5, 5)[3:4, 2:3],  # one element, and a stride of 5
+        torch.arange(5)[1:2].as_strided((1,), (3,)),
         torch.rand(3, dtype=torch.complex64).conj(),
         torch.rand(3, requires_grad=True) * 2,
         None,
