@@ -151,7 +151,7 @@ def weighted(value: Tensor, weight: float | Tensor) -> Tensor:
 class LabelWatch:
     """Warns once of a loss that is likely to be a mean over something else than samples.
 
-    Only the first batches are looked at: on a device the host waits for what it reads.
+    Only the first batches are looked at, and only on the host, which would have to wait for a device.
 
     Args:
         module: The user's module.
@@ -203,7 +203,7 @@ def unequal_labels(microbatches: Sequence[Any], counts: Sequence[int]) -> object
         keys = range(len(first))
     for key in keys:
         parts = [microbatch[key] for microbatch in microbatches]
-        if all(isinstance(part, Tensor) and part.dtype == torch.int64 for part in parts):
+        if all(isinstance(part, Tensor) and part.dtype == torch.int64 and part.is_cpu for part in parts):
             kept = [int((part != _IGNORED).sum()) for part in parts]
             if sum(kept) < sum(part.numel() for part in parts) and not _is_proportional(kept, counts):
                 return cast("object", key)

@@ -295,13 +295,14 @@ class Stalling(Regression):
 
     def stall(self, *args: Any) -> None:
         if self.trainer.global_step == 2:
-            time.sleep(40)
+            time.sleep(90)
 
 
 def stalled() -> tuple[str, str, float]:
     module, printed = Stalling(), io.StringIO()
-    layout = {**PP2, "stall_timeout": timedelta(seconds=2), "timeout": timedelta(seconds=30)}
-    watch = partial(StallWatch, patience=1.5)
+    # On a machine that does other things too, a step may stand still for seconds.
+    layout = {**PP2, "stall_timeout": timedelta(seconds=6), "timeout": timedelta(seconds=60)}
+    watch = partial(StallWatch, patience=3.0)
     with (
         mock.patch.object(run, "StallWatch", watch),
         contextlib.redirect_stderr(printed),
@@ -313,10 +314,10 @@ def stalled() -> tuple[str, str, float]:
 
 @pytest.mark.rows(67)
 def test_a_rank_that_stands_still_in_the_users_code_is_named_and_ended(ranks: Pools) -> None:
-    (text, printed, at), (of_sleeper, also_printed, later) = ranks(2, lightning=True).run(stalled, timeout=50)
+    (text, printed, at), (of_sleeper, also_printed, later) = ranks(2, lightning=True).run(stalled, timeout=100)
     assert text == of_sleeper
-    assert later - at < 10, "it hears of it where it sleeps"
-    assert re.search(r"wait for rank 1 \(on .*\), which has computed nothing for \d s at stall \(test_stall.py", text)
+    assert later - at < 20, "it hears of it where it sleeps"
+    assert re.search(r"wait for rank 1 \(on .*\), which has computed nothing for \d+ s at stall \(test_stall.py", text)
     assert f"[rank 0] {text}\n" in printed
     assert "last actions" not in also_printed
     row = next(line for line in printed.splitlines() if line.startswith("0 "))
