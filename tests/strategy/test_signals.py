@@ -7,8 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -180,77 +178,14 @@ class NoStore:
 
 
 def test_the_watcher_survives_a_store_that_is_gone() -> None:
-    SignalAgreement(NoStore(), str, lambda: None, rank=0, size=2).look()  # type: ignore[arg-type]
+    mesh = mock.Mock(decision_group=_Group())
+    with mock.patch.object(dist, "get_rank", return_value=0):
+        signals = SignalAgreement(mesh, NoStore(), str, lambda: None)  # type: ignore[arg-type]
+    signals.look()
 
 
-# -- the batch ---------------------------------------------------------------------------------------------------------
-
-
-class Ranks:
-    """Ranks in one process: their watchers look when they are told to, and all but rank 0's runs are threads."""
-
-    def __init__(self, size: int) -> None:
-        self.store = dist.HashStore()
-        self.each = [
-            SignalAgreement(self.store, str, partial(self.look, rank), rank=rank, size=size) for rank in range(size)
-        ]
-        self.lock = threading.Lock()
-        for signals in self.each:
-            signals._trainer = mock.Mock()
-
-    def look(self, rank: int) -> None:
-        with self.lock:
-            self.each[rank].look()
-
-    def run(self, rank: int, batches: int, pause: float = 0.0) -> int:
-        """The number of batches that a rank runs until it stops."""
-        for batch in range(batches):
-            try:
-                self.each[rank]._agree()
-            except SIGTERMException:
-                return batch
-            time.sleep(pause)
-        return batches
-
-
-@pytest.mark.parametrize("ahead", [[5, 3, 4], [0, 0, 0], [1, 7, 2]], ids=str)
-@pytest.mark.parametrize("who", [0, 2])
-def test_nobody_is_beyond_the_batch_before_which_all_stop(ahead: list[int], who: int) -> None:
-    ranks = Ranks(3)
-    for rank, batches in enumerate(ahead):
-        assert ranks.run(rank, batches) == batches
-    ranks.each[who]._note(2)
-    for rank in (2, 1, 0, 2, 1):
-        ranks.look(rank)
-    assert [ranks.run(rank, 99) + ahead[rank] for rank in range(3)] == [max(ahead)] * 3
-
-
-def test_ranks_that_run_meanwhile_stop_before_the_same_batch() -> None:
-    for number in range(20):
-        ranks = Ranks(3)
-        watchers_end = threading.Event()
-
-        def watch(rank: int, ranks: Ranks = ranks, end: threading.Event = watchers_end) -> None:
-            while not end.wait(0.003):
-                ranks.look(rank)
-
-        watchers = [threading.Thread(target=watch, args=(rank,)) for rank in range(3)]
-        with ThreadPoolExecutor(3) as pool:
-            for watcher in watchers:
-                watcher.start()
-            runs = [pool.submit(ranks.run, rank, 10**6, pause=0.0005 * (1 + rank)) for rank in range(3)]
-            time.sleep(0.01)
-            ranks.each[number % 3]._note(2)
-            stopped = {run.result(timeout=20) for run in runs}
-        watchers_end.set()
-        assert len(stopped) == 1
-
-
-def test_a_batch_without_a_signal_asks_nobody() -> None:
-    ranks = Ranks(2)
-    with mock.patch.object(ranks, "store"), mock.patch.object(ranks.each[0], "_store") as store:
-        assert ranks.run(0, 5) == 5
-    assert not store.mock_calls
+class _Group:
+    """Can be referred to weakly."""
 
 
 # -- SLURM ------------------------------------------------------------------------------------------------------------

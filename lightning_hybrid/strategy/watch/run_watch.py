@@ -85,7 +85,7 @@ class RunWatch:
             patience=None if stall is None else stall.timeout,
             stuck=self._failure_watch.end_without_store,
         )
-        self._signals = SignalAgreement(store, failures.key, self._watcher.wake, rank=rank, size=size)
+        self._signals = SignalAgreement(mesh, store, failures.key, self._watcher.wake)
         self.trainer: Trainer | None = None
 
     def open(self, trainer: Trainer) -> None:

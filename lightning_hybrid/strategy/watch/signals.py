@@ -3,73 +3,65 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid.distributed.failure import EVENT, Store
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.trainer import lightning_internals as internals
 
-_REQUEUE, _TERMINATE = 1, 2  # both may have come
-_KEYS = {_REQUEUE: "requeue", _TERMINATE: "terminate"}
-_PAUSE = 0.02  # seconds until a rank asks again which batch it is
+_TERMINATE, _REQUEUE = 1, 2  # bits: both may have come
 
 
 class SignalAgreement:
-    """Signals that any rank got are acted upon by all ranks before the same batch; a batch without one costs nothing.
+    """Signals that any rank got are acted upon by all ranks before the same batch.
 
     ::
 
-        rank 3   signal --> watcher: into the store
-        all                 watcher: out of the store --> answers with the batch b where this rank is --.
-        rank 0              watcher: all answers --> into the store: before batch 1 + max(b)  <---------'
-        all                 before each batch: has this rank answered? --> waits for rank 0's number --> is it this one?
-
-    A rank that has answered goes no further than the next batch before it knows the number, so nobody can be beyond it.
-    Watchers answer whatever their ranks wait for.
+        rank 3   signal --> watcher: a note, into the store
+        rank 0              watcher: out of the store, a note --.
+        all                              before each batch: rank 0's notes are broadcast --> act
 
     The watcher hears of a signal also while the run waits in C++, where no handler of Python is called. What the
     handler does is the same, for the case that there is no watcher that hears.
 
-    Lightning's handlers run collectives, wherever the other ranks are; and only rank 0's SIGTERM ends its loops, for
-    which it is broadcast before each batch. Here, all ranks stop before the same batch with `SIGTERMException`, so that
-    a checkpoint can be saved, or requeue the job and go on until SLURM ends it.
+    Lightning's handlers run collectives, wherever the other ranks are; and only rank 0's SIGTERM ends its loops. The
+    broadcast is in the place of Lightning's own one. Before the next batch a checkpoint can be saved: all ranks stop
+    there with `SIGTERMException`, or requeue the job and go on until SLURM ends it.
+
+    It has a second use: ranks that do not have equally many batches meet in it, by collectives of different kinds, which
+    is found. Of two sums of different sizes gloo would make an end of the process (fault 31 of ``tests/faults``).
 
     Args:
+        mesh: The ranks.
         store: What all ranks see, for the watcher alone.
         key: The key of something in the store that belongs to this run.
         wake: Wakes the watcher.
-        rank: This rank.
-        size: The number of ranks.
     """
 
-    def __init__(
-        self, store: Store, key: Callable[[str], str], wake: Callable[[], None], *, rank: int, size: int
-    ) -> None:
+    def __init__(self, mesh: Mesh, store: Store, key: Callable[[str], str], wake: Callable[[], None]) -> None:
+        self._group = GroupRef(mesh.decision_group)
         self._store, self._key, self._wake = store, key, wake
-        self._rank, self._size = rank, size
+        self._is_first = dist.get_rank() == 0
+        self._noted = 0  # by this rank's handlers; of rank 0 by those of all ranks
+        self._told = self._done = 0
         self._requeue_signal = 0
+        self._message = torch.zeros((), dtype=torch.int64)
         self._trainer: Trainer | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        """What runs before brought counts no longer."""
-        self._batch = 0  # the number of those that have begun
-        # Of these sets, the watcher's thread adds to the last two, and the run's reads them.
-        self._noted: set[int] = set()  # signals that this rank's handlers, or those of others, have got
-        self._told: set[int] = set()  # in the store
-        self._answered: set[int] = set()
-        self._stops: dict[int, int] = {}  # by signal: the number of the batch before which all act
         self._exception: Exception | None = None  # to be raised in the handler
         self._is_interrupted = False
 
     def install(self, trainer: Trainer) -> None:
         """A run begins."""
-        self._forget()
+        self._noted = self._told = self._done = 0
+        self._exception, self._is_interrupted = None, False
         self._trainer = trainer
         internals.replace_signal_handlers(trainer, self._on_terminate, self._on_requeue)
         internals.replace_sigterm_broadcast(trainer, self._agree)
@@ -102,7 +94,7 @@ class SignalAgreement:
         if trainer is None:
             return
         launcher = trainer.strategy.launcher
-        if launcher is not None and _TERMINATE not in self._noted:
+        if launcher is not None and not self._noted & _TERMINATE:
             launcher.kill(signum)
         self._note(_TERMINATE)
         if trainer.state.fn != TrainerFn.FITTING:  # nothing is to be saved
@@ -113,11 +105,11 @@ class SignalAgreement:
         self._note(_REQUEUE)
 
     def _note(self, signal: int) -> None:
-        self._noted.add(signal)
+        self._noted |= signal
         self._wake()
 
     def look(self, signals: Collection[int] = ()) -> None:
-        """On the watcher's thread: tell the others what this rank has got, hear what they have, and find the batch.
+        """On the watcher's thread: tell rank 0 what this rank has got, and on rank 0 hear it.
 
         Args:
             signals: What has come since.
@@ -125,45 +117,32 @@ class SignalAgreement:
         if signal.SIGTERM in signals and not self._is_interrupted:
             self._note_terminate(signal.SIGTERM)
         with suppress(Exception):  # the store is gone: then the run ends for that reason
-            for number in _KEYS:
-                self._exchange(number)
+            self._exchange()
 
-    def _exchange(self, number: int) -> None:
-        key, stop = self._key(_KEYS[number]), self._key(f"{_KEYS[number]}/stop")
-        if number not in self._noted and self._store.check([key]):
-            self._noted.add(number)
-        if number not in self._noted or number in self._stops:
-            return
-        if number not in self._told:
-            self._told.add(number)
-            self._store.set(key, "")
-            self._store.set(self._key(EVENT), "")
-        if number not in self._answered:
-            self._answered.add(number)  # first: the run looks at it when it has counted its batch
-            self._store.set(self._key(f"{_KEYS[number]}/{self._rank}"), str(self._batch))
-        if self._rank == 0:
-            answers = [self._key(f"{_KEYS[number]}/{rank}") for rank in range(self._size)]
-            if self._store.check(answers):
-                self._store.set(stop, str(1 + max(int(self._store.get(answer)) for answer in answers)))
-        if self._store.check([stop]):
-            self._stops[number] = int(self._store.get(stop))
+    def _exchange(self) -> None:
+        for number in (_TERMINATE, _REQUEUE):
+            key = self._key(f"signal/{number}")
+            if self._is_first and not self._noted & number and self._store.check([key]):
+                self._noted |= number
+            if self._noted & number and not self._told & number:
+                self._store.set(key, "1")
+                self._told |= number
+                if number == _TERMINATE:
+                    self._store.set(self._key("terminate"), "1")
+                    self._store.set(self._key(EVENT), "")
 
     def _agree(self) -> None:
         """Before each batch of training, on all ranks."""
-        self._batch += 1
-        for number in sorted(self._answered):
-            self._act_or_go_on(number)
-
-    def _act_or_go_on(self, number: int) -> None:
-        while number not in self._stops:
-            self._wake()
-            time.sleep(_PAUSE)
         trainer = self._trainer
         assert trainer is not None
-        if self._stops[number] != self._batch:
+        self._message.fill_(self._noted)
+        dist.broadcast(self._message, group_src=0, group=self._group())
+        signals = int(self._message) & ~self._done
+        if not signals:
             return
-        if number == _REQUEUE:
+        self._done |= signals
+        if signals & _REQUEUE:
             internals.requeue(trainer, self._requeue_signal)
-        else:
+        if signals & _TERMINATE:
             internals.set_received_sigterm(trainer)
             raise SIGTERMException
