@@ -213,7 +213,6 @@ class FailureWatch:
             self._failures.failed = True
             self._ends.resume()
             self._abort()
-            return
         if self._failures.is_leaving:
             thread.look()  # it may have come out of its wait since this look began
         is_stuck = thread.waits and thread.seconds_still > _PATIENCE

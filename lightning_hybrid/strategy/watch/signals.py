@@ -36,8 +36,8 @@ class SignalAgreement:
     broadcast is in the place of Lightning's own one. Before the next batch a checkpoint can be saved: all ranks stop
     there with `SIGTERMException`, or requeue the job and go on until SLURM ends it.
 
-    It has a second use: ranks that have not equally many batches meet in it, by collectives of different kinds, which is
-    found. Of two sums of different sizes gloo makes an end of the process (fault 31 of ``tests/faults``).
+    It has a second use: ranks that have not equally many batches meet in it, by collectives of different kinds, which
+    is found. Of two sums of different sizes gloo makes an end of the process (fault 31 of ``tests/faults``).
 
     Args:
         mesh: The ranks.
