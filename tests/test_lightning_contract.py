@@ -362,6 +362,23 @@ def test_without_a_trainer_or_outside_of_a_run_there_are_no_results_to_intercept
             pass
 
 
+def test_results_are_moved_only_where_they_are_not_yet() -> None:
+    trainer = make_trainer()
+    log(trainer, torch.tensor(3.0), 2)
+    (entry,) = internals.result_collection(trainer.fit_loop.epoch_loop).values()
+    move = mock.Mock(wraps=type(entry).to)
+    with mock.patch.object(type(entry), "to", lambda *args: move(*args)):
+        log(trainer, torch.tensor(5.0), 2)
+        assert move.call_count == 1
+        with internals.unmoved_results():
+            log(trainer, torch.tensor(7.0), 4)
+            assert move.call_count == 1
+            assert logged(trainer) == 5.5
+            entry.to(torch.device("meta"))
+        assert move.call_count == 2
+    assert entry.value.is_meta
+
+
 # -- data --------------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ the loop's automatic optimization                gradients zeroed before the ste
 `_on_before_batch_transfer`                      seeded                                 `trainer.batch_hooks`
 signal handlers, the broadcast of SIGTERM        no collective in a handler             `strategy.watch.signals`
 `self.log`, `self.print`, `trainer.loggers`      recorded during a step                 `trainer.results`
+`_ResultMetric.to`                               while logs of a step are replayed      `trainer.results.logging`
 Lightning's console handlers, `showwarning`      lines beside progress bars             `trainer.results.terminal`
 `Metric.sync`, `compute`, `update`               over the replicas, on the last stage   `trainer.results.metrics`
 `torch.distributed.all_reduce`, ...              not in a step over stages              `strategy.collectives`

@@ -74,9 +74,13 @@ class SeededBatchHooks(Callback):
     def __init__(self, streams: RandomStreams, *, alone: bool) -> None:
         self._streams = streams
         self._alone = alone
+        self._draws = False  # whether there are transfer hooks that might
 
     def install(self, module: LightningModule) -> None:
         """Seed for the hook before the transfer, which Lightning calls itself."""
+        trainer: Any = module.trainer
+        owners = (module, trainer.datamodule)
+        self._draws = any(is_overridden(hook, owner) for owner in owners for hook in _TRANSFER_HOOKS)
         wrap_before_batch_transfer(module, lambda: self.transfer(module, before=True))
 
     def remove(self, module: LightningModule) -> None:
@@ -96,7 +100,7 @@ class SeededBatchHooks(Callback):
             module: The user's module.
             before: Whether this is for the hook that comes before the transfer.
         """
-        if self._alone:
+        if self._alone or not self._draws:
             yield
             return
         with self._streams.isolated():

@@ -39,7 +39,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -196,6 +196,34 @@ def intercept_results(trainer: Trainer | None, record: Callable[..., None]) -> I
         yield
     finally:
         del vars(results)["log"]
+
+
+@contextmanager
+def unmoved_results() -> Iterator[None]:
+    """While entered, what was logged before is moved to the device of what is logged only where it is not there yet.
+
+    `self.log` moves it at every call, and copies all that belongs to it on the way, which takes as long as the rest of
+    the call.
+
+    Touches:
+        `_ResultMetric.to`
+    Without:
+        Each log of a step would take twice the time.
+    """
+    move = _ResultMetric.to
+
+    def to(metric: _ResultMetric, *args: Any, **kwargs: Any) -> _ResultMetric:
+        values = vars(metric).values()
+        stays = len(args) == 1 and isinstance(args[0], torch.device) and not kwargs
+        if stays and all(not isinstance(each, (Tensor, Metric)) or each.device == args[0] for each in values):
+            return metric
+        return move(metric, *args, **kwargs)
+
+    _ResultMetric.to = to  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        _ResultMetric.to = move  # type: ignore[method-assign]
 
 
 _METADATA = (

@@ -149,6 +149,7 @@ class StepContext:
         is_source = self._results.is_source and mesh.data_rank == 0
         self._logger_proxy = LoggerProxy(module, self._recorder, is_source=is_source, unfollowed=self.unfollowed)
         self._scalars: dict[str, Any] = {}
+        self._is_guarded = False
         self.metrics = MetricsAcrossStages(
             module,
             mesh.data_group,
@@ -470,7 +471,11 @@ class StepContext:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn a failure in here into one of all ranks, with the text of the first."""
+        """Turn a failure in here into one of all ranks, with the text of the first; inside another guard, nothing."""
+        if self._is_guarded:
+            yield
+            return
+        self._is_guarded = True
         try:
             yield
         except Exception as error:
@@ -488,3 +493,5 @@ class StepContext:
             if wrong_use:
                 raise ValueError(str(error)) from error
             raise
+        finally:
+            self._is_guarded = False

@@ -125,7 +125,8 @@ class TrainingStep:
         windowed = weights is not None and accumulated > 1 and backward
         if windowed and is_first:  # whatever came before: an epoch may have been broken off
             self._window = AccumulationWindow(context.device)
-        microbatches = self._moved(microbatches)
+        if context.frame is not None:  # where the step is followed, its batch has to be where its parameters are
+            microbatches = list(map(self._to_device, microbatches))
         shares, factors = self._shares(counts, weights, windowed=windowed)
         outputs: list[Any] = []
 
@@ -143,37 +144,36 @@ class TrainingStep:
         find_plans = partial(self._frame_plans, microbatches, arguments[1:], step, precision, version, parts)
         if context.frame is not None and not self._is_placed:
             self._place(find_plans, len(microbatches), backward=backward)
-        with (
-            context.step(num_microbatches=len(counts), counts=counts) as records,
-            torch.set_grad_enabled(backward),
-            grad_sync.step(),
-            nullcontext() if self.anomaly is None else self.anomaly.batch(),
-        ):
-            plans = find_plans()
-            if plans:
-                parts = list(zip(parts, [plan.number for plan in plans], strict=True))
-            compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
-            with nullcontext() if self._casts is None else self._casts.schedule():
-                context.engine.run(
-                    self._find_schedule(len(counts), backward=backward),
-                    compute,
-                    context.keys(version, parts),
-                    backward_begins=grad_sync.backward_begins,
-                    backward_ends=grad_sync.backward_ends,
-                    profile=context.profile,
-                )
+        with context.guard(), torch.set_grad_enabled(backward), grad_sync.step():
+            with (
+                context.step(num_microbatches=len(counts), counts=counts) as records,
+                nullcontext() if self.anomaly is None else self.anomaly.batch(),
+            ):
+                plans = find_plans()
+                if plans:
+                    parts = list(zip(parts, [plan.number for plan in plans], strict=True))
+                compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
+                with nullcontext() if self._casts is None else self._casts.schedule():
+                    context.engine.run(
+                        self._find_schedule(len(counts), backward=backward),
+                        compute,
+                        context.keys(version, parts),
+                        backward_begins=grad_sync.backward_begins,
+                        backward_ends=grad_sync.backward_ends,
+                        profile=context.profile,
+                    )
+            # The last stage is done before the first one, and sends the result while that is at its last backward.
+            value = context.share(
+                lambda: (_merge(outputs, counts, shares), merge_logs(records, counts, self._num_microbatches, weights))
+            )
             if reduce:
                 self._reduce(accumulated, windowed=windowed)
-        return context.share(
-            lambda: (_merge(outputs, counts, shares), merge_logs(records, counts, self._num_microbatches, weights))
-        )
+        return value
 
-    def _moved(self, microbatches: list[Any]) -> list[Any]:
-        """Where the step is followed, its batch has to be where its parameters are; else it moves when it is needed."""
-        if self._context.frame is None:
-            return microbatches
-        moved: list[Any] = move_data_to_device(microbatches, self._context.device)
-        return moved
+    def _to_device(self, microbatch: Any) -> Any:
+        """A microbatch when it is needed. On a host the whole batch has been moved, as there is nothing to save."""
+        device = self._context.device
+        return microbatch if device.type == "cpu" else move_data_to_device(microbatch, device)
 
     def _checked(self, loss: Tensor) -> Tensor:
         """A loss, which must be finite if somebody asks for that."""
@@ -217,7 +217,7 @@ class TrainingStep:
                 if stage > 0 and not is_last and context.frame is None:
                     return context.run_layers(layers, random, inputs)
                 context.enter_user_code(_TRAINING, step, microbatch, keep=is_last)
-                of_microbatch = move_data_to_device(microbatches[microbatch], context.device), *arguments
+                of_microbatch = self._to_device(microbatches[microbatch]), *arguments
                 if context.frame is not None:
                     coordinates = _TRAINING, step, microbatch
                     value = context.run_frame(
