@@ -26,10 +26,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hybrid.data_parallel.all_reduce import Pending, start_all_reduce
 from lightning_hybrid.distributed.dtensor import give_gradient, local_gradient, redistribute_grad, to_local
 from lightning_hybrid.distributed.process_group import GroupRef
 
@@ -246,9 +247,9 @@ class Bucket(ABC):
     def _clear(self) -> None:
         """No gradient has arrived yet."""
         self.missing = set(range(len(self.parameters)))
-        self.work: Work | None = None
+        self.work: Pending | None = None
         self._flat: Tensor | None = None
-        self._mask: tuple[Tensor, Work] | None = None
+        self._mask: tuple[Tensor, Pending] | None = None
 
     @torch.no_grad()
     def launch(self, group: ProcessGroup, scale: float, mask_group: ProcessGroup | None = None) -> None:
@@ -283,9 +284,7 @@ class Bucket(ABC):
         self._flat, self.work = self._reduce(flat, group)
         if mask_group is not None:
             mask = torch.tensor([index not in self.missing for index in range(len(self.parameters))]).byte()
-            work = dist.all_reduce(mask, dist.ReduceOp.MAX, group=mask_group, async_op=True)
-            assert work is not None
-            self._mask = mask, work
+            self._mask = mask, start_all_reduce(mask, mask_group, dist.ReduceOp.MAX)
 
     def wait(self) -> None:
         """Wait for the sum: the host on CPU, the current stream on CUDA."""
@@ -317,7 +316,7 @@ class Bucket(ABC):
         """Make one tensor of flat gradients, and of the numbers that say which of them this rank has."""
 
     @abstractmethod
-    def _reduce(self, flat: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
+    def _reduce(self, flat: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
         """Start the sum; return where it will be, with the numbers at its end."""
 
     @abstractmethod
@@ -331,10 +330,8 @@ class AllReduceBucket(Bucket):
     def _pack(self, gradients: Iterator[Tensor], has_gradient: Tensor, num_ranks: int) -> Tensor:
         return torch.cat([*gradients, has_gradient])
 
-    def _reduce(self, flat: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
-        work = dist.all_reduce(flat, group=group, async_op=True)
-        assert work is not None
-        return flat, work
+    def _reduce(self, flat: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
+        return flat, start_all_reduce(flat, group)
 
     def _unpack(self, flat: Tensor, used: Sequence[bool]) -> None:
         offset = 0

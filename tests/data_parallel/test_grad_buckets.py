@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_hybrid.data_parallel import grad_buckets
+from lightning_hybrid.data_parallel.all_reduce import start_all_reduce
 from lightning_hybrid.data_parallel.grad_buckets import FIRST_BUCKET_BYTES, GradientBuckets, assign
 from tests.pool import Pools, RankError
 
@@ -187,13 +189,12 @@ def launches(overlap: bool) -> tuple[list[int], int, list[int]]:
     module = Shuffled()
     buckets = mean_buckets(list(module.parameters()), bucket_bytes=6 * 8, overlap=overlap)
     sizes: list[int] = []
-    original = dist.all_reduce
 
-    def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def record(tensor: Tensor, *args: Any) -> Any:
         sizes.append(tensor.numel())
-        return original(tensor, *args, **kwargs)
+        return start_all_reduce(tensor, *args)
 
-    with mock.patch.object(dist, "all_reduce", record):
+    with mock.patch.object(grad_buckets, "start_all_reduce", record):
         module.loss(dist.get_rank(), 0).backward()
         before = list(sizes)
         buckets.arm()
