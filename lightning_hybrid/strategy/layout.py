@@ -33,6 +33,8 @@ from lightning_hybrid.trainer.module_hooks import find_hook
 
 # A larger share of the parameters outside of the body is worth a warning.
 _LARGEST_REST = 0.2
+# A larger share around a chain is worth naming the other way.
+_MUCH = 0.05
 # Smaller parameters outside of the body, as a share of all, stay on every stage that runs the user's step.
 _LEAST_SHARE = 1e-3
 
@@ -313,6 +315,9 @@ def stages_text(
         )
     elif stage_map.is_chain:
         where = "on the first and the last stage"
+        outside = sum(count for _, count in outside_parts(module, body.layers))
+        if body.name and outside > _MUCH * sum(parameter.numel() for parameter in module.parameters()):
+            where += f", which sum their gradients; body=[{body.name!r}] keeps each where it is used"
     else:
         where = "on the stages that use them in the first batch of training"
     table = stage_table(stage_rows(module, body.layers, shown), body.name, is_estimate=is_estimate)

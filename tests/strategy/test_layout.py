@@ -226,7 +226,20 @@ def test_the_table_has_what_is_outside_and_a_total() -> None:
 def test_around_a_chain_nothing_is_estimated() -> None:
     lines = described(Chain(50, 8, 6), 3)
     assert lines[1].split()[-4:] == ["layers", "outside", "parameters", "share"]
-    assert lines[-1] == "outside: 816 parameters (15.0 % of the model), on the first and the last stage"
+    assert lines[-1] == (
+        "outside: 816 parameters (15.0 % of the model), on the first and the last stage, which sum their gradients;"
+        " body=['blocks'] keeps each where it is used"
+    )
+
+
+def test_what_is_little_around_a_chain_stays_on_both_stages_without_a_word() -> None:
+    lines = described(Chain(4, 8, 24), 3)
+    assert lines[-1] == "outside: 80 parameters (0.4 % of the model), on the first and the last stage"
+
+
+def test_a_list_with_the_name_of_a_chain_puts_what_is_outside_where_it_is_used() -> None:
+    lines = described(Chain(50, 8, 6), 3, body=["blocks"])
+    assert lines[1:6] == described(Language(50, 8, 6), 3)[1:6]
 
 
 def test_without_anything_outside_there_is_one_number() -> None:
