@@ -370,13 +370,17 @@ def test_results_are_moved_only_where_they_are_not_yet() -> None:
     with mock.patch.object(type(entry), "to", lambda *args: move(*args)):
         log(trainer, torch.tensor(5.0), 2)
         assert move.call_count == 1
-        with internals.unmoved_results():
-            log(trainer, torch.tensor(7.0), 4)
-            assert move.call_count == 1
-            assert logged(trainer) == 5.5
-            entry.to(torch.device("meta"))
+        internals.keep_results_in_place(True)
+        internals.keep_results_in_place(True)  # of another run
+        log(trainer, torch.tensor(7.0), 4)
+        assert move.call_count == 1
+        assert logged(trainer) == 5.5
+        entry.to(torch.device("meta"))
         assert move.call_count == 2
-    assert entry.value.is_meta
+        assert entry.value.is_meta
+        internals.keep_results_in_place(False)
+        entry.to(torch.device("meta"))
+        assert move.call_count == 3
 
 
 # -- data --------------------------------------------------------------------------------------------------------------

@@ -198,11 +198,6 @@ class GradientSync:
             raise
         self.zero.close()
 
-    def forward_begins(self, stage: int) -> None:
-        """The layers of this stage are about to run, for one microbatch."""
-        if self.zero.is_active:
-            self.zero.forward_begins(stage)
-
     def backward_begins(self, stage: int, is_last: bool) -> None:
         """A backward of this stage begins.
 

@@ -14,7 +14,7 @@ the loop's automatic optimization                gradients zeroed before the ste
 `_on_before_batch_transfer`                      seeded                                 `trainer.batch_hooks`
 signal handlers, the broadcast of SIGTERM        no collective in a handler             `strategy.watch.signals`
 `self.log`, `self.print`, `trainer.loggers`      recorded during a step                 `trainer.results`
-`_ResultMetric.to`                               while logs of a step are replayed      `trainer.results.logging`
+`_ResultMetric.to`                               moves what is not there yet            :class:`Patches`
 Lightning's console handlers, `showwarning`      lines beside progress bars             `trainer.results.terminal`
 `Metric.sync`, `compute`, `update`               over the replicas, on the last stage   `trainer.results.metrics`
 `torch.distributed.all_reduce`, ...              not in a step over stages              `strategy.collectives`
@@ -41,7 +41,12 @@ from lightning_hybrid.memory.report import MemoryReport
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks
 from lightning_hybrid.trainer.debug.nonfinite import SkippedSteps
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
-from lightning_hybrid.trainer.lightning_internals import example_input, set_example_input, throughputs
+from lightning_hybrid.trainer.lightning_internals import (
+    example_input,
+    keep_results_in_place,
+    set_example_input,
+    throughputs,
+)
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
 
@@ -107,6 +112,7 @@ class Patches:
       place outside of it; autograd functions inside of it. Without gradients is enough.
     - `ModelSummary` runs the module on `example_input_array`. No rank has all layers; without the example it shows
       everything but the sizes of inputs and outputs.
+    - `self.log` copies all that belongs to a value at each call, to move it to where it is.
     - TensorBoard's writer draws random numbers for a tensor on the meta device, as if those were its values. What it
       is given of parameters of other stages is left out, with a warning.
 
@@ -127,6 +133,8 @@ class Patches:
                 if throughput.available_flops is not None:
                     flops = throughput.available_flops * self._mesh.model_group.size()
                     self._set(throughput, "available_flops", flops)
+        keep_results_in_place(True)
+        self._undo.callback(keep_results_in_place, False)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             self._set(loop, "inference_mode", False)
         if self._mesh.pipeline_parallel_size > 1:

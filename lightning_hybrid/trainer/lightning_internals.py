@@ -198,32 +198,35 @@ def intercept_results(trainer: Trainer | None, record: Callable[..., None]) -> I
         del vars(results)["log"]
 
 
-@contextmanager
-def unmoved_results() -> Iterator[None]:
-    """While entered, what was logged before is moved to the device of what is logged only where it is not there yet.
+def keep_results_in_place(keep: bool) -> None:
+    """Let `self.log` move what was logged before to the device of what is logged only where it is not there yet.
 
-    `self.log` moves it at every call, and copies all that belongs to it on the way, which takes as long as the rest of
+    Lightning moves it at every call, and copies all that belongs to it on the way, which takes as long as the rest of
     the call.
 
+    Args:
+        keep: Whether to do so; ``False`` is Lightning's way again.
+
     Touches:
-        `_ResultMetric.to`
+        `_ResultMetric.to`, which is replaced for all.
     Without:
         Each log of a step would take twice the time.
     """
-    move = _ResultMetric.to
+    original = getattr(_ResultMetric.to, "original", _ResultMetric.to)
+    if not keep:
+        _ResultMetric.to = original  # type: ignore[method-assign]
+        return
 
     def to(metric: _ResultMetric, *args: Any, **kwargs: Any) -> _ResultMetric:
-        values = vars(metric).values()
-        stays = len(args) == 1 and isinstance(args[0], torch.device) and not kwargs
-        if stays and all(not isinstance(each, (Tensor, Metric)) or each.device == args[0] for each in values):
-            return metric
-        return move(metric, *args, **kwargs)
+        device = args[0] if len(args) == 1 and not kwargs else None
+        for value in vars(metric).values():
+            if isinstance(value, (Tensor, Metric)) and value.device != device:
+                moved: _ResultMetric = original(metric, *args, **kwargs)
+                return moved
+        return metric
 
+    to.original = original  # type: ignore[attr-defined]
     _ResultMetric.to = to  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        _ResultMetric.to = move  # type: ignore[method-assign]
 
 
 _METADATA = (

@@ -161,15 +161,18 @@ class LabelWatch:
         self._module = module
         self._looks = _LOOKS
 
-    def __call__(self, microbatches: Sequence[Any], counts: Sequence[int]) -> None:
+    def __call__(self, microbatches: Sequence[Any], counts: Sequence[int]) -> bool:
         """Look at a batch.
 
         Args:
             microbatches: Of the batch.
             counts: Their numbers of samples.
+
+        Returns:
+            Whether the next one is to be looked at too.
         """
-        if self._looks == 0 or len(counts) == 1 or find_hook(self._module, "microbatch_weight") is not None:
-            return
+        if len(counts) == 1 or find_hook(self._module, "microbatch_weight") is not None:
+            return True
         self._looks -= 1
         key = unequal_labels(microbatches, counts)
         if key is not None:
@@ -181,6 +184,7 @@ class LabelWatch:
                 f" `microbatch_weight = lightning_hybrid.count_tokens({key!r})` into {type(self._module).__name__};"
                 " with `shift=True` for causal language models of transformers, which shift their labels themselves."
             )
+        return self._looks > 0
 
 
 def unequal_labels(microbatches: Sequence[Any], counts: Sequence[int]) -> object | None:

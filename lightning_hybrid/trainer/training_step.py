@@ -205,12 +205,13 @@ class TrainingStep:
         plans: Sequence[FramePlan],
     ) -> Compute:
         """The forward of a stage: the user's step until the body, its layers, or the step around its last layers."""
-        context, grad_sync, user_step = self._context, self._grad_sync, self._context.module.training_step
+        context, zero, user_step = self._context, self._grad_sync.zero, self._context.module.training_step
         casts = self._casts
         fetched = {} if context.frame is None else context.fetch_parameters(context.frame, "training_step", plans)
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
-            grad_sync.forward_begins(stage)
+            if zero.is_active:
+                zero.forward_begins(stage)
             is_last = stage == context.num_stages - 1
             layers, random = context.layers[stage], context.streams.layers(stage, _TRAINING, step, microbatch)
             with precision(), nullcontext() if casts is None else casts.forward(stage):
@@ -297,8 +298,8 @@ class TrainingStep:
             least = context.mesh.data_parallel_min(len(counts))
             if least < len(counts):
                 microbatches, counts = split_into(batch, least, user_split)
-        if self._labels is not None and user_split is None:
-            self._labels(microbatches, counts)
+        if self._labels is not None and user_split is None and not self._labels(microbatches, counts):
+            self._labels = None
         if not any(counts):  # no samples: what the step makes of that counts, as in one process
             counts = [1] * len(counts)
         if self._warns:
@@ -370,7 +371,8 @@ class UncutTrainingStep:
         """Run one batch forward; arguments as for :class:`TrainingStep`, of which the others do not matter here."""
         zero = self._grad_sync.zero
         zero.open()
-        self._grad_sync.forward_begins(0)
+        if zero.is_active:
+            zero.forward_begins(0)
         try:
             with self._around_forwards(), precision(), self._looking():
                 output = self._module.training_step(*arguments)

@@ -22,6 +22,8 @@ from lightning_hybrid.distributed.mesh import AXES
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.account import MemoryUsage, peak_activation_bytes, storage_bytes, storages_of
 from lightning_hybrid.pipeline_parallel.schedules import build
+from lightning_hybrid.pipeline_parallel.stage import Stage
+from lightning_hybrid.trainer.training_step import UncutTrainingStep
 
 
 class LiveTensorMeter:
@@ -132,8 +134,10 @@ class MemoryMeter(Callback):
         """Begin to measure."""
         self._module, self._first_step = pl_module, trainer.global_step
         self._grad_sync = grad_sync = trainer.strategy.run.grad_sync
+        self._is_uncut = isinstance(trainer.strategy.run.training_step, UncutTrainingStep)
         self._around(trainer.strategy, "training_step", around=self._training_step)
-        self._around(grad_sync, "forward_begins", after=self._forward_begins)
+        for name in ("forward", "forward_loss"):
+            self._around(Stage, name, before=lambda stage, *_: self._forward_begins(stage.index))
         self._around(grad_sync, "backward_ends", before=self._look)
         self._around(grad_sync, "finish", after=self._look)
         for buckets in grad_sync._all:
@@ -150,8 +154,9 @@ class MemoryMeter(Callback):
         after: Callable[..., Any] | None = None,
         around: Callable[..., Any] | None = None,
     ) -> None:
-        """Wrap a method of one object."""
+        """Wrap a method of one object, or of all of a class."""
         method = getattr(owner, name)
+        undo = partial(setattr, owner, name, method) if name in vars(owner) else partial(delattr, owner, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if before is not None:
@@ -162,7 +167,7 @@ class MemoryMeter(Callback):
             return result
 
         setattr(owner, name, wrapped if around is None else partial(around, method))
-        self._undo.append(partial(delattr, owner, name))
+        self._undo.append(undo)
 
     def _training_step(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._visits.clear()
@@ -170,6 +175,8 @@ class MemoryMeter(Callback):
         excluded = (*self._grad_sync.local_parameters(), *self._module.buffers(), *flatten(batch)[0])
         self._meter.exclude(leaf for leaf in excluded if isinstance(leaf, Tensor))
         with self._meter():
+            if self._is_uncut:
+                self._forward_begins(0)
             return step(batch, *args, **kwargs)
 
     def _forward_begins(self, stage: int) -> None:

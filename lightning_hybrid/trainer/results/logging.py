@@ -20,12 +20,7 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.tensor_bytes import move
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
-from lightning_hybrid.trainer.lightning_internals import (
-    attached_trainer,
-    intercept_results,
-    set_forward_value,
-    unmoved_results,
-)
+from lightning_hybrid.trainer.lightning_internals import attached_trainer, intercept_results, set_forward_value
 from lightning_hybrid.trainer.loss_weights import LossWeights, weighted, weighted_sum
 
 # What can follow name and value in a call of `self.log`.
@@ -325,7 +320,6 @@ def unpack_logs(packed: dict[Any, tuple[Any, ...]], device: torch.device) -> lis
     return logs
 
 
-@unmoved_results()
 def replay(module: LightningModule, logs: Sequence[Log], *, alone: bool, on_epoch: bool) -> None:
     """Log what was recorded, on every rank.
 
