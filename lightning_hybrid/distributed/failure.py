@@ -16,7 +16,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from lightning_hybrid.distributed.process_group import abort_groups, has_nccl
-from lightning_hybrid.distributed.watch.process_ends import describe_process, host_of
+from lightning_hybrid.distributed.watch.process_ends import describe_process, host_of, machine_of
 
 _KEY = "lightning_hybrid/failure"
 EVENT, CAUSE = "event", "cause"  # keys in the store: whether there is anything to look at; the first failure
@@ -85,6 +85,7 @@ class FailureStore:
         self._run = 0
         self._known: str | None = None  # the first failure: the store may be gone when it is asked for
         self._hosts: dict[int, str] = {}
+        self._machine = ""
         self.gone: set[int] = set()
         self.failed = self.is_leaving = self.is_over = self.is_store_silent = False
 
@@ -102,8 +103,12 @@ class FailureStore:
         self._run += 1
         self.is_leaving = self.is_over = False
         self.gone.clear()
+        description = describe_process()
+        self._machine = machine_of(description)
         with contextlib.suppress(Exception):
-            self._store.set(self.key(f"process/{self._rank}"), describe_process())
+            self._store.set(self.key(f"process/{self._rank}"), description)
+            number = self._store.add(self.key(f"machine/{self._machine}"), 1)
+            self._store.set(self.key(f"machine/{self._machine}/{number}"), str(self._rank))
 
     def finish(self, note: str = "") -> None:
         """This rank has come to the end of its run: who waits for it now waits in vain.
@@ -122,6 +127,22 @@ class FailureStore:
         description = store.get(key).decode()
         self._hosts[rank] = host_of(description)
         return description
+
+    def neighbours(self, store: Store, *, after: int) -> list[int]:
+        """The ranks on this machine, in the order in which they have begun this run.
+
+        One request, and one more for each rank: with thousands of ranks nobody asks for all of them.
+
+        Args:
+            store: That of the watcher.
+            after: How many of them are known.
+        """
+        key, ranks = self.key(f"machine/{self._machine}"), []
+        for number in range(after + 1, store.add(key, 0) + 1):
+            if not store.check([f"{key}/{number}"]):
+                break
+            ranks.append(int(store.get(f"{key}/{number}")))
+        return ranks
 
     def name_of(self, rank: int) -> str:
         """A rank and its host, as a text."""

@@ -26,6 +26,7 @@ from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
 _INTERRUPTED = 1.0  # seconds in which a rank comes to the handler of SIGINT, if it can
 _STEP = 1.5  # seconds before something stronger is done
+_WAITS = 0.5  # seconds in one place after which a rank may wait in vain
 _PATIENCE = 3.0  # seconds that a rank waits in one place before its process is ended
 _STORE_GONE = "The store of all ranks is gone, so rank 0 or what launched the ranks has ended."
 
@@ -83,6 +84,7 @@ class FailureWatch:
         self._waits.begin()
         self._ends.close()
         self._finished.clear()
+        self._num_met, self._knows_first = 0, False
         self._answered = self._has_aborted = self._has_interrupted = False
         self._cause: str | None = None
         self._known_at = 0.0
@@ -163,7 +165,9 @@ class FailureWatch:
                 self._store.set(failures.key(f"here/{self._rank}"), self._thread.calls())
             if check([failures.key(CAUSE)]):
                 return self._learn()
-            others = (rank for rank in range(self._size) if rank != self._rank and rank not in self._finished)
+            # Who does not wait need not know whether others still come: of thousands of ranks these are many requests.
+            waits = self._thread.waits and self._thread.seconds_still > _WAITS
+            others = set(range(self._size) if waits else (0, *failures.gone)) - {self._rank} - self._finished
             self._finished |= {rank for rank in others if check([failures.key(f"finished/{rank}")])}
             if self._sigterm_at is None and check([failures.key("terminate")]):
                 self._sigterm_at = time.monotonic()
@@ -178,14 +182,16 @@ class FailureWatch:
         return None if found is None else self._report(found)
 
     def _meet(self) -> None:
-        """Come to know the processes of the others, as soon as they have written who they are."""
-        if len(self._ends.known) == self._size - 1:
+        """Come to know the processes on this machine, and where the store is, as soon as they have begun this run."""
+        if not self._knows_first:
+            self._knows_first = self._failures.description_of(0, self._store) is not None
+        if self._num_met == self._size:
             return
-        for rank in range(self._size):
-            if rank != self._rank and rank not in self._ends.known:
-                description = self._failures.description_of(rank, self._store)
-                if description is not None:
-                    self._ends.add(rank, description)
+        for rank in self._failures.neighbours(self._store, after=self._num_met):
+            self._num_met += 1
+            description = self._failures.description_of(rank, self._store)
+            if rank != self._rank and description is not None:
+                self._ends.add(rank, description)
 
     def _report(self, text: str) -> str:
         """Write down what was found, unless another rank was first; returns what counts."""

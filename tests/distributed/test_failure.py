@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed import wait_watch
+from lightning_hybrid.distributed import failure, wait_watch
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, close_groups, is_transport
 from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.wait_watch import Meeting, Messages, WaitWatch
@@ -600,12 +601,18 @@ def test_a_rank_that_talks_to_nobody_is_interrupted_and_one_that_saves_is_not() 
         assert codes == ([] if is_saving else [1]), "it has not come to the handler"
 
 
+def register(store: Any, failures: FailureStore, rank: int, pid: int) -> None:
+    """Write what a rank writes that begins a run in this process on this machine."""
+    host, machine, _ = describe_process().split()
+    with mock.patch.object(failure, "describe_process", return_value=f"{host} {machine} {pid}"):
+        FailureStore(store, failures._name, rank=rank, size=failures._size).begin()
+
+
 def test_the_process_of_a_rank_that_ends_without_a_word_is_noticed() -> None:
     store, aborted = dist.HashStore(), []
     failures, watch = watched(store, 0, abort=lambda: aborted.append("aborted"))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        host, machine, _ = describe_process().split()
-        store.set(failures.key("process/1"), f"{host} {machine} {process.pid}")
+        register(store, failures, 1, process.pid)
         watch.look()
         assert watch.descriptors()
         assert not aborted
@@ -622,8 +629,7 @@ class Process:
 
     def __init__(self, store: Any, failures: FailureStore) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        host, machine, _ = describe_process().split()
-        store.set(failures.key("process/1"), f"{host} {machine} {self.process.pid}")
+        register(store, failures, 1, self.process.pid)
 
     def state(self) -> str:
         """As the kernel names it: T if it is stopped."""
@@ -751,8 +757,7 @@ def test_a_process_that_ends_after_its_run_is_no_failure() -> None:
     failures, watch = watched(store, 0, abort=pytest.fail)
     other, _ = watched(store, 1)
     with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
-        host, machine, _ = describe_process().split()
-        store.set(failures.key("process/1"), f"{host} {machine} {process.pid}")
+        register(store, failures, 1, process.pid)
         watch.look()
         other.finish(Waiting(finished=True).dumps())
     for _ in range(3):
@@ -787,8 +792,37 @@ def test_processes_elsewhere_are_not_taken_for_ones_of_this_machine() -> None:
     ends = ProcessEnds()
     ends.add(3, "other-host 1234/pid:[5] 1")
     assert not ends.descriptors()
-    assert ends.known == {3}
     ends.close()
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.requests = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("size", [64, 4096])
+def test_a_look_asks_as_little_of_many_ranks_on_other_machines_as_of_few(size: int) -> None:
+    store = dist.HashStore()
+    failures, watch = watched(store, 1, size=size)
+    for rank in range(size):
+        if rank != 1:
+            with mock.patch.object(failure, "describe_process", return_value=f"host{rank // 8} m{rank // 8} {rank}"):
+                FailureStore(store, failures._name, rank=rank, size=size).begin()
+    register(store, failures, 2, os.getpid())
+    watch._store = counting = Counting(store)
+    watch.look()
+    assert len(watch.descriptors()) == 1
+    first, counting.requests = counting.requests, 0
+    failures._tell("something")
+    watch.look()
+    assert first <= 16
+    assert counting.requests <= 8
 
 
 class Waits(Thread):

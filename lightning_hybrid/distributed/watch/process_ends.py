@@ -21,6 +21,11 @@ def host_of(description: str | None) -> str:
     return "an unknown host" if description is None else description.split()[0]
 
 
+def machine_of(description: str) -> str:
+    """What is the same in descriptions of processes on one machine."""
+    return description.split()[1]
+
+
 def _machine() -> str:
     """The same text for processes that know each other's numbers: on one machine, in one container."""
     with suppress(OSError):
@@ -40,7 +45,6 @@ class ProcessEnds:
     def __init__(self) -> None:
         self._descriptors: dict[int, int] = {}  # descriptor: rank
         self._ended: list[int] = []
-        self.known: set[int] = set()
 
     def add(self, rank: int, description: str) -> None:
         """Watch a rank, if it is on this machine.
@@ -49,7 +53,6 @@ class ProcessEnds:
             rank: The rank.
             description: As its own :func:`describe_process` has made it.
         """
-        self.known.add(rank)
         _, machine, pid = description.split()
         open_process = getattr(os, "pidfd_open", None)
         if open_process is not None and machine != "?" and machine == _machine():
@@ -87,4 +90,3 @@ class ProcessEnds:
             os.close(descriptor)
         self._descriptors.clear()
         self._ended.clear()
-        self.known.clear()
