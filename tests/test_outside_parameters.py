@@ -307,7 +307,8 @@ SWITCHES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 #: What is tried every day: each way to travel, each kind of copies.
-DAILY = {("next", 1), ("fetched", 1), ("tied", 2), ("chunks", 2), ("dp2", 2), ("zero3", 1), ("tp2, fetched", 1)}
+DAILY = {("next", 1), ("fetched", 1), ("tied", 2), ("chunks", 2), ("dp2", 2), ("zero3", 1)}
+DAILY |= {("tp2", 1), ("tp2, fetched", 1)}
 
 
 def _switch(case: str, accumulate: int) -> Any:

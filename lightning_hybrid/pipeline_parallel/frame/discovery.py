@@ -92,6 +92,7 @@ class Discovery(TorchFunctionMode):
 
     Attributes:
         graph: What has been found.
+        is_answering: Whether a call of a function is answered, in which torch follows nothing.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Discovery(TorchFunctionMode):
         self._units = list(units)
         self._trains = [any(each.requires_grad for each in unit.parameters()) for _, unit in units]
         self.graph = Graph()
+        self.is_answering = False
         self.fakes = FakeMode(allow_non_fake_inputs=True)
         self._device = device
         self._seed = seed
@@ -197,7 +199,11 @@ class Discovery(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in METADATA:
             return func(*args, **kwargs)
-        return self._call(Call(func, None, f"`{function_name(func)}`", users_line()), func, args, kwargs)
+        self.is_answering = True
+        try:
+            return self._call(Call(func, None, f"`{function_name(func)}`", users_line()), func, args, kwargs)
+        finally:
+            self.is_answering = False
 
     def call_module(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Follow a call of a module of the frame that is one call: that of a function of its parameters too.

@@ -166,7 +166,7 @@ class FrameCut:
     def unfollowed(self) -> Iterator[None]:
         """Inside, nothing that runs is part of the user's step."""
         mode = self._mode
-        if mode is None:
+        if mode is None or mode.is_answering:  # torch follows nothing while a mode answers a call
             yield
             return
         mode.__exit__(None, None, None)

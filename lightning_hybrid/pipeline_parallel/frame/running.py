@@ -103,7 +103,11 @@ class _Made(NamedTuple):
 
 
 class Running(TorchFunctionMode):
-    """A stage's part of one step."""
+    """A stage's part of one step.
+
+    Attributes:
+        is_answering: Whether a call of a function is answered, in which torch follows nothing.
+    """
 
     def __init__(
         self,
@@ -122,7 +126,7 @@ class Running(TorchFunctionMode):
         self._actions, self._inputs = part.actions, inputs
         self._free_from, self._leaves_from, self._is_last = part.free_from, part.leaves_from, part.is_last
         self._draws, self._followed_to, self._is_guarded = part.draws, part.followed_to, part.is_guarded
-        self._is_over = False
+        self._is_over = self.is_answering = False
         self._seed, self._random = seed, random
         self.number = 0
         self.sent: list[Any] = [None] * len(part.sent)
@@ -168,7 +172,11 @@ class Running(TorchFunctionMode):
             if func in _DEVICE and is_placeholder(args[0]):
                 return self._device  # where it would be
             return func(*args, **kwargs) if kwargs else func(*args)
-        return self._call(func, func, args, kwargs)
+        self.is_answering = True
+        try:
+            return self._call(func, func, args, kwargs)
+        finally:
+            self.is_answering = False
 
     def _call(self, key: Any, func: Any, args: Any, kwargs: Any, name: str | None = None) -> Any:
         """Make a call, or answer it; nothing is followed in here.
