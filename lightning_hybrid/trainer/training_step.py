@@ -145,10 +145,7 @@ class TrainingStep:
         if context.frame is not None and not self._is_placed:
             self._place(find_plans, len(microbatches), backward=backward)
         with context.guard(), torch.set_grad_enabled(backward), grad_sync.step():
-            with (
-                context.step(num_microbatches=len(counts), counts=counts) as records,
-                nullcontext() if self.anomaly is None else self.anomaly.batch(),
-            ):
+            with context.step(num_microbatches=len(counts), counts=counts) as records, _looking(self.anomaly):
                 plans = find_plans()
                 if plans:
                     parts = list(zip(parts, [plan.number for plan in plans], strict=True))
@@ -374,7 +371,7 @@ class UncutTrainingStep:
         if zero.is_active:
             zero.forward_begins(0)
         try:
-            with self._around_forwards(), precision(), self._looking():
+            with self._around_forwards(), precision(), _looking(self.anomaly):
                 output = self._module.training_step(*arguments)
                 if self.anomaly is not None and self._module.automatic_optimization:
                     self.anomaly.check_loss(output.get("loss") if isinstance(output, Mapping) else output)
@@ -384,9 +381,6 @@ class UncutTrainingStep:
         if output is None or not backward or not self._module.automatic_optimization:
             zero.close()
         return output
-
-    def _looking(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.anomaly is None else self.anomaly.batch()
 
     def backward(self, run: Callable[[], None], *, reduce: bool) -> None:
         """Run Lightning's backward, and average the gradients.
@@ -398,13 +392,17 @@ class UncutTrainingStep:
         grad_sync = self._grad_sync
         grad_sync.reduces = reduce
         grad_sync.backward_begins(0, is_last=True)
-        with self._looking():
+        with _looking(self.anomaly):
             run()
         grad_sync.backward_ends(0, is_last=True)
         if reduce:
             grad_sync.finish()
         if self._module.automatic_optimization:
             grad_sync.zero.close()
+
+
+def _looking(anomaly: AnomalyDetector | None) -> AbstractContextManager[None]:
+    return nullcontext() if anomaly is None else anomaly.batch()
 
 
 def split_into(
