@@ -42,10 +42,10 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedO
         work: Pending | None = dist.all_reduce(tensor, op, group=group, async_op=True)
         assert work is not None
         return work
-    return _FromEveryone(tensor, group, op)
+    return _AllToAllReduce(tensor, group, op)
 
 
-class _FromEveryone:
+class _AllToAllReduce:
     """The tensors of all ranks, on their way to this one."""
 
     def __init__(self, tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch.distributed as dist
@@ -128,21 +128,21 @@ class FailureStore:
         self._hosts[rank] = host_of(description)
         return description
 
-    def neighbours(self, store: Store, *, after: int) -> list[int]:
-        """The ranks on this machine, in the order in which they have begun this run.
+    def new_neighbours(self, store: Store, known: Collection[int]) -> dict[int, int]:
+        """The ranks on this machine that have begun this run since this was asked before.
 
-        One request, and one more for each rank: with thousands of ranks nobody asks for all of them.
+        One request, and two more for each rank: with thousands of ranks nobody asks for all of them.
 
         Args:
             store: That of the watcher.
-            after: How many of them are known.
+            known: The numbers of those that are known.
+
+        Returns:
+            The ranks by their numbers, in the order in which they have begun.
         """
-        key, ranks = self.key(f"machine/{self._machine}"), []
-        for number in range(after + 1, store.add(key, 0) + 1):
-            if not store.check([f"{key}/{number}"]):
-                break
-            ranks.append(int(store.get(f"{key}/{number}")))
-        return ranks
+        key = self.key(f"machine/{self._machine}")
+        numbers = [number for number in range(1, store.add(key, 0) + 1) if number not in known]
+        return {number: int(store.get(f"{key}/{number}")) for number in numbers if store.check([f"{key}/{number}"])}
 
     def name_of(self, rank: int) -> str:
         """A rank and its host, as a text."""

@@ -84,7 +84,8 @@ class FailureWatch:
         self._waits.begin()
         self._ends.close()
         self._finished.clear()
-        self._num_met, self._knows_first = 0, False
+        self._met: set[int] = set()  # the numbers of ranks on this machine
+        self._knows_first = False
         self._answered = self._has_aborted = self._has_interrupted = False
         self._cause: str | None = None
         self._known_at = 0.0
@@ -185,10 +186,10 @@ class FailureWatch:
         """Come to know the processes on this machine, and where the store is, as soon as they have begun this run."""
         if not self._knows_first:
             self._knows_first = self._failures.description_of(0, self._store) is not None
-        if self._num_met == self._size:
+        if len(self._met) == self._size:
             return
-        for rank in self._failures.neighbours(self._store, after=self._num_met):
-            self._num_met += 1
+        for number, rank in self._failures.new_neighbours(self._store, self._met).items():
+            self._met.add(number)
             description = self._failures.description_of(rank, self._store)
             if rank != self._rank and description is not None:
                 self._ends.add(rank, description)

@@ -74,13 +74,11 @@ class SeededBatchHooks(Callback):
     def __init__(self, streams: RandomStreams, *, alone: bool) -> None:
         self._streams = streams
         self._alone = alone
-        self._draws = False  # whether there are transfer hooks that might
+        self._draws: bool | None = None  # whether there are transfer hooks that might
 
     def install(self, module: LightningModule) -> None:
         """Seed for the hook before the transfer, which Lightning calls itself."""
-        trainer: Any = module.trainer
-        owners = (module, trainer.datamodule)
-        self._draws = any(is_overridden(hook, owner) for owner in owners for hook in _TRANSFER_HOOKS)
+        self._draws = None
         wrap_before_batch_transfer(module, lambda: self.transfer(module, before=True))
 
     def remove(self, module: LightningModule) -> None:
@@ -100,11 +98,14 @@ class SeededBatchHooks(Callback):
             module: The user's module.
             before: Whether this is for the hook that comes before the transfer.
         """
+        trainer: Any = module.trainer
+        if self._draws is None:  # hooks of a run's start may have put some in
+            owners = (module, trainer.datamodule)
+            self._draws = any(is_overridden(hook, owner) for owner in owners for hook in _TRANSFER_HOOKS)
         if self._alone or not self._draws:
             yield
             return
         with self._streams.isolated():
-            trainer = module.trainer
             if trainer.training:
                 batch = trainer.fit_loop.epoch_loop.total_batch_idx
             else:

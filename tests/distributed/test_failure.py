@@ -806,6 +806,16 @@ class Counting:
         return getattr(self.store, name)
 
 
+def test_a_rank_that_ends_while_it_begins_hides_no_other() -> None:
+    store = dist.HashStore()
+    failures, watch = watched(store, 0, size=4)
+    store.add(failures.key(f"machine/{describe_process().split()[1]}"), 1)  # it has written no more
+    register(store, failures, 2, os.getpid())
+    watch.look()
+    assert len(watch.descriptors()) == 1
+    watch.close()
+
+
 @pytest.mark.parametrize("size", [64, 4096])
 def test_a_look_asks_as_little_of_many_ranks_on_other_machines_as_of_few(size: int) -> None:
     store = dist.HashStore()
