@@ -208,7 +208,7 @@ def make_part(
                 draws=_may_draw(call),
                 draws_elsewhere=call.draws_elsewhere,
                 answer=answer,
-                is_invariant=number in graph.invariant and not _may_draw(call),
+                is_invariant=number in graph.invariant and not _may_draw(call) and number not in own,
                 sent=tuple(own.get(number, ())),
                 call=call,
             )

@@ -136,6 +136,11 @@ def without_versions(model: Any, x: Tensor) -> Tensor:
     return model.body(x, table.clone())
 
 
+def number_of_the_table(model: Any, x: Tensor) -> Tensor:
+    table = model.table(x)
+    return model.body(x, table if (table < 2.0).all() else -table)
+
+
 def random_numbers(model: Any, x: Tensor) -> Tensor:
     return model.body(x, torch.rand(WIDTH).cos())
 
@@ -153,6 +158,7 @@ STEPS = [
     written_by_others,
     written_after_the_value,
     without_versions,
+    number_of_the_table,
 ]
 WRITES: list[Callable[[Tensor], object]] = [
     lambda table: table.add_(1.0),
@@ -203,6 +209,15 @@ def test_a_table_is_made_once_for_all_microbatches_of_a_step(step: Callable[...,
     with Operators() as operators:
         chunks(model, step, [microbatches, microbatches], cut=cut)
     assert operators.counts["cos"] == 2 * tables
+
+
+def test_a_number_of_a_table_is_read_once_for_all_microbatches_of_a_step() -> None:
+    model, microbatches = Tables(), [torch.randn(4, WIDTH) for _ in range(NUM_MICROBATCHES)]
+    cut = cut_of(model, 2, num_ranks=1)
+    chunks(model, number_of_the_table, [microbatches], cut=cut)  # followed
+    with Operators() as operators:
+        chunks(model, number_of_the_table, [microbatches, microbatches], cut=cut)
+    assert operators.counts["_local_scalar_dense"] == 2 * (1 + NUM_MICROBATCHES)  # and once for each plan asked for
 
 
 def test_random_numbers_are_drawn_for_each_microbatch() -> None:
