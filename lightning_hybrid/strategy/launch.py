@@ -17,7 +17,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
+from torch.distributed.constants import default_pg_timeout
 
+from lightning_hybrid.strategy.rendezvous import choose_interface, make_store
 from lightning_hybrid.trainer.lightning_internals import connect_processes, subprocess_launcher
 
 _STARTED_BY = "LIGHTNING_HYBRID_STARTED_BY"  # the process that starts the others of its node
@@ -89,11 +91,16 @@ def start_groups(
 
     Returns:
         The backend.
+
+    Raises:
+        ValueError: If the address of the first rank's machine is a name that this machine does not know.
     """
     backend = backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
     # A group that is bound to a device would open connections at once; through gloo there are none to a device.
     bound = device if device.type == "cuda" and "nccl" in backend else None
-    connect_processes(environment, backend, timeout=timeout, device=bound)
+    choose_interface(environment.main_address)
+    store = make_store(environment, timeout or default_pg_timeout)
+    connect_processes(environment, backend, timeout=timeout, device=bound, store=store)
     outlive_parent()
     atexit.unregister(_leave_groups)
     atexit.register(_leave_groups)

@@ -1,0 +1,173 @@
+"""How the processes of a job find each other: the interface that gloo listens on, and a store that nobody used before.
+
+A restart under torchrun finds the store of its agent as the processes before it have left it, with their addresses
+(https://github.com/pytorch/pytorch/issues/135712). Neither the number of restarts (each agent has its own) nor the size
+of the world says which processes belong together, so the first rank says it, and proves that it is alive::
+
+    rank 0                      the agents' store                   rank 1, 2, ...
+    listens on a port   ------> attempt = address, port, token ---> reads it, and connects there
+    tells its token     <------------------------------------------
+                                                                    refused, or another token: of an attempt before,
+                                                                    it is read again
+    every rank: PrefixStore(token, the agents' store)
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+import uuid
+from contextlib import suppress
+from datetime import timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # of gloo, which listens on that interface
+_ATTEMPT = "lightning_hybrid/attempt"
+_SIOCGIFADDR = 0x8915  # of Linux, <linux/sockios.h>
+_PATIENCE = 30.0  # seconds for a name that is not known yet: in a cluster it may belong to a container that starts
+_ANSWER = 5.0  # seconds for an answer
+_POLL = 0.05  # seconds
+
+
+def choose_interface(main_address: str) -> None:
+    """Have gloo listen where the other machines reach this one, unless the user has said where.
+
+    By itself it takes the address of the machine's own name, which is one of the loopback device where ``/etc/hosts``
+    says so, as Debian and Ubuntu write it (``127.0.1.1 NAME``). Nobody else reaches that.
+
+    Args:
+        main_address: Of the first rank's machine; nothing is done if it is this machine's loopback.
+
+    Raises:
+        ValueError: If no machine has that name.
+    """
+    if os.environ.get(_INTERFACE):
+        return
+    address = address_towards(main_address)
+    name = None if ip_address(address).is_loopback else _interface_of(address)
+    if name is not None:
+        os.environ[_INTERFACE] = name
+
+
+def address_towards(main_address: str) -> str:
+    """This machine's address on the way to another one, or to itself.
+
+    Args:
+        main_address: A name or an address.
+
+    Raises:
+        ValueError: If no machine has that name.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            family, kind, protocol, _, place = socket.getaddrinfo(main_address, 1, type=socket.SOCK_DGRAM)[0]
+            break
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"MASTER_ADDR={main_address!r} is a name that {socket.gethostname()} does not know: {error}. Set it"
+                    " to the address of the first rank's machine, or to a name that every machine resolves."
+                ) from None
+            time.sleep(_POLL)
+    with socket.socket(family, kind, protocol) as probe:
+        with suppress(OSError):  # there is no way there: then connecting says so
+            probe.connect(place)  # which sends nothing: the system chooses a way, and with it an address
+        return str(probe.getsockname()[0]).partition("%")[0]
+
+
+def _interface_of(address: str) -> str | None:
+    """The interface that has an address; ``None`` if that cannot be found out, as on other systems than Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    if ip_address(address).version == 6:
+        wanted = ip_address(address).packed.hex()
+        rows = [row.split() for row in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()]
+        return next((row[5] for row in rows if row[0] == wanted), None)
+    import fcntl  # there is none on Windows
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
+def make_store(environment: ClusterEnvironment, timeout: timedelta) -> Store | None:
+    """The store of this attempt, if its processes share one with the attempts before; ``None`` if torch makes its own.
+
+    Args:
+        environment: The cluster.
+        timeout: Of what the store is asked for, and of waiting for the first rank.
+
+    Raises:
+        TimeoutError: If the first rank does not come.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return None
+    rank, main_address = environment.global_rank(), environment.main_address
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+        main_address, environment.main_port, is_master=False, timeout=timeout
+    )
+    if rank == 0:
+        own = address_towards(main_address)
+        others = set(range(1, environment.world_size()))
+        token = _begin_attempt(store, main_address if ip_address(own).is_loopback else own, others)
+    else:
+        token = _join_attempt(store, rank, timeout)
+    return PrefixStore(f"lightning_hybrid/{token}", store)
+
+
+def _begin_attempt(store: Store, address: str, others: set[int]) -> str:
+    """Say which attempt this is, until all other ranks have asked."""
+    token = uuid.uuid4().hex
+    listener = _listen(len(others))
+    store.set(_ATTEMPT, f"{address} {listener.getsockname()[1]} {token}")
+
+    def answer() -> None:
+        with listener:
+            while others:
+                connection, _ = listener.accept()
+                with connection, suppress(OSError, ValueError):  # of somebody else, who is no rank
+                    connection.settimeout(_ANSWER)
+                    asked = int(connection.makefile().readline())
+                    connection.sendall(token.encode())
+                    others.discard(asked)
+
+    threading.Thread(target=answer, name="attempt", daemon=True).start()
+    return token
+
+
+def _listen(backlog: int) -> socket.socket:
+    """A socket that takes connections by any protocol of the internet."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=backlog)
+
+
+def _join_attempt(store: Store, rank: int, timeout: timedelta) -> str:
+    """What the first rank says; what one of an attempt before has said is found to be so, as it listens no more."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        if store.check([_ATTEMPT]):
+            address, port, token = str(store.get(_ATTEMPT), "ascii").split()
+            with suppress(OSError), socket.create_connection((address, int(port)), timeout=_ANSWER) as connection:
+                connection.sendall(f"{rank}\n".encode())
+                if connection.makefile().read() == token:
+                    return token
+        time.sleep(_POLL)
+    raise TimeoutError(
+        f"Rank 0 has not begun within {timeout.total_seconds():.0f} s; see what its machine printed, or set"
+        " HybridStrategy(timeout=...)."
+    )

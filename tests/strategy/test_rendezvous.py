@@ -1,0 +1,161 @@
+"""Processes of one attempt find each other, whatever an attempt before has left."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+from lightning_hybrid.strategy import rendezvous
+from lightning_hybrid.strategy.rendezvous import address_towards, choose_interface, make_store
+from tests.strategy import dies_once
+
+SECONDS = timedelta(seconds=20)
+
+
+@pytest.fixture
+def interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is put back afterwards."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
+    """The store of an agent, as torchrun tells its processes of it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SECONDS)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    return store
+
+
+class Rank(TorchElasticEnvironment):
+    """One of three."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def global_rank(self) -> int:
+        return self.rank
+
+    def world_size(self) -> int:
+        return 3
+
+
+def attempt(*ranks: int) -> list[dist.Store]:
+    """The stores of processes that come in this order."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        found = list(threads.map(lambda rank: make_store(Rank(rank), SECONDS), ranks))
+    assert None not in found
+    return found
+
+
+def share(one: dist.Store, other: dist.Store) -> bool:
+    """Whether what is put into one is in the other."""
+    key = uuid.uuid4().hex
+    one.set(key, "")
+    return bool(other.check([key]))
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (2, 1, 0)])
+def test_each_attempt_has_an_empty_store_that_its_ranks_share(agent: dist.TCPStore, ranks: tuple[int, ...]) -> None:
+    before, after = attempt(*ranks), attempt(*ranks)
+    assert all(share(one, other) for stores in (before, after) for one in stores for other in stores)
+    assert not any(share(one, other) for one in before for other in after)
+    deadline = time.monotonic() + 10
+    while any(thread.name == "attempt" for thread in threading.enumerate()):  # nobody is left who might ask
+        assert time.monotonic() < deadline
+
+
+def test_what_an_attempt_that_died_has_said_is_not_believed(agent: dist.TCPStore) -> None:
+    """Its port is closed, or belongs to somebody else by now."""
+    with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as threads:
+        agent.set("lightning_hybrid/attempt", f"127.0.0.1 {other.getsockname()[1]} died")
+        waiting = threads.submit(make_store, Rank(1), SECONDS)
+        connection, _ = other.accept()
+        with connection:
+            connection.sendall(b"something else")
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            port = closed.getsockname()[1]
+        agent.set("lightning_hybrid/attempt", f"127.0.0.1 {port} died")
+        first, *_ = attempt(0, 2)
+        assert share(first, waiting.result(20))
+
+
+def test_who_waits_for_a_first_rank_that_does_not_come_says_so(agent: dist.TCPStore) -> None:
+    with pytest.raises(TimeoutError, match=re.escape("Rank 0 has not begun within 1 s")):
+        make_store(Rank(1), timedelta(seconds=1))
+
+
+def test_torch_makes_the_store_where_there_is_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert make_store(Rank(0), SECONDS) is None
+
+
+def test_gloo_listens_where_the_other_machines_are(interface: None) -> None:
+    with mock.patch.object(rendezvous, "_interface_of", lambda address: f"the one with {address}"):
+        with mock.patch.object(rendezvous, "address_towards", return_value="10.0.0.7"):
+            choose_interface("somewhere")
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "the one with 10.0.0.7"
+        choose_interface("127.0.0.1")
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "the one with 10.0.0.7", "the user's choice stays"
+
+
+def test_gloo_listens_where_it_likes_on_one_machine(interface: None) -> None:
+    for address in ("127.0.0.1", "localhost"):
+        choose_interface(address)
+    assert not os.environ["GLOO_SOCKET_IFNAME"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked for its interfaces")
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_an_interface_is_known_by_its_address(address: str) -> None:
+    if ":" in address and not Path("/proc/net/if_inet6").is_file():
+        pytest.skip("this machine has no IPv6")
+    assert address_towards(address) == address
+    assert rendezvous._interface_of(address) == "lo"
+    assert rendezvous._interface_of("192.0.2.1" if "." in address else "2001:db8::1") is None
+
+
+def test_a_name_that_is_not_known_is_refused() -> None:
+    with (
+        mock.patch.object(rendezvous, "_PATIENCE", 0.1),
+        pytest.raises(
+            ValueError, match=re.escape(f"MASTER_ADDR='nobody.invalid' is a name that {socket.gethostname()}")
+        ),
+    ):
+        choose_interface("nobody.invalid")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_torchrun_has_restarted_it(tmp_path: Path) -> None:
+    """With the agent's store of torch the second attempt would read the addresses of the first, and wait for ever."""
+    words = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2", dies_once.__file__]
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", *words, str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(re.findall(r"attempt \d, rank \d: .*", ended.stdout)) == [
+        "attempt 1, rank 0: from step 3 to step 6",
+        "attempt 1, rank 1: from step 3 to step 6",
+    ]
