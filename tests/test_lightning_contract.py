@@ -814,6 +814,26 @@ def test_subprocess_launcher() -> None:
     assert not launcher.is_interactive_compatible
 
 
+def test_choose_checkpoint(tmp_path: Path) -> None:
+    file, found = tmp_path / "chosen.ckpt", []
+    data = DataLoader(torch.ones(4, 1), 1)
+    trainer = quiet_trainer(max_steps=2)
+    trainer.fit(Small(), data)
+    trainer.save_checkpoint(file)
+
+    def choose(path: Any) -> Path:
+        found.append(path)
+        return file
+
+    again = quiet_trainer(max_steps=3, max_epochs=2)
+    undo = internals.choose_checkpoint(again, choose)
+    again.fit(Small(), data)
+    assert (found, again.ckpt_path, again.global_step) == ([None], file, 3)
+    undo()
+    again.predict(Small(), data)
+    assert len(found) == 1
+
+
 def test_connect_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):  # put back afterwards
         monkeypatch.setenv(name, "")

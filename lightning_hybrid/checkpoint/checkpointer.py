@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from lightning_hybrid.checkpoint.partial_state import part_expected
 from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
 from lightning_hybrid.checkpoint.snapshot import snapshot
 from lightning_hybrid.checkpoint.state_dict_match import load_module_state
+from lightning_hybrid.checkpoint.storage.atomic import resolve
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
 from lightning_hybrid.checkpoint.storage.checksums import verify
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
@@ -217,6 +219,11 @@ class Checkpointer:
         def read() -> dict[str, Any]:
             load = partial(plugin.load_checkpoint, weights_only=weights_only)
             local = local_path(path)
+            if local is not None and type(plugin) in FILE_PLUGINS and not resolve(local).exists():
+                several = " All machines must see it: it is read on each of them." * (
+                    self._module.trainer.num_nodes > 1
+                )
+                raise FileNotFoundError(f"Checkpoint file not found: {path}, on {socket.gethostname()}.{several}")
             if local is None or not DistributedCheckpoint.is_at(local, or_unfinished=type(plugin) in FILE_PLUGINS):
                 if local is not None and local.is_file() and type(plugin) in FILE_PLUGINS:
                     trainer = self._module.trainer

@@ -41,6 +41,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -763,6 +764,31 @@ def set_example_input(module: LightningModule, example: Any) -> None:
     module._example_input_array = example
 
 
+def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> Callable[[], None]:
+    """Have runs go on from another checkpoint than the one that the Trainer has found for ``ckpt_path``, or from none.
+
+    Args:
+        trainer: The Trainer.
+        choose: Gets the path that was found, or ``None``, once in each run, when the process groups exist; gives the
+            path that is taken.
+
+    Returns:
+        What takes it back.
+
+    Touches: ``Trainer._checkpoint_connector`` and its ``resume_start`` (replaced on one object).
+
+    Without: where a machine finds no last checkpoint on its disk, its ranks begin anew while the others go on.
+    """
+    connector = trainer._checkpoint_connector
+    resume_start = connector.resume_start
+
+    def resume(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        resume_start(choose(checkpoint_path), weights_only=weights_only)
+
+    vars(connector)["resume_start"] = resume
+    return lambda: vars(connector).pop("resume_start", None)
+
+
 def note_saved_step(callback: ModelCheckpoint, step: int) -> None:
     """Tell a callback that saves every so many steps that the checkpoint of this step is there.
 
@@ -899,7 +925,12 @@ def subprocess_launcher(
 
 
 def connect_processes(
-    environment: ClusterEnvironment, backend: str, *, timeout: timedelta | None, device: torch.device | None
+    environment: ClusterEnvironment,
+    backend: str,
+    *,
+    timeout: timedelta | None,
+    device: torch.device | None,
+    store: Store | None = None,
 ) -> None:
     """Make the process group of all processes, as Lightning's strategies do: with its log and its end at exit.
 
@@ -908,12 +939,14 @@ def connect_processes(
         backend: Of the group.
         timeout: Of the group.
         device: That the group is bound to; ``None`` for no device.
+        store: Where the processes meet; ``None`` for the one that torch makes.
 
     Touches: ``lightning.fabric.utilities.distributed._init_dist_connection``.
 
     Without: there is no process group, unless the user makes one.
     """
-    _init_dist_connection(environment, backend, timeout=timeout, device_id=device)
+    where: dict[str, Any] = {} if store is None else {"store": store}
+    _init_dist_connection(environment, backend, timeout=timeout, device_id=device, **where)
 
 
 def replace_signal_handlers(

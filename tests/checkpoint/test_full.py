@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import warnings
 from collections.abc import Mapping
@@ -139,6 +140,20 @@ def test_a_checkpoint_resumes_under_another_layout(ranks: Pools, tmp_path: Path)
     everything(ranks(3, lightning=True).run(trained, LAYOUTS["pp3"][2], 8, 2, path, None))
     resumed = everything(ranks(2, lightning=True).run(trained, LAYOUTS["chunks 2"][2], 8, 4, None, path))
     assert_continues(resumed, trained(None, 8, 4, None, None))
+
+
+def found_by(rank: int, path: str) -> Any:
+    """Goes on from a checkpoint that one rank alone finds, as ``ckpt_path="last"`` does where each has its own disk."""
+    return trained(PP2, 8, 4, None, path if os.environ["RANK"] == str(rank) else None)
+
+
+def test_the_first_ranks_checkpoint_is_taken(ranks: Pools, tmp_path: Path) -> None:
+    path = str(tmp_path / "half.ckpt")
+    pool = ranks(2, lightning=True)
+    pool.run(trained, PP2, 8, 2, path, None)
+    straight = trained(None, 8, 4, None, None)
+    assert_continues(everything(pool.run(found_by, 0, path)), straight)
+    assert_same(everything(pool.run(found_by, 1, path)), straight)  # from the beginning
 
 
 # -- callbacks that save ----------------------------------------------------------------------------------------------

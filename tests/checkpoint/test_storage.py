@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_hybrid.checkpoint.storage import atomic
+from lightning_hybrid.checkpoint.storage import atomic, dcp
 from lightning_hybrid.checkpoint.storage.atomic import discard, new_file
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
 from lightning_hybrid.checkpoint.storage.chunks import local_chunks
@@ -253,6 +254,38 @@ def directories_made(path: str) -> int:
 def test_the_first_rank_alone_makes_the_directory(ranks: Pools, tmp_path: Path) -> None:
     """Another one that made it while the first removed what an earlier save had left found it, and found it gone."""
     assert ranks(3).run(directories_made, str(tmp_path / "saved")) == [1, 0, 0]
+
+
+def write_on_own_disk(path: str, own: str, factor: float) -> str:
+    """What a rank says whose machine has another disk under the same name, where there is a directory or not."""
+    unfinished = dcp.unfinished
+    with (
+        mock.patch.object(dcp, "unfinished", lambda path: Path(own) if dist.get_rank() else unfinished(path)),
+        mock.patch.object(atomic, "_LOOKS", 2),
+    ):
+        try:
+            write(path, factor)
+        except OSError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["no directory", "another directory"])
+def test_a_directory_whose_parts_are_on_several_disks_does_not_take_the_place_of_the_last(
+    ranks: Pools, tmp_path: Path, is_there: bool
+) -> None:
+    path, own = tmp_path / "shared" / "saved", tmp_path / "own"
+    if is_there:
+        own.mkdir()
+    ranks(2).run(write, str(path), 1.0)
+    texts = ranks(2).run(write_on_own_disk, str(path), str(own), 2.0)
+    assert texts[0] == texts[1]
+    assert f"{socket.gethostname()} does not see " in texts[0]
+    assert (f"bytes of '{path.parent}/.saved.unfinished/__1_0.distcp', which " in texts[0]) == is_there
+    assert (f"the folder '{own}'" in texts[0]) != is_there
+    assert "its disk must be one that all machines share" in texts[0]
+    assert [each.name for each in path.parent.iterdir()] == ["saved"]
+    assert ranks(2).run(read, str(path))[0]["groups", 0, "lr"] == 0.1
 
 
 def test_torch_alone_opens_a_directory(ranks: Pools, tmp_path: Path) -> None:

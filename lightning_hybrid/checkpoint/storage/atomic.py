@@ -17,13 +17,15 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, <fcntl.h> and <linux/fs.h>
 
 _SOME_MORE = 1 << 20  # bytes
+_LOOKS = 9  # at what another machine has written, for 5 seconds
 MARK = ".metadata"  # a directory that has this file is complete
 
 
@@ -146,6 +148,20 @@ def discard(path: Path) -> None:
     if os.path.lexists(path):
         path.rename(old)
     _remove(old)
+
+
+def wait_for(is_there: Callable[[], bool]) -> bool:
+    """Whether something that another machine has written comes into sight: a shared disk may take a moment to show it.
+
+    Args:
+        is_there: Looks.
+    """
+    for attempt in range(_LOOKS):
+        if attempt:
+            time.sleep(2.0**attempt / 100)
+        if is_there():
+            return True
+    return False
 
 
 def resolve(path: Path) -> Path:

@@ -13,9 +13,11 @@ So it can be opened with torch alone: `torch.distributed.checkpoint.format_utils
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -49,13 +51,19 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from lightning_hybrid.checkpoint.storage.atomic import MARK, commit, recover, resolve, rollback, unfinished
+from lightning_hybrid.checkpoint.storage.atomic import MARK, commit, recover, resolve, rollback, unfinished, wait_for
 from lightning_hybrid.checkpoint.storage.checksums import verify
 from lightning_hybrid.checkpoint.storage.chunks import local_chunks
 from lightning_hybrid.checkpoint.storage.unpickle import read_harmless
 from lightning_hybrid.distributed.pytree import TreePath
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"  # what Lightning calls them in a checkpoint
+
+NOT_SHARED = (
+    "Every rank writes a part of a directory, so its disk must be one that all machines share: let it be there"
+    " (`ModelCheckpoint(dirpath=...)`, `Trainer(default_root_dir=...)`), or use save_distributed_checkpoint=False,"
+    " with which rank 0 writes one file."
+)
 
 _EXTRA = "meta.pt"
 _MODEL_OF_FSDP = "model"  # what Lightning's FSDP strategy calls the state of the module in a directory
@@ -108,22 +116,52 @@ class _Writer(FileSystemWriter):
             unfinished(self._path).mkdir(parents=True, exist_ok=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is: on another rank the directory may be one that the first rank is just removing."""
-        return plan
+        """With this rank's host: on another rank the directory may be one that the first rank is just removing."""
+        return dataclasses.replace(plan, storage_data=socket.gethostname())
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Torch's own; also keep who writes what."""
+        self._hosts = [plan.storage_data for plan in plans]
+        return super().prepare_global_plan([dataclasses.replace(plan, storage_data=None) for plan in plans])
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part; what is no tensor before it, so that the disk has it by the time it is asked for."""
+        """Write this rank's part; what is no tensor before it, so that the disk has it by the time it is asked for.
+
+        Raises:
+            OSError: If there is not the directory that the first rank has made.
+        """
+        new = unfinished(self._path)
+        if not wait_for(new.is_dir):
+            raise FileNotFoundError(
+                f"{socket.gethostname()} does not see the folder {str(new)!r} that rank 0 has made. {NOT_SHARED}"
+            )
         if self._is_first:
             with (unfinished(self._path) / _EXTRA).open("wb") as file:  # whose errors say what is wrong
                 torch.save(self._extra, file)
         return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """End, on the first rank, after all have written."""
+        """End, on the first rank, after all have written.
+
+        Raises:
+            OSError: If what another rank has written is not here.
+        """
+        for host, parts in zip(self._hosts, results, strict=True):
+            for name in {part.storage_data.relative_path for part in parts}:
+                places = [part.storage_data for part in parts if part.storage_data.relative_path == name]
+                _check_seen(unfinished(self._path) / name, max(place.offset + place.length for place in places), host)
         with (unfinished(self._path) / _EXTRA).open("rb") as file:
             os.fsync(file.fileno())
         super().finish(metadata, results)
         commit(self._path)
+
+
+def _check_seen(file: Path, size: int, host: str) -> None:
+    """Make sure that what a host has written can be read here."""
+    if not wait_for(lambda: file.is_file() and file.stat().st_size >= size):
+        raise FileNotFoundError(
+            f"{socket.gethostname()} does not see {size} bytes of {str(file)!r}, which {host} has written. {NOT_SHARED}"
+        )
 
 
 class _SavePlanner(DefaultSavePlanner):
