@@ -93,15 +93,15 @@ class Chain(Llama):
 
 
 class Watch(Callback):
-    """Seconds for the batches of one epoch after the first two; the last loss."""
+    """Seconds for the batches of one epoch after the first two, by the clock and of this rank's CPU; the last loss."""
 
-    seconds = 0.0
+    seconds = cpu_seconds = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start at the third batch."""
         if batch_idx == 2:
             torch.distributed.barrier()
-            self._start = time.perf_counter()
+            self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -111,6 +111,7 @@ class Watch(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop."""
+        self.cpu_seconds = time.process_time() - self._cpu_start
         torch.distributed.barrier()
         self.seconds = time.perf_counter() - self._start
 
@@ -136,34 +137,40 @@ class Contender:
             enable_model_summary=False,
         )
 
-    def round(self) -> float:
-        """Seconds for one batch."""
+    def round(self) -> tuple[float, float]:
+        """Seconds for one batch: by the clock, and of CPU for each rank, their mean."""
         self.trainer.fit_loop.max_epochs += 1
         self.trainer.fit(self.module, self.loader)
-        return self.watch.seconds / BATCHES_PER_ROUND
+        cpu = torch.tensor(self.watch.cpu_seconds)
+        torch.distributed.all_reduce(cpu)
+        ranks = torch.distributed.get_world_size()
+        return self.watch.seconds / BATCHES_PER_ROUND, float(cpu) / ranks / BATCHES_PER_ROUND
 
 
 def compare(ranks: int, rounds: int, width: int, batch: int) -> dict[str, Any]:
     """Alternate the contenders, and the one that begins; ratios are the times of the model over those of the chain."""
     contenders = {"model": Contender(Llama(width), ranks, batch), "chain": Contender(Chain(width), ranks, batch)}
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    cpu_times: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(-1, rounds):
         for name in sorted(contenders, reverse=bool(index % 2)):
-            seconds = contenders[name].round()
+            seconds, cpu_seconds = contenders[name].round()
             if index >= 0:
                 times[name].append(seconds)
+                cpu_times[name].append(cpu_seconds)
     losses = [contender.watch.loss for contender in contenders.values()]
     assert abs(losses[0] - losses[1]) < 1e-4 * abs(losses[1]), f"not the same arithmetic: {losses}"
-    pairs = list(zip(times["model"], times["chain"], strict=True))
-    ratios = [model / chain for model, chain in pairs]
-    extra = [1e6 * (model - chain) / (BLOCKS * MICROBATCHES) for model, chain in pairs]
+    ratios = [model / chain for model, chain in zip(times["model"], times["chain"], strict=True)]
+    cpu_pairs = list(zip(cpu_times["model"], cpu_times["chain"], strict=True))
+    extra = [1e6 * (model - chain) / (BLOCKS * MICROBATCHES) for model, chain in cpu_pairs]
     return {
         "ranks": ranks,
         "width": width,
         "ratio": median(ratios),
         "interval_95": interval(ratios),
-        "extra_us_per_block_and_microbatch": median(extra),
-        "extra_interval_95": interval(extra),
+        "cpu_ratio": median([model / chain for model, chain in cpu_pairs]),
+        "cpu_us_of_frame_per_block_microbatch_and_stage": median(extra),
+        "frame_interval_95": interval(extra),
         "ms_model": 1e3 * median(times["model"]),
         "ms_chain": 1e3 * median(times["chain"]),
         "rounds": rounds,
@@ -206,10 +213,13 @@ def main() -> None:
         result = json.loads(lines[0].removeprefix("RESULT "))
         results.append(result)
         low, high = result["interval_95"]
+        frame = result["cpu_us_of_frame_per_block_microbatch_and_stage"]
+        frame_low, frame_high = result["frame_interval_95"]
         print(
             f"{ranks} ranks, width {width:<4} model / chain {result['ratio']:.3f}  [{low:.3f}, {high:.3f}]"
             f"  ({result['ms_model']:.1f} and {result['ms_chain']:.1f} ms a batch;"
-            f" {result['extra_us_per_block_and_microbatch']:.0f} us more for each block and microbatch)",
+            f" CPU {result['cpu_ratio']:.3f}, {frame:.0f} [{frame_low:.0f}, {frame_high:.0f}] us more for each block,"
+            " microbatch and stage)",
             flush=True,
         )
     arguments.output.mkdir(parents=True, exist_ok=True)
