@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import pickle
 from collections.abc import Callable
+from enum import EnumMeta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -144,7 +145,14 @@ def _without_state(tensor: Any, requires_grad: bool, hooks: Any, state: Any) -> 
     return torch.nn.Parameter(tensor, requires_grad)
 
 
+def _member(owner: Any, name: str) -> Any:
+    """Of an enumeration, a member: Python 3.11.0 to 3.11.3 pickle one as ``getattr(ENUMERATION, NAME)``."""
+    return owner[name] if isinstance(owner, EnumMeta) else _StandIn()
+
+
 _OWN: dict[tuple[str, str], Callable[..., Any]] = {
+    ("builtins", "getattr"): _member,
+    ("__builtin__", "getattr"): _member,
     ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
     ("torch._utils", "_rebuild_parameter_with_state"): _without_state,
 }
