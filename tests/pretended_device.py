@@ -420,6 +420,8 @@ def pretended_device(index: int = 0, count: int = 1) -> Iterator[PretendedDevice
             for module in (dist, dist.distributed_c10d):
                 if hasattr(module, name):
                     stack.enter_context(patch.object(module, name, value))
+        # A build of torch for CUDA knows of one, and asks the driver, which is not there.
+        stack.enter_context(patch.object(torch.accelerator, "current_accelerator", return_value=None))
         stack.enter_context(patch.object(torch._C, "_group_tensors_by_device_and_dtype", group_by_device))
         stack.enter_context(patch.object(dist.Work, "wait", wait))
         stack.enter_context(patch.object(torch, "autocast", autocast_of))

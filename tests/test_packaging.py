@@ -13,6 +13,7 @@ import tarfile
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,8 @@ def unpacked(distributions: dict[str, Path], tmp_path_factory: pytest.TempPathFa
     """The folder that is in the sdist."""
     folder = tmp_path_factory.mktemp("sdist")
     with tarfile.open(distributions["sdist"]) as archive:
-        archive.extractall(folder, filter="data")
+        safe: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # there is none before Python 3.11.4
+        archive.extractall(folder, **safe)
     (inside,) = folder.iterdir()
     return inside
 
