@@ -60,7 +60,6 @@ from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvalua
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
 from lightning_hybrid.trainer.lightning_internals import (
     before_epoch_reduction,
-    choose_checkpoint,
     detects_anomaly,
     replace_after_closure,
     restore_after_closure,
@@ -137,7 +136,6 @@ class World:
         )
         self.in_flight: WeakSet[_InFlight] = WeakSet()
         self._mixed_operations = ExitStack()
-        self._use_own_checkpoint: Callable[[], None] = lambda: None
         self.exceptions = ExceptionCallback(self.failures, self.abandon)
         self.resume = ResumeCallback(self.mesh, self.streams, device)
         self.loaders = DataLoaderPreparer(self.mesh, device, self.resume, share=config.broadcast_batches)
@@ -152,10 +150,7 @@ class World:
         add_callbacks(trainer, self.exceptions)
         if dist.get_world_size() > 1:
             self.watch.open(trainer)
-            # A machine with a disk of its own may find another one, or none.
-            self._use_own_checkpoint = choose_checkpoint(
-                trainer, lambda path: broadcast_object(path, 0, self.mesh.world_group)
-            )
+            self.resume.open(trainer)
 
     def _find_position(self, calls: Sequence[CodeType]) -> Position:
         """On the watcher's thread."""
@@ -164,7 +159,6 @@ class World:
 
     def close(self, trainer: Trainer) -> None:
         """A run ends."""
-        self._use_own_checkpoint()
         self.watch.close()
         self._mixed_operations.close()
         self.loaders.detach(trainer)

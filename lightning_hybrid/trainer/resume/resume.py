@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from lightning_hybrid.distributed.random import (
     seed_generators,
     set_generator_states,
 )
+from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.trainer import lightning_internals as internals
 from lightning_hybrid.trainer.resume.dataloader_state import dataloader_state, load_dataloader_state, loaders_of
 from lightning_hybrid.trainer.resume.logged_state import (
@@ -57,6 +58,7 @@ class ResumeCallback(Callback):
         self._mesh = mesh
         self._streams = streams
         self._device = device
+        self._choose_own: Callable[[], None] = lambda: None
         self._loaded: Mapping[str, Any] | None = None
         self._has_started = False  # whether the first batch is next or over, from a checkpoint or not
         self._ended: tuple[Any, dict[str, Any]] = None, {}  # the progress and record of a run when it ended
@@ -241,8 +243,17 @@ class ResumeCallback(Callback):
         is_same = layout["data_parallel_size"] == mesh.data_parallel_size
         return data, ranks[data, 0, 0], ranks[last] if is_same else None
 
+    def open(self, trainer: Trainer) -> None:
+        """A run begins: from the checkpoint that the first rank has found, if it has found one.
+
+        A machine with a disk of its own may find another one, or none.
+        """
+        of_first = partial(broadcast_object, source=0, group=self._mesh.world_group)
+        self._choose_own = internals.choose_checkpoint(trainer, of_first)
+
     def close(self, trainer: Trainer) -> None:
         """The run is over."""
+        self._choose_own()
         self._loaded, self._has_started = None, False
         internals.restore_validation(trainer)
         internals.restore_next_batch(trainer)
