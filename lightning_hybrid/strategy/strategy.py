@@ -213,7 +213,8 @@ class HybridStrategy(ReplicaCollectives):
     def root_device(self) -> torch.device:
         """The device of this process."""
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        first = self.parallel_devices[0]  # the host, of which a cluster may have more processes than `devices` says
+        return first if first.type == "cpu" else self.parallel_devices[self.local_rank]
 
     @property
     def num_processes(self) -> int:
@@ -256,8 +257,10 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self.sizes = resolve_sizes(self.num_nodes * self.num_processes, *self._requested_sizes)
-        self._launcher = launch.make_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        environment = self.cluster_environment
+        environment.set_world_size(self.num_nodes * self.num_processes)  # Lightning's own knows no other number
+        self.sizes = resolve_sizes(environment.world_size(), *self._requested_sizes)
+        self._launcher = launch.make_launcher(environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the environment, and everything that logs on rank 0 only, which rank this is."""
