@@ -18,7 +18,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 N      ?= 50
 FIRST  ?= 0
 
-.PHONY: faults soak help demo test check lint types docs gpu clean
+.PHONY: faults nodes soak help demo test check lint types docs gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -34,6 +34,9 @@ check: lint types docs test  ## Run everything that a change must pass
 
 faults: $(READY)  ## Inject N random faults into real runs, and print how each ended
 	$(PYTHON) -m tests.faults $(N) --first $(FIRST) --jobs $(JOBS)
+
+nodes: $(READY)  ## Train on several machines, made of network namespaces: needs root
+	$(PYTHON) -m pytest -m "" -rs tests/nodes
 
 soak: $(READY)  ## Train for 2,000 steps of changing shapes: memory, threads and files stay flat
 	$(PYTHON) -m tests.faults.soak

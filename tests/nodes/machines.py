@@ -1,0 +1,155 @@
+"""Several machines on one: network namespaces at a bridge, each with its own address, host name and disk.
+
+::
+
+    this machine
+      bridge --+-- veth -- node1: eth0 10.77.1.1, /etc/hosts and a folder of its own
+               `-- veth -- node2: eth0 10.77.1.2, ...
+
+What they share is everything else: the processor, the clock, other folders, and numbers of processes. Needs root and
+iproute2, as :func:`why_not` says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Self
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 150.0
+_NUMBERS = itertools.count()
+
+
+@cache
+def why_not() -> str:
+    """Why there can be no machines here; nothing if there can be."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        return "network namespaces need iproute2 and unshare"
+    try:
+        with Machines(1, Path(f"/run/why-not-{os.getpid()}")):
+            return ""
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"there are no network namespaces here: {error}"
+
+
+class Machines:
+    """Machines that exist while this is entered.
+
+    Args:
+        count: How many.
+        folder: Where the files of each are; what is in its `disk`, each sees something else.
+    """
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self._folder = folder
+        self._name = f"lh{os.getpid() % 100_000}x{next(_NUMBERS)}"
+        self._net = os.getpid() % 200 + 20
+        self.numbers = range(1, count + 1)
+        self.disk = folder / "disk"
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Make them."""
+        with ExitStack() as undo:
+            undo.callback(shutil.rmtree, self._folder / "machines", ignore_errors=True)
+            self.disk.mkdir(parents=True)
+            _ip("link", "add", self._name, "type", "bridge")
+            undo.callback(_ip, "link", "delete", self._name)
+            _ip("link", "set", self._name, "up")
+            for number in self.numbers:
+                self._make(number, undo)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Take them away, with all that runs there."""
+        self._undo.close()
+
+    def _make(self, number: int, undo: ExitStack) -> None:
+        space, wire = f"{self._name}n{number}", f"{self._name}v{number}"
+        _ip("netns", "add", space)
+        undo.callback(_ip, "netns", "delete", space)
+        undo.callback(self.kill, number)
+        _ip("link", "add", wire, "type", "veth", "peer", "name", "eth0", "netns", space)
+        _ip("link", "set", wire, "master", self._name, "up")
+        for words in (["link", "set", "lo", "up"], ["link", "set", "eth0", "up"]):
+            _ip("-n", space, *words)
+        _ip("-n", space, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
+        own = self._folder / "machines" / str(number)
+        (own / "disk").mkdir(parents=True)
+        others = [f"{self.address(other)} node{other}" for other in self.numbers if other != number]
+        # As Debian and Ubuntu write it: the machine's own name is its loopback device.
+        (own / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 node{number}", *others, ""]))
+
+    def address(self, number: int) -> str:
+        """The address of a machine."""
+        return f"10.77.{self._net}.{number}"
+
+    def processes(self, number: int) -> list[int]:
+        """What runs on a machine."""
+        return [int(word) for word in _ip("netns", "pids", f"{self._name}n{number}").split()]
+
+    def kill(self, number: int) -> None:
+        """The machine is lost."""
+        for process in self.processes(number):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def start(self, number: int, words: Sequence[str], **environment: str) -> subprocess.Popen[str]:
+        """Start a program on a machine.
+
+        Args:
+            number: Of the machine.
+            words: The program and its arguments.
+            environment: Variables, beside those of this process.
+        """
+        own = self._folder / "machines" / str(number)
+        script = 'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/disk" "$3"; shift 3; exec "$@"'
+        inside = ["unshare", "--uts", "--mount", "bash", "-c", script, "-", f"node{number}", str(own), str(self.disk)]
+        return subprocess.Popen(
+            ["ip", "netns", "exec", f"{self._name}n{number}", *inside, *words],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def torchrun(self, words: Sequence[str], *, processes: int, nodes: str = "", restarts: int = 0) -> list[Any]:
+        """Start torchrun on all machines.
+
+        Args:
+            words: The script, and its arguments.
+            processes: On each machine.
+            nodes: How many machines there have to be, such as ``1:2``; all of them by default.
+            restarts: How often processes are started again.
+        """
+        launch = ["-W", "ignore", "-m", "torch.distributed.run", f"--nnodes={nodes or len(self.numbers)}"]
+        launch += [f"--nproc_per_node={processes}", f"--max_restarts={restarts}", "--rdzv_backend=c10d"]
+        launch += ["--rdzv_id=job", f"--rdzv_endpoint={self.address(1)}:29511"]
+        return [
+            self.start(number, [sys.executable, *launch, f"--rdzv_conf=is_host={int(number == 1)}", *words])
+            for number in self.numbers
+        ]
+
+
+def outputs(started: Sequence[subprocess.Popen[str]]) -> list[tuple[int | None, str]]:
+    """The exit status and the output of programs, once they have ended."""
+    return [(each.returncode, text) for each in started for text in [each.communicate(timeout=SECONDS)[0]]]
+
+
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,105 @@
+"""Runs on several machines end as one process does, and say what is wrong with the machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.nodes import train
+from tests.nodes.machines import Machines, outputs, why_not
+from tests.training_jobs import Regression, assert_same, loader, make_trainer, weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PP2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    """Two of them."""
+    if why_not():
+        pytest.skip(why_not())
+    with Machines(2, tmp_path) as made:
+        yield made
+
+
+def one_process(batch_size: int) -> dict[str, torch.Tensor]:
+    module = Regression()
+    make_trainer(None, max_epochs=2).fit(module, loader(batch_size))
+    return weights(module)
+
+
+def words(layout: dict[str, Any], folder: Path, *more: str) -> list[str]:
+    return [train.__file__, json.dumps(layout), str(folder), *more]
+
+
+def trained(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(folder / "weights.ckpt")["state_dict"]
+    return found
+
+
+LAYOUTS = {
+    "pp2": (PP2, 1),
+    "pp4": ({**PP2, "pipeline_parallel_size": 4}, 2),
+    "dp2 pp2": (PP2, 2),
+    "dp2 pp2 zero 3": ({**PP2, "zero_stage": 3}, 2),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "pp2" else pytest.mark.thorough) for name in LAYOUTS]
+)
+def test_two_machines_are_as_one_process(machines: Machines, tmp_path: Path, name: str) -> None:
+    """The names of both mean their loopback devices, where gloo by itself would listen."""
+    layout, processes = LAYOUTS[name]
+    ended = outputs(machines.torchrun(words(layout, tmp_path), processes=processes))
+    assert [code for code, _ in ended] == [0, 0], ended
+    replicas = 2 * processes // layout["pipeline_parallel_size"]
+    assert_same(trained(tmp_path), one_process(8 * replicas))
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_after_a_rank_of_another_machine_was_killed(machines: Machines, tmp_path: Path) -> None:
+    more = [str(tmp_path / "checkpoints"), "4"]
+    ended = outputs(machines.torchrun(words(PP2, tmp_path, *more), processes=1, restarts=2))
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert "rank 0 of 2: from step 4 to step 10" in ended[0][1]
+    assert "killed or crashed: rank 1 (on node2)" in ended[0][1]
+    assert_same(trained(tmp_path), one_process(8))
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_without_the_machine_that_is_lost(machines: Machines, tmp_path: Path) -> None:
+    """Its agent is lost with it, so the world is smaller then, and replicas are fewer."""
+    more = [str(tmp_path / "checkpoints"), "2"]
+    started = machines.torchrun(words(PP2, tmp_path, *more), processes=2, nodes="1:2", restarts=3)
+    while not (tmp_path / "checkpoints" / "last.ckpt").exists():
+        assert started[1].poll() is None
+    machines.kill(2)
+    ((code, text),) = outputs(started[:1])
+    assert code == 0, text
+    assert "rank 0 of 2: from step " in text
+
+
+@pytest.mark.thorough
+def test_a_directory_on_disks_of_their_own_is_refused(machines: Machines, tmp_path: Path) -> None:
+    layout = {**PP2, "save_distributed_checkpoint": True}
+    ended = outputs(machines.torchrun(words(layout, tmp_path, str(machines.disk)), processes=1))
+    assert all(code for code, _ in ended)
+    for _, text in ended:
+        assert "node2 does not see the folder" in text
+        assert "its disk must be one that all machines share" in text
+
+
+@pytest.mark.thorough
+def test_a_file_that_only_the_first_machine_has_is_missed_by_name(machines: Machines, tmp_path: Path) -> None:
+    run = words(PP2, tmp_path, str(machines.disk))
+    assert [code for code, _ in outputs(machines.torchrun(run, processes=1))] == [0, 0]
+    for code, text in outputs(machines.torchrun(run, processes=1)):
+        assert code
+        assert f"Checkpoint file not found: {machines.disk}/last.ckpt, on node2. All machines must see it" in text
