@@ -8,7 +8,9 @@ whole again in `strategy.gather`, of optimizers in `trainer.precision`, of callb
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
+import socket
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import fields
@@ -217,6 +219,30 @@ def check_ranks(settings: HybridConfig, sizes: tuple[int, int, int], trainer: Tr
     values |= {f"{package.__name__}.__version__": str(package.__version__) for package in (torch, lightning)}
     values["lightning_hybrid.__version__"] = __version__
     check_equal(values, "All ranks run the same program, with the same arguments.")
+
+
+def check_tensor_groups(mesh: Mesh) -> None:
+    """Warn if the ranks of a tensor-parallel group are on several machines, between which all messages are slow.
+
+    Args:
+        mesh: The ranks.
+    """
+    size = mesh.tensor_parallel_size
+    if size == 1:
+        return
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname(), group=mesh.world_group)
+    for stage, replica in itertools.product(range(mesh.pipeline_parallel_size), range(mesh.data_parallel_size)):
+        ranks = [mesh.rank(stage, replica, tensor_rank) for tensor_rank in range(size)]
+        names = list(dict.fromkeys(hosts[rank] for rank in ranks))
+        if len(names) > 1:
+            rank_zero_warn(
+                f"A tensor-parallel group is on several machines: ranks {', '.join(map(str, ranks))} are on"
+                f" {' and '.join(names)}. It adds up activations several times for each layer and microbatch, and waits"
+                " for each sum. Let tensor_parallel_size divide the ranks of a machine, and the tensor-parallel axis be"
+                " the innermost, as in rank_order='pp-dp-tp'."
+            )
+            return
 
 
 def check_modules(module: nn.Module) -> None:

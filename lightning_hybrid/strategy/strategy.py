@@ -290,6 +290,7 @@ class HybridStrategy(ReplicaCollectives):
         checks.check_ranks(self.settings, self.sizes, self._module.trainer)
         if self._world is None:
             self._world = World(self.settings, self.sizes, self.root_device, self._connections)
+            checks.check_tensor_groups(self._world.mesh)
             self._attached, self._run = None, None
         module = self._module
         lightning_internals.set_device_mesh(module, self.device_mesh)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lightning_hybrid import HybridStrategy
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.strategy.checks import check_tensor_groups
 from tests.pool import Pools
 from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer
 
@@ -580,3 +583,20 @@ def test_ranks_that_were_given_different_things_are_refused_before_they_wait_for
     found = ranks(2, lightning=True).run(differing, *{**SAME, **change}.values(), timeout=30)
     assert found[0] == found[1]
     assert text in found[0]
+
+
+def warned_of_machines(rank_order: str) -> list[str]:
+    """What is said of four ranks, two on each of two machines."""
+    host = f"node{dist.get_rank() // 2}"
+    mesh = Mesh(1, 2, 2, rank_order=rank_order)
+    with warnings.catch_warnings(record=True) as caught, mock.patch("socket.gethostname", return_value=host):
+        warnings.simplefilter("always")
+        check_tensor_groups(mesh)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(("rank_order", "is_said"), [("pp-dp-tp", False), ("tp-dp-pp", True)])
+def test_a_tensor_group_on_several_machines_is_said(ranks: Pools, rank_order: str, is_said: bool) -> None:
+    texts, *_ = ranks(4).run(warned_of_machines, rank_order)  # a Trainer's other ranks are silent
+    assert len(texts) == is_said
+    assert all("on several machines: ranks 0, 2 are on node0 and node1" in text for text in texts)
