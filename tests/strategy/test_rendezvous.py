@@ -68,6 +68,7 @@ def share(one: dist.Store, other: dist.Store) -> bool:
     """Whether what is put into one is in the other."""
     key = uuid.uuid4().hex
     one.set(key, "")
+    one.get(key)  # the server has it: setting does not wait for that
     return bool(other.check([key]))
 
 
