@@ -1,10 +1,10 @@
-"""Several machines on one: network namespaces at a bridge, each with its own address, host name and disk.
+"""Several machines on one: network namespaces at a switch, each with its own address, host name and disk.
 
 ::
 
     this machine
-      bridge --+-- veth -- node1: eth0 10.77.1.1, /etc/hosts and a folder of its own
-               `-- veth -- node2: eth0 10.77.1.2, ...
+      tests.nodes.switch --+-- TAP -- node1: eth0 10.77.1.1, /etc/hosts and a folder of its own
+                           `-- TAP -- node2: eth0 10.77.1.2, ...
 
 What they share is everything else: the processor, the clock, other folders, and numbers of processes. Needs root and
 iproute2, as :func:`why_not` says.
@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
@@ -51,10 +52,11 @@ class Machines:
     Args:
         count: How many.
         folder: Where the files of each are; what is in its `disk`, each sees something else.
+        delay: Of what goes from one to another, in seconds.
     """
 
-    def __init__(self, count: int, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, count: int, folder: Path, delay: float = 0.0) -> None:
+        self._folder, self._delay = folder, delay
         self._name = f"lh{os.getpid() % 100_000}x{next(_NUMBERS)}"
         self._net = os.getpid() % 200 + 20
         self.numbers = range(1, count + 1)
@@ -66,11 +68,9 @@ class Machines:
         with ExitStack() as undo:
             undo.callback(shutil.rmtree, self._folder / "machines", ignore_errors=True)
             self.disk.mkdir(parents=True)
-            _ip("link", "add", self._name, "type", "bridge")
-            undo.callback(_ip, "link", "delete", self._name)
-            _ip("link", "set", self._name, "up")
             for number in self.numbers:
                 self._make(number, undo)
+            self._connect(undo)
             self._undo = undo.pop_all()
         return self
 
@@ -79,20 +79,47 @@ class Machines:
         self._undo.close()
 
     def _make(self, number: int, undo: ExitStack) -> None:
-        space, wire = f"{self._name}n{number}", f"{self._name}v{number}"
+        space = self._space(number)
         _ip("netns", "add", space)
         undo.callback(_ip, "netns", "delete", space)
         undo.callback(self.kill, number)
-        _ip("link", "add", wire, "type", "veth", "peer", "name", "eth0", "netns", space)
-        _ip("link", "set", wire, "master", self._name, "up")
-        for words in (["link", "set", "lo", "up"], ["link", "set", "eth0", "up"]):
-            _ip("-n", space, *words)
-        _ip("-n", space, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
+        _ip("-n", space, "link", "set", "lo", "up")
         own = self._folder / "machines" / str(number)
         (own / "disk").mkdir(parents=True)
         others = [f"{self.address(other)} node{other}" for other in self.numbers if other != number]
         # As Debian and Ubuntu write it: the machine's own name is its loopback device.
         (own / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 node{number}", *others, ""]))
+
+    def _connect(self, undo: ExitStack) -> None:
+        places = [f"{self._space(number)}={self.address(number)}/24" for number in self.numbers]
+        folder = self._folder / "machines"
+        switch = subprocess.Popen(
+            [sys.executable, "-m", "tests.nodes.switch", str(folder), str(self._delay), *places],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        undo.callback(switch.wait)
+        undo.callback(switch.kill)
+        while not (folder / "ready").exists():
+            if switch.poll() is not None:
+                raise OSError(f"the switch has ended: {switch.communicate()[1]}")
+            time.sleep(0.01)
+
+    def _space(self, number: int) -> str:
+        return f"{self._name}n{number}"
+
+    def cut(self, number: int) -> None:
+        """The cable of a machine is cut, until :meth:`mend`."""
+        (self._folder / "machines" / f"cut-{number}").touch()
+
+    def mend(self, number: int) -> None:
+        """The cable is whole again."""
+        (self._folder / "machines" / f"cut-{number}").unlink()
+
+    def num_bytes(self) -> int:
+        """How many bytes have gone between the machines, up to a moment ago."""
+        return int((self._folder / "machines" / "bytes").read_text())
 
     def address(self, number: int) -> str:
         """The address of a machine."""
@@ -100,7 +127,7 @@ class Machines:
 
     def processes(self, number: int) -> list[int]:
         """What runs on a machine."""
-        return [int(word) for word in _ip("netns", "pids", f"{self._name}n{number}").split()]
+        return [int(word) for word in _ip("netns", "pids", self._space(number)).split()]
 
     def kill(self, number: int) -> None:
         """The machine is lost."""
@@ -120,7 +147,7 @@ class Machines:
         script = 'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/disk" "$3"; shift 3; exec "$@"'
         inside = ["unshare", "--uts", "--mount", "bash", "-c", script, "-", f"node{number}", str(own), str(self.disk)]
         return subprocess.Popen(
-            ["ip", "netns", "exec", f"{self._name}n{number}", *inside, *words],
+            ["ip", "netns", "exec", self._space(number), *inside, *words],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
             stdout=subprocess.PIPE,
