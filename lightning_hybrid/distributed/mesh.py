@@ -15,9 +15,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends, make_group, set_timeout
+from lightning_hybrid.distributed.tree_broadcast import PostedBroadcast, TreeBroadcast
 
 #: Short names, as in ``rank_order``, and the names of the axes, as Lightning spells them.
 AXES = {"dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel"}
+
+
+#: What is broadcast in a model group by messages. Their tags follow those of metas in the same group.
+_BROADCASTS = "batches", "results", "signals"
+_FIRST_TAG = 3
 
 
 class _WorldCache:
@@ -95,6 +101,9 @@ class Mesh:
         rank_order: The axes from the outermost to the innermost, joined by ``-``.
         device_type: ``"cpu"`` or ``"cuda"``.
         timeout: Of the groups made here, and of the group of all ranks where that is one of them.
+
+    Attributes:
+        broadcasts: Those that have been asked for.
     """
 
     def __init__(
@@ -144,6 +153,7 @@ class Mesh:
             ),
         )
         self._device_mesh: DeviceMesh | None = device_mesh
+        self.broadcasts: list[PostedBroadcast] = []
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -151,8 +161,15 @@ class Mesh:
         assert self._device_mesh is not None, "the process groups have been destroyed"
         return self._device_mesh
 
+    def retire(self) -> None:
+        """Wait until what has been broadcast by messages has been received."""
+        for messages in self.broadcasts:
+            messages.retire()
+
     def abandon(self) -> None:
-        """Drop torch's mesh, after a failure: it holds the group of all ranks, which is to close connections."""
+        """After a failure, drop what keeps connections open: messages, and torch's mesh with the group of all ranks."""
+        for messages in self.broadcasts:
+            messages.abandon()
         self._device_mesh = None
         _WORLD_CACHE.clear()
 
@@ -191,6 +208,32 @@ class Mesh:
         """Ranks that hold the same part of the model, over gloo; only where there are replicas."""
         assert self._data_control_group is not None
         return self._data_control_group()
+
+    def posted_broadcast(self, name: str, source: int) -> PostedBroadcast:
+        """Messages from one rank of the model group to the others, over the control group.
+
+        Receives stay posted between runs, so a later mesh with these ranks gets the same one.
+
+        Args:
+            name: What is sent, one of :data:`_BROADCASTS`.
+            source: The rank inside of the model group that sends.
+        """
+        group, tag = self.control_group, _FIRST_TAG + len(_BROADCASTS) * source + _BROADCASTS.index(name)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        messages: PostedBroadcast = _WORLD_CACHE.get((ranks, tag), lambda: PostedBroadcast(group, source, tag, name))
+        if messages not in self.broadcasts:
+            self.broadcasts.append(messages)
+        return messages
+
+    def tree_broadcast(
+        self, name: str, source: int, device: torch.device, *, pin_memory: bool = False
+    ) -> TreeBroadcast:
+        """Trees from one rank of the model group to the others; arguments as there, and of :meth:`posted_broadcast`."""
+        messages = self.posted_broadcast(name, source)
+        trees: TreeBroadcast = _WORLD_CACHE.get(
+            (id(messages), device), lambda: TreeBroadcast(messages, self.model_group, device, pin_memory=pin_memory)
+        )
+        return trees
 
     @property
     def zero_mesh(self) -> DeviceMesh:

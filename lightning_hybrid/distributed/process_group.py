@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,10 @@ from torch.distributed import distributed_c10d
 # The names that torch 2.13 brought. The old ones are looked up only where there are no new ones: they may go.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+#: Whether torch's profiler runs. A message of gloo that is under way writes its end into the cycle of the profiler in
+#: which it began, which may have been freed.
+torch_profiles: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 #: Thread blocks of a device that a pipeline message may take: NCCL would take up to 32 of an H100's 132 processors for
 #: as long as a posted receive waits.

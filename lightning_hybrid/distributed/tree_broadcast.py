@@ -1,26 +1,29 @@
-"""Trees of values from one rank to its group: the meta is sent when it is new, the numbers every time."""
+"""Trees of values from one rank to its group: the meta is sent when it is new, the numbers every time; nobody waits."""
 
 from __future__ import annotations
 
 import pickle
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import broadcast  # torch's own, also while the user's collectives are looked at
+from torch.distributed import Work, broadcast  # torch's own, also while the user's collectives are looked at
 
 from lightning_hybrid.distributed.failure import PeerFailedError
-from lightning_hybrid.distributed.process_group import GroupRef
+from lightning_hybrid.distributed.process_group import GroupRef, torch_profiles
 from lightning_hybrid.distributed.pytree import TreeMeta, TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes, tell_autograd
 
 _NEW, _FAILED, _END = -1, -2, 0  # what comes, if it is no tree whose meta is known; the numbers of metas begin at 1
 _HEADER = struct.Struct("qqq")  # of a packet: what comes, the bytes of its pickle, and of all
 _LEAST = 1 << 10  # bytes of a packet
-_SMALL = 1 << 16  # bytes of a tensor, up to which it is worth a copy to save a message
+_SMALL = 1 << 20  # bytes of a tensor, up to which it is worth a second copy to save a message
+_MOST_METAS = 4096  # that are remembered
+_MOST_PENDING = 8  # messages that are not known to be received
 
 
 def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
@@ -106,6 +109,124 @@ def _allocate(meta: TreeMeta, leaves: list[Any], device: torch.device, *, pin_me
     return tensors
 
 
+class PostedBroadcast:
+    """Bytes from one rank to all of a group, again and again, by messages whose receives are posted ahead.
+
+    In a broadcast of gloo every rank waits, the source too: for the others to ask for it, which is one delay of the
+    link between them, and for the bytes, which is another one. Here only who reads waits, and for one delay::
+
+        source    send 1                send 2               the next step: nobody has waited
+                       `-------.             `-------.
+        others    post 1    receive 1, post 2     receive 2, post 3
+
+    The messages go along a binomial tree. A rank hands on what it reads, so the source of a large group does not send
+    to everyone, and neighbours, which are on one machine, mostly hear from neighbours::
+
+        ranks relative to the source    0 --> 4, 2, 1    4 --> 6, 5    2 --> 3    6 --> 7
+
+    A receive stays posted when a run is over, so one of these lives as long as its group.
+
+    Args:
+        group: The ranks, over gloo.
+        source: The rank inside the group that sends.
+        tag: Of these messages, and of no others between ranks of this group.
+        name: What is sent, for messages about ranks that wait.
+
+    Attributes:
+        source: The rank inside the group that sends.
+        is_source: Whether that is this rank.
+        num_posted: How many receives have been posted.
+        awaited: What this rank waits for: the channel, the global rank that has to do something, and the number of the
+            message; ``None`` if it does not wait. Another thread may ask.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, source: int, tag: int, name: str) -> None:
+        self._group, self._tag = GroupRef(group), tag
+        rank, size, ranks = dist.get_rank(group), group.size(), dist.get_process_group_ranks(group)
+        self.source, self.is_source = source, rank == source
+        position = (rank - source) % size
+        span = position & -position or 1 << (size - 1).bit_length()
+        steps = (span >> bits for bits in range(1, span.bit_length()))
+        self._parent = None if self.is_source else (position - span + source) % size
+        self._children = [(position + step + source) % size for step in steps if position + step < size]
+        # (channel, global rank at its other end)
+        self._from = (
+            None if self._parent is None else (_channel(name, ranks[self._parent], ranks[rank]), ranks[self._parent])
+        )
+        self._to = {child: (_channel(name, ranks[rank], ranks[child]), ranks[child]) for child in self._children}
+        self._pending: deque[tuple[Work, Tensor, int, int]] = deque()
+        self._posted: deque[tuple[Work, Tensor]] = deque()
+        self._num_sent = 0
+        self.num_posted = 0
+        self.awaited: tuple[str, int, int] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PostedBroadcast:
+        """Itself, as a group: callbacks copy modules, and what refers to this."""
+        return self
+
+    def send(self, data: Tensor) -> None:
+        """On the source: send a message; it waits only for what was sent long before.
+
+        Args:
+            data: Contiguous. It must not be changed any more.
+        """
+        group: Any = self._group()
+        self._num_sent += 1
+        for child in self._children:
+            self._pending.append((group.send([data], child, self._tag), data, child, self._num_sent))
+        self.retire(0 if torch_profiles() else _MOST_PENDING)
+
+    def post(self, data: Tensor) -> None:
+        """On the others: receive one more message into a tensor, which is contiguous and as long as what is sent."""
+        group: Any = self._group()
+        self.num_posted += 1
+        self._posted.append((group.recv([data], self._parent, self._tag), data))
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether a receive has been posted, and not been waited for."""
+        return bool(self._posted)
+
+    def receive(self) -> Tensor:
+        """On the others: wait for the message of the first receive that was posted."""
+        work, data = self._posted.popleft()
+        assert self._from is not None
+        self.awaited = *self._from, self.num_posted - len(self._posted)
+        work.wait()
+        self.awaited = None
+        if self._children:
+            self.send(data.clone())  # what was received is the caller's
+        return data
+
+    def retire(self, most: int = 0) -> None:
+        """Wait until the latest ``most`` messages are all that may not have been received."""
+        while len(self._pending) > most:
+            work, _, child, number = self._pending[0]
+            channel, rank = self._to[child]
+            self.awaited = _receipt(channel), rank, number
+            work.wait()
+            self._pending.popleft()
+        self.awaited = None
+
+    def progress(self) -> dict[str, int]:
+        """How many messages this rank has sent, and how many receives it has posted, by channel; any thread may ask."""
+        sent = {channel: self._num_sent for channel, _ in self._to.values()}
+        return sent if self._from is None else {**sent, _receipt(self._from[0]): self.num_posted}
+
+    def abandon(self) -> None:
+        """Drop what is under way, after a failure: it keeps connections open."""
+        self._pending.clear()
+        self._posted.clear()
+
+
+def _channel(name: str, sender: int, receiver: int) -> str:
+    return f"{name} from rank {sender} to rank {receiver}"
+
+
+def _receipt(channel: str) -> str:
+    return f"receipt of {channel}"
+
+
 class TreeBroadcast:
     """Broadcasts a tree of tensors and plain values from one rank to all of a group, again and again.
 
@@ -118,12 +239,12 @@ class TreeBroadcast:
         larger tensors, and those of a device, one message each; numbers of a device together   ---->
 
     The meta of a tree is sent when it is new, and then known by its number. What is on the host stays there: it travels
-    over the control group, so a number can be read where it arrives, and nobody waits for a device.
+    through the host, so a number can be read where it arrives, and nobody waits for a device. The next packet's receive
+    is posted as soon as a tree has come. The source copies what it sends, and goes on.
 
     Args:
-        control_group: The ranks, over gloo: for decisions, and for what is on the host.
+        messages: From the rank that has the trees to the others: for decisions, and for what is on the host.
         group: The same ranks in the same order, for what is on ``device``.
-        source: The rank inside the group that has the trees.
         device: Where received tensors shall be that are not on the source's host.
         pin_memory: Whether tensors of the host are received in page-locked memory, from which they can move to a device
             without making the host wait.
@@ -134,19 +255,17 @@ class TreeBroadcast:
 
     def __init__(
         self,
-        control_group: dist.ProcessGroup,
+        messages: PostedBroadcast,
         group: dist.ProcessGroup,
-        source: int,
         device: torch.device,
         *,
         pin_memory: bool = False,
     ) -> None:
-        self._control_group = GroupRef(control_group)
+        self._messages = messages
         self._group = GroupRef(group)
-        self._source = source
         self._device = device
         self._pins = pin_memory
-        self.is_source = dist.get_rank(control_group) == source
+        self.is_source = messages.is_source
         self._is_sending = False
         self._length = _LEAST  # of the next packet, as far as it is one message
         self._numbers: dict[TreeMeta, int] = {}
@@ -192,6 +311,8 @@ class TreeBroadcast:
         self._is_sending = True
         self._send_packet(_NEW if number is None else number, pickled, list(filter(_is_small, tensors)))
         if is_new:
+            if len(self._numbers) == _MOST_METAS:
+                self._numbers.clear()
             self._numbers[meta] = len(self._numbers) + 1
         self._exchange_tensors([tensor for tensor in tensors if not _is_small(tensor)])
         self._is_sending = False
@@ -204,12 +325,13 @@ class TreeBroadcast:
             PeerFailedError: If the source failed; the text is the source's.
         """
         code, pickled, packed = self._receive_packet()
-        if code == _END:
-            raise StopIteration
-        if code == _FAILED:
-            raise PeerFailedError(pickle.loads(pickled))
+        if code in (_END, _FAILED):
+            self._post_next()
+            raise StopIteration if code == _END else PeerFailedError(pickle.loads(pickled))
         new, values = pickle.loads(pickled) if len(pickled) else (None, None)
         if new is not None:
+            if len(self._metas) == _MOST_METAS:
+                self._metas.clear()
             self._metas.append(new)
         meta = self._metas[-1 if new is not None else code - 1]
         assert meta.spec is not None
@@ -219,6 +341,7 @@ class TreeBroadcast:
             as_bytes(tensor).copy_(packed[: tensor.nbytes])
             packed = packed[tensor.nbytes :]
         self._exchange_tensors([tensor for tensor in tensors if not _is_small(tensor)])
+        self._post_next()
         return unflatten(leaves, meta.spec)
 
     def _send_packet(self, code: int, pickled: bytes = b"", tensors: Sequence[Tensor] = ()) -> None:
@@ -226,41 +349,52 @@ class TreeBroadcast:
         length = _HEADER.size + len(pickled) + sum(map(len, packed))
         parts = [_HEADER.pack(code, len(pickled), length), pickled, *packed, bytes(max(0, self._length - length))]
         packet = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
-        self._broadcast(packet[: self._length], self._control_group)
+        self._messages.send(packet[: self._length])
         if length > self._length:
-            self._broadcast(packet[self._length :], self._control_group)
+            self._messages.send(packet[self._length :])
         self._length = max(_LEAST, length)
 
     def _receive_packet(self) -> tuple[int, bytes, Tensor]:
         """What comes, its pickle, and the bytes of its small tensors."""
-        packet = torch.empty(self._length, dtype=torch.uint8)
-        self._broadcast(packet, self._control_group)
+        if not self._messages.is_posted:
+            self._messages.post(torch.empty(self._length, dtype=torch.uint8))
+        packet = self._messages.receive()
         code, num_pickled, length = _HEADER.unpack(packet[: _HEADER.size].numpy().tobytes())
         if length > self._length:
-            rest = torch.empty(length - self._length, dtype=torch.uint8)
-            self._broadcast(rest, self._control_group)
-            packet = torch.cat([packet, rest])
+            self._messages.post(torch.empty(length - self._length, dtype=torch.uint8))
+            packet = torch.cat([packet, self._messages.receive()])
         self._length = max(_LEAST, length)
         begin = _HEADER.size + num_pickled
         return code, packet[_HEADER.size : begin].numpy().tobytes(), packet[begin:length]
 
+    def _post_next(self) -> None:
+        """Post the receive of the next packet; not while torch's profiler may free what that writes its end into."""
+        if not torch_profiles():
+            self._messages.post(torch.empty(self._length, dtype=torch.uint8))
+
     def _exchange_tensors(self, tensors: list[Tensor]) -> None:
         """Send or receive those that are not in the packet, in place."""
+        on_host = [tensor for tensor in tensors if tensor.is_cpu]
         numbers = [tensor for tensor in tensors if not tensor.is_cpu and _fits_float64(tensor)]
+        for tensor in on_host:
+            if self.is_source:
+                self._messages.send(as_bytes(tensor).clone())
+            else:
+                self._messages.post(as_bytes(tensor))
         if numbers:
             packed = torch.stack([number.reshape(()).to(torch.float64) for number in numbers])
-            self._broadcast(packed, self._group)
+            self._broadcast(packed)
             if not self.is_source:
                 for number, value in zip(numbers, packed.unbind(), strict=True):
                     number.copy_(value.view_as(number))
         for tensor in tensors:
-            if tensor.is_cpu or not _fits_float64(tensor):
-                self._broadcast(as_bytes(tensor), self._control_group if tensor.is_cpu else self._group)
+            if not tensor.is_cpu and not _fits_float64(tensor):
+                self._broadcast(as_bytes(tensor))
+        for _ in on_host if not self.is_source else ():
+            self._messages.receive()
 
-    def _broadcast(self, tensor: Tensor, reference: GroupRef) -> None:
-        group = reference.weak()
-        assert group is not None, "the process groups have been destroyed"
-        broadcast(tensor, group_src=self._source, group=group)
+    def _broadcast(self, tensor: Tensor) -> None:
+        broadcast(tensor, group_src=self._messages.source, group=self._group())
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -124,8 +124,7 @@ class World:
         self.desync = Desync(self.failures, store, watched, rank=rank, model_groups=groups, timeout=limit)
         stall, seconds = None, config.seconds_to_stall
         if seconds is not None:
-            find = self._find_position
-            stall = StallWatch(self.failures, watched, rank=rank, size=size, timeout=seconds, position=find)
+            stall = StallWatch(self.failures, watched, rank=rank, size=size, timeout=seconds, position=self._position)
         self.seed: int = broadcast_object(torch.initial_seed(), 0, world)
         self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
         with connections.opened():
@@ -152,7 +151,7 @@ class World:
             self.watch.open(trainer)
             self.resume.open(trainer)
 
-    def _find_position(self, calls: Sequence[CodeType]) -> Position:
+    def _position(self, calls: Sequence[CodeType]) -> Position:
         """On the watcher's thread."""
         trainer = self.watch.trainer
         return Position() if trainer is None else find_position(calls, trainer, self.engine, self.mesh)
@@ -496,5 +495,6 @@ class Run:
     def remove(self) -> None:
         """Undo :meth:`install`, and wait for sends that are under way."""
         self._installed.close()
-        if self._context is not None and not self._world.failures.failed:
-            self._context.engine.retire()
+        if not self._world.failures.failed:
+            self._world.engine.retire()
+            self._world.mesh.retire()

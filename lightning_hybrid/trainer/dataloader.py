@@ -92,8 +92,7 @@ def prepare_loader(
         return loader
     if not share:
         return ComparedLoader(loader, mesh.control_group)
-    control, host = mesh.control_group, torch.device("cpu")
-    return SharedLoader(loader, TreeBroadcast(control, control, 0, host, pin_memory=pin_memory))
+    return SharedLoader(loader, mesh.tree_broadcast("batches", 0, torch.device("cpu"), pin_memory=pin_memory))
 
 
 class ReplicaSampler(Sampler[Any]):

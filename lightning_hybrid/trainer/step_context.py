@@ -23,8 +23,8 @@ from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.dtensor import plain_factories
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import torch_profiles
 from lightning_hybrid.distributed.random import RandomStreams
-from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast
 from lightning_hybrid.pipeline_parallel.body import Body, BodyCut, BodyWatch
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
@@ -41,8 +41,6 @@ from lightning_hybrid.trainer.results.logger_proxy import LoggerProxy, make_call
 from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from lightning_hybrid.trainer.results.module_attributes import assign_scalars, pack_scalars, scalars
-
-_torch_profiles: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 _CALLED_ONCE = "but zero_stage=3 lets go of its parameters after each call: use HybridStrategy(zero_frees='step')."
 
@@ -144,7 +142,7 @@ class StepContext:
         self._warned: set[Hashable] = set()
         self._around_forwards = around_forwards
         source = mesh.model_group_rank(self.num_ranks - 1, 0)
-        self._results = TreeBroadcast(mesh.control_group, mesh.model_group, source, device)
+        self._results = mesh.tree_broadcast("results", source, device)
         self._recorder = LogRecorder(module)
         is_source = self._results.is_source and mesh.data_rank == 0
         self._logger_proxy = LoggerProxy(module, self._recorder, is_source=is_source, unfollowed=self.unfollowed)
@@ -272,8 +270,7 @@ class StepContext:
                 yield records
             finally:
                 self.in_step = False
-            if _torch_profiles():
-                # A message under way writes its end into the cycle in which it began, which the profiler may have freed
+            if torch_profiles():
                 self.engine.retire()
 
     def enter_user_code(self, *coordinates: int, keep: bool) -> None:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from collections import defaultdict, namedtuple
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from lightning_hybrid.distributed import tree_broadcast
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast, broadcast_object, reduce_over
+from lightning_hybrid.distributed.tree_broadcast import PostedBroadcast, TreeBroadcast, broadcast_object, reduce_over
 from tests.pool import Pools
 
 
@@ -35,8 +37,14 @@ def world() -> dist.ProcessGroup:
     return group
 
 
-def make(source: int = 0) -> TreeBroadcast:
-    return TreeBroadcast(world(), world(), source, torch.device("cpu"))
+def make(source: int = 0, group: dist.ProcessGroup | None = None, tag: int = 1) -> TreeBroadcast:
+    group = group or world()
+    messages = PostedBroadcast(group, source, tag, "trees")
+    _MADE.append(messages)  # what is under way is lost with it
+    return TreeBroadcast(messages, group, torch.device("cpu"))
+
+
+_MADE: list[PostedBroadcast] = []
 
 
 def equal(tree: Any, other: Any) -> bool:
@@ -118,6 +126,11 @@ def test_every_rank_gets_the_tree_of_the_source(ranks: Pools, source: int) -> No
     assert ranks(2).run(broadcast_trees, make_trees, source) == [[], []]
 
 
+@pytest.mark.parametrize("source", [0, 3])
+def test_ranks_hand_on_what_they_get(ranks: Pools, source: int) -> None:
+    assert ranks(4).run(broadcast_trees, make_trees, source) == [[]] * 4
+
+
 def test_tensors_of_every_dtype_travel(ranks: Pools) -> None:
     assert ranks(2).run(broadcast_trees, make_dtypes, 1) == [[], []]
 
@@ -129,17 +142,23 @@ def received_tensor() -> tuple[bool, bool, bool]:
     tree = exchange([graph, graph.sum()] if exchange.is_source else None)
     frozen = not any(tensor.requires_grad for tensor in tree)
     tree[0].detach().add_(1)  # nobody else's memory
-    return frozen, tree[0] is graph, equal(tree[0].detach(), make()(tree[0].detach()))
+    return frozen, tree[0] is graph, equal(tree[0].detach(), make(tag=2)(tree[0].detach()))
 
 
 def test_the_source_keeps_its_graph_and_the_others_get_numbers(ranks: Pools) -> None:
     assert ranks(2).run(received_tensor) == [(False, True, True), (True, False, True)]
 
 
+def num_messages(exchange: TreeBroadcast) -> int:
+    """How many have been sent, or received; the receive of the next one is posted."""
+    [number] = exchange._messages.progress().values()
+    return number - exchange._messages.is_posted
+
+
 def count_messages() -> list[int]:
     exchange = make()
     tree = {"loss": torch.rand(()), "acc": torch.rand(()), "x": torch.rand(4), "y": torch.rand(2)}
-    large = {"x": torch.rand(1 << 15), "y": torch.rand(1 << 15), "loss": torch.rand(())}
+    large = {"x": torch.rand(1 << 19), "y": torch.rand(1 << 19), "loss": torch.rand(())}
     long = {"name": "a" * (1 << 12)}
     counts = []
     for changed in (
@@ -147,10 +166,10 @@ def count_messages() -> list[int]:
         *(long, long, tree, long, tree),
         *(large, large, {**large, "y": torch.rand(3)}),
     ):
-        with mock.patch.object(tree_broadcast, "broadcast", wraps=dist.broadcast) as messages:
-            received = exchange(changed if exchange.is_source else None)
+        before = num_messages(exchange)
+        received = exchange(changed if exchange.is_source else None)
         assert equal(received, changed) or any(isinstance(leaf, Tensor) for leaf in flatten(changed)[0])
-        counts.append(messages.call_count)
+        counts.append(num_messages(exchange) - before)
     return counts
 
 
@@ -159,6 +178,61 @@ def test_a_tree_takes_one_message(ranks: Pools) -> None:
     one_each = [1, 1, 1, 1, 1, 1]
     lengths = [2, 1, 1, 2, 1]
     assert ranks(2).run(count_messages) == [[*one_each, *lengths, 1 + 2, 1 + 2, 1 + 1]] * 2
+
+
+def late(folder: str) -> list[float]:
+    """The others read when everybody before them has gone on, and has changed what was sent, and handed on."""
+    exchange, rank = make(), dist.get_rank()
+    sizes = 10, 1 << 19  # one in a packet, and one by itself
+    trees = [[torch.full((size,), float(number)) for size in sizes] for number in range(3)]
+    done = [Path(folder, str(other)) for other in range(4)]
+    deadline = time.monotonic() + 20
+    while not all(path.exists() for path in done[:rank]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found = []
+    for tree in trees:
+        received = exchange(tree if exchange.is_source else None)
+        found += [float(leaf.mean()) for leaf in received]
+        for leaf in received:
+            leaf.zero_()
+    done[rank].touch()
+    return found
+
+
+def test_nobody_waits_but_who_reads(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(4).run(late, str(tmp_path), timeout=30.0) == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]] * 4
+
+
+def told() -> tuple[dict[str, int], Any]:
+    exchange = make()
+    messages = exchange._messages
+    if exchange.is_source:
+        for _ in range(3):
+            exchange([1])
+        dist.barrier()
+        return messages.progress(), messages.awaited
+    exchange.receive()
+    work = mock.Mock(wait=lambda: seen.append(messages.awaited))
+    seen: list[Any] = []
+    posted = messages._posted.popleft()
+    messages._posted.append((work, posted[1]))
+    messages.receive()
+    dist.barrier()
+    return messages.progress(), seen[0]
+
+
+def test_what_is_waited_for_can_be_told(ranks: Pools) -> None:
+    channel = "trees from rank 0 to rank 1"
+    assert ranks(2).run(told) == [({channel: 3}, None), ({f"receipt of {channel}": 2}, (channel, 0, 2))]
+
+
+def forgetful() -> list[bool]:
+    with mock.patch.object(tree_broadcast, "_MOST_METAS", 4):
+        return mixed_forms()
+
+
+def test_forms_are_forgotten_when_there_are_many(ranks: Pools) -> None:
+    assert ranks(2).run(forgetful) == [[True] * 30] * 2
 
 
 def mixed_forms() -> list[bool]:
@@ -217,7 +291,7 @@ def interrupted() -> list[str]:
         with mock.patch.object(exchange, "_exchange_tensors"):
             exchange.receive()
     number = torch.tensor(7 if exchange.is_source else 0)
-    dist.broadcast(number, exchange._source)
+    dist.broadcast(number, 0)
     return [*told, str(int(number))]
 
 
@@ -258,7 +332,7 @@ def test_what_cannot_travel_fails_on_every_rank(ranks: Pools, kind: str) -> None
 
 def in_subgroup() -> Any:
     group = [dist.new_group([1, 0]), dist.new_group([2])][dist.get_rank() // 2]
-    last = TreeBroadcast(group, group, group.size() - 1, torch.device("cpu"))
+    last = make(group.size() - 1, group)
     value = last({"rank": dist.get_rank(), "x": torch.tensor([dist.get_rank()])})
     return value["rank"], value["x"].item(), broadcast_object(dist.get_rank(), 0, group)
 

@@ -134,14 +134,18 @@ class RunWatch:
         self._failure_watch.look(signals)
 
     def _messages(self) -> Messages:
-        """Messages between stages."""
+        """Messages between stages, and those of batches and results."""
         mesh, counts, awaited = self._mesh, self._engine.num_messages(), self._engine.awaited_message()
         name_of = {}
         for key in counts:
             sender, receiver = (mesh.rank(each, mesh.data_rank, mesh.tensor_rank) for each in key[:2])
             name_of[key] = f"{key[2]} from rank {sender} to rank {receiver}", sender
         sent = {name_of[key][0]: count for key, count in counts.items() if key[0] == mesh.pipeline_rank}
-        return Messages(None if awaited is None else (*name_of[awaited[0]], awaited[1]), sent)
+        of_others = [None if awaited is None else (*name_of[awaited[0]], awaited[1])]
+        for each in mesh.broadcasts:
+            sent |= each.progress()
+            of_others.append(each.awaited)
+        return Messages(next((each for each in of_others if each is not None), None), sent)
 
     def _state(self) -> str:
         """Where the Trainer is."""

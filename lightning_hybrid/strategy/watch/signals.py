@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid.distributed.failure import EVENT, Store
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.distributed.process_group import GroupRef
+from lightning_hybrid.distributed.process_group import GroupRef, torch_profiles
 from lightning_hybrid.trainer import lightning_internals as internals
 
 _TERMINATE, _REQUEUE = 1, 2  # bits: both may have come
@@ -27,17 +27,19 @@ class SignalAgreement:
 
         rank 3   signal --> watcher: a note, into the store
         rank 0              watcher: out of the store, a note --.
-        all                              before each batch: rank 0's notes are broadcast --> act
+        all                              before each batch: rank 0's notes come to all ranks --> act
 
     The watcher hears of a signal also while the run waits in C++, where no handler of Python is called. What the
     handler does is the same, for the case that there is no watcher that hears.
 
-    Lightning's handlers run collectives, wherever the other ranks are; and only rank 0's SIGTERM ends its loops. The
-    broadcast is in the place of Lightning's own one. Before the next batch a checkpoint can be saved: all ranks stop
+    Lightning's handlers run collectives, wherever the other ranks are; and only rank 0's SIGTERM ends its loops. This
+    is in the place of Lightning's own broadcast. Before the next batch a checkpoint can be saved: all ranks stop
     there with `SIGTERMException`, or requeue the job and go on until SLURM ends it.
 
-    It has a second use: ranks that have not equally many batches meet in it, by collectives of different kinds, which
-    is found. Of two sums of different sizes gloo makes an end of the process (fault 31 of ``tests/faults``).
+    In one replica rank 0's notes are messages, for which nobody waits that would not wait for the batch. Where there
+    are several, they are a broadcast, which has a second use: replicas that have not equally many batches meet in it,
+    by collectives of different kinds, which is found. Of two sums of different sizes gloo makes an end of the process
+    (fault 31 of ``tests/faults``).
 
     Args:
         mesh: The ranks.
@@ -48,12 +50,12 @@ class SignalAgreement:
 
     def __init__(self, mesh: Mesh, store: Store, key: Callable[[str], str], wake: Callable[[], None]) -> None:
         self._group = GroupRef(mesh.decision_group)
+        self._messages = mesh.posted_broadcast("signals", 0) if mesh.data_parallel_size == 1 else None
         self._store, self._key, self._wake = store, key, wake
         self._is_first = dist.get_rank() == 0
         self._noted = 0  # by this rank's handlers; of rank 0 by those of all ranks
         self._told = self._done = 0
         self._requeue_signal = 0
-        self._message = torch.zeros((), dtype=torch.int64)
         self._trainer: Trainer | None = None
         self._exception: Exception | None = None  # to be raised in the handler
         self._is_interrupted = False
@@ -135,9 +137,7 @@ class SignalAgreement:
         """Before each batch of training, on all ranks."""
         trainer = self._trainer
         assert trainer is not None
-        self._message.fill_(self._noted)
-        dist.broadcast(self._message, group_src=0, group=self._group())
-        signals = int(self._message) & ~self._done
+        signals = self._notes_of_first() & ~self._done
         if not signals:
             return
         self._done |= signals
@@ -146,3 +146,18 @@ class SignalAgreement:
         if signals & _TERMINATE:
             internals.set_received_sigterm(trainer)
             raise SIGTERMException
+
+    def _notes_of_first(self) -> int:
+        """What rank 0 has noted, on all ranks."""
+        notes, messages = torch.tensor([self._noted]), self._messages
+        if messages is None:
+            dist.broadcast(notes, group_src=0, group=self._group())
+        elif messages.is_source:
+            messages.send(notes)
+        else:
+            if not messages.is_posted:
+                messages.post(notes)
+            notes = messages.receive()
+            if not torch_profiles():
+                messages.post(torch.empty_like(notes))
+        return int(notes)

@@ -12,7 +12,7 @@ from torchmetrics.classification import BinaryAUROC
 from torchmetrics.regression import MeanSquaredError, R2Score
 from torchmetrics.wrappers import Running
 
-from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast
+from lightning_hybrid.distributed.tree_broadcast import PostedBroadcast, TreeBroadcast
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from tests.pool import Pools
 
@@ -33,12 +33,16 @@ def alone() -> dist.ProcessGroup:
     return groups[dist.get_rank()]
 
 
+_MADE: list[PostedBroadcast] = []
+
+
 def make(module: nn.Module, data_group: dist.ProcessGroup | None = None) -> MetricsAcrossStages:
     """The last rank has the last stage."""
     world = dist.group.WORLD
     assert world is not None
     last = dist.get_world_size() - 1
-    exchange = TreeBroadcast(world, world, last, torch.device("cpu"))
+    _MADE.append(PostedBroadcast(world, last, 1, "results"))  # what is under way is lost with it
+    exchange = TreeBroadcast(_MADE[-1], world, torch.device("cpu"))
     across = MetricsAcrossStages(
         module, data_group or alone(), exchange, lambda value, of_batch: None, is_last=dist.get_rank() == last
     )
@@ -84,7 +88,7 @@ def over_replicas() -> list[float]:
     world = dist.group.WORLD
     assert world is not None
     own = alone()
-    exchange = TreeBroadcast(own, own, 0, torch.device("cpu"))
+    exchange = TreeBroadcast(PostedBroadcast(own, 0, 1, "results"), own, torch.device("cpu"))
     across = MetricsAcrossStages(module, world, exchange, lambda value, of_batch: None, is_last=True)
     across.install()
     scores, labels = torch.linspace(0, 1, 8), torch.tensor([0, 1, 0, 0, 1, 0, 1, 1])
