@@ -28,7 +28,6 @@ from benchmarks.block import Block
 from benchmarks.ratios import interval
 from lightning_hybrid import HybridStrategy
 
-MICROBATCHES = 8
 WARM_UP = 2
 CLASSES = 10
 CPU = torch.device("cpu")
@@ -42,12 +41,14 @@ class Size(NamedTuple):
         depth: The number of layers in the body.
         samples: Of one microbatch.
         batches: Of one round.
+        microbatches: Of one batch.
     """
 
     width: int
     depth: int
     samples: int
     batches: int
+    microbatches: int = 8
 
 
 SIZES = {"tiny": Size(8, 4, 2, 10), "normal": Size(256, 8, 64, 4)}
@@ -56,18 +57,18 @@ SIZES = {"tiny": Size(8, 4, 2, 10), "normal": Size(256, 8, 64, 4)}
 def body_of(size: Size) -> list[nn.Module]:
     """The layers, with equal values in every process."""
     torch.manual_seed(0)
-    if size.width < 64:
+    if size.width < 16:
         return [nn.Linear(size.width, size.width) for _ in range(size.depth)]
     return [Block(size.width) for _ in range(size.depth)]
 
 
 def loader_of(size: Size, replica: int) -> DataLoader[Any]:
     """The batches of a round, and those before it."""
-    samples = (size.batches + WARM_UP) * MICROBATCHES * size.samples
+    samples = (size.batches + WARM_UP) * size.microbatches * size.samples
     generator = torch.Generator().manual_seed(replica)
     x = torch.randn(samples, size.width, generator=generator)
     y = torch.randint(0, CLASSES, (samples,), generator=generator)
-    return DataLoader(TensorDataset(x, y), MICROBATCHES * size.samples)
+    return DataLoader(TensorDataset(x, y), size.microbatches * size.samples)
 
 
 class Model(LightningModule):
@@ -148,7 +149,7 @@ def hand_round(size: Size, data_parallel_size: int, clip: float | None) -> Round
     optimizer = torch.optim.SGD(part.parameters(), lr=1e-3)
     schedule = Schedule1F1B(
         PipelineStage(module, stage, ranks, CPU, group=pipelines[replica]),
-        MICROBATCHES,
+        size.microbatches,
         loss_fn=nn.functional.cross_entropy,
     )
     loader, group = loader_of(size, replica), pipelines[replica]
@@ -184,11 +185,26 @@ def _clip(part: nn.Module, clip: float, group: dist.ProcessGroup) -> None:
 
 
 def compare(kind: str, data_parallel_size: int, clip: float | None, rounds: int) -> dict[str, Any]:
-    """Alternate the contenders; a ratio is the time of ours over that of the loop."""
-    size = SIZES[kind]
-    strategy = HybridStrategy(
-        pipeline_parallel_size=2, num_microbatches=MICROBATCHES, broadcast_batches=True, rank_order="pp-dp-tp"
-    )
+    """A case, and what it measured."""
+    return {
+        "stages": kind,
+        "data_parallel_size": data_parallel_size,
+        "clipping": clip is not None,
+        **measure(SIZES[kind], data_parallel_size, clip, rounds),
+    }
+
+
+def measure(size: Size, data_parallel_size: int, clip: float | None, rounds: int, **arguments: Any) -> dict[str, Any]:
+    """Alternate the contenders; a ratio is the time of ours over that of the loop.
+
+    Args:
+        size: What is trained.
+        data_parallel_size: The number of replicas.
+        clip: The gradient norm to clip to.
+        rounds: How often each is measured.
+        arguments: Others of the strategy.
+    """
+    strategy = HybridStrategy(pipeline_parallel_size=2, num_microbatches=size.microbatches, **arguments)
     replica = dist_rank() % data_parallel_size
     ours = trainer_round(
         Model(size),
@@ -209,9 +225,6 @@ def compare(kind: str, data_parallel_size: int, clip: float | None, rounds: int)
     ratios = sorted(a / b for a, b in zip(times["ours"], times["by hand"], strict=True))
     low, high = interval(ratios)
     return {
-        "stages": kind,
-        "data_parallel_size": data_parallel_size,
-        "clipping": clip is not None,
         "time_ratio": median(ratios),
         "interval_95": [low, high],
         **{f"ms_{name.replace(' ', '_')}": 1e3 * median(values) for name, values in times.items()},

@@ -86,6 +86,7 @@ def check_arguments(**arguments: Any) -> None:
             f"schedule='1f1b' runs one chunk per rank, got num_chunks={arguments['num_chunks']}. Use"
             " schedule='interleaved_1f1b', or num_chunks=1."
         )
+    _check_in_flight(arguments)
     for name in ("body", "initial_weights"):
         if arguments[name] in ("", []):
             raise ValueError(f"{name} must name something, or be None; got {arguments[name]!r}.")
@@ -98,6 +99,26 @@ def check_arguments(**arguments: Any) -> None:
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices or type(value) is not type(choices[0]):  # 1 == 1.0 == True
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_in_flight(arguments: Mapping[str, Any]) -> None:
+    """What is on its way over links between stages."""
+    extra, num_links = arguments["extra_in_flight"], arguments["pipeline_parallel_size"] - 1
+    for number in [extra] if isinstance(extra, int) else extra:
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"extra_in_flight must be an integer or a list of integers, got {extra!r}.")
+        if number < 0:
+            raise ValueError(f"extra_in_flight must be at least 0, got {extra!r}.")
+    if not isinstance(extra, int) and len(extra) != num_links:
+        raise ValueError(
+            f"extra_in_flight={list(extra)} has {len(extra)} numbers, but pipeline_parallel_size={num_links + 1} has"
+            f" {num_links} links between neighbouring ranks. Give one number for each, or one for all."
+        )
+    if arguments["schedule"] == "gpipe" and extra != 0:
+        raise ValueError(
+            f"schedule='gpipe' has all microbatches in flight already, got extra_in_flight={extra!r}. Leave it out, or"
+            " use schedule='1f1b'."
+        )
 
 
 def _check_groups(backend: str | None, timeout: timedelta | None) -> None:

@@ -278,7 +278,8 @@ def _check_plan(plan: Plan, module: LightningModule, body: Body) -> None:
 
 def find_schedule(settings: HybridConfig, num_ranks: int, num_microbatches: int) -> Schedule:
     """What the ranks of a pipeline do in a training step; chunks on a single rank would be neighbours, and are one."""
-    return build(settings.schedule, num_ranks, num_microbatches, settings.num_chunks if num_ranks > 1 else 1)
+    num_chunks = settings.num_chunks if num_ranks > 1 else 1
+    return build(settings.schedule, num_ranks, num_microbatches, num_chunks, settings.extra_of_links(num_ranks))
 
 
 def stages_text(

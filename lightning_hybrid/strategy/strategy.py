@@ -67,6 +67,10 @@ class HybridStrategy(ReplicaCollectives):
         schedule: The order of forwards and backwards of microbatches: ``"gpipe"``, ``"1f1b"`` or
             ``"interleaved_1f1b"``.
         num_chunks: Stages per rank; more than one with ``"interleaved_1f1b"`` or ``"gpipe"``.
+        extra_in_flight: For links between stages on which a message takes a while, as between machines: how many
+            microbatches more than the schedule's own are on their way over each link, or a list with a number for each
+            link between neighbouring pipeline ranks. The results stay the same, bit by bit; the ranks before a link
+            keep the activations of as many more.
         partition: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the lightest possible heaviest
             stage, embedding and head included, or the number of layers of each stage.
         body: The dotted name of the `nn.Sequential` to divide, which the step calls as a whole; or of another list of
@@ -129,6 +133,7 @@ class HybridStrategy(ReplicaCollectives):
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "1f1b",
         num_chunks: int = 1,
+        extra_in_flight: int | list[int] = 0,
         partition: str | list[int] = "uniform",
         body: str | list[str] | None = None,
         tensor_parallel_plan: dict[str, str] | str | None = "auto",

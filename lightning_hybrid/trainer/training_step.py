@@ -26,7 +26,7 @@ from lightning_hybrid.pipeline_parallel.microbatch import (
     split_batch,
 )
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
-from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, build_forward
+from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
 from lightning_hybrid.pipeline_parallel.stage import Compute
 from lightning_hybrid.trainer.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
@@ -46,7 +46,7 @@ class TrainingStep:
     Args:
         context: What steps need.
         grad_sync: Sums and averages the gradients.
-        schedule: The name of the schedule.
+        find_schedule: Gives the schedule for a number of microbatches.
         num_microbatches: The requested number of microbatches.
         auto_microbatches: Whether there may be fewer for the sake of batch norm.
         loss_reduction: ``"mean"`` or ``"sum"``: how the user's loss reduces over the samples of a batch.
@@ -64,7 +64,7 @@ class TrainingStep:
         context: StepContext,
         grad_sync: GradientSync,
         *,
-        schedule: str,
+        find_schedule: Callable[[int], Schedule],
         num_microbatches: int,
         auto_microbatches: bool,
         loss_reduction: str,
@@ -76,7 +76,7 @@ class TrainingStep:
         self._place_parameters = place_parameters
         self._is_placed = False
         self._grad_sync = grad_sync
-        self._schedule = schedule
+        self._build = find_schedule
         self._num_microbatches = num_microbatches
         self._loss_reduction = loss_reduction
         self._window = AccumulationWindow(context.device)
@@ -187,10 +187,9 @@ class TrainingStep:
 
     def _find_schedule(self, num_microbatches: int, *, backward: bool) -> Schedule:
         """What the ranks of the pipeline do in a step."""
-        num_ranks, num_chunks = self._context.num_ranks, self._context.num_chunks
         if backward:
-            return build(self._schedule, num_ranks, num_microbatches, num_chunks)
-        return build_forward(num_ranks, num_microbatches, num_chunks)
+            return self._build(num_microbatches)
+        return build_forward(self._context.num_ranks, num_microbatches, self._context.num_chunks)
 
     def _make_compute(
         self,

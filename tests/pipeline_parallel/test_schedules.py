@@ -143,6 +143,23 @@ def test_1f1b_warms_up_and_then_alternates(num_ranks: int, num_microbatches: int
         assert kinds == "F" * kept + "BF" * (num_microbatches - kept) + "B" * kept
 
 
+@pytest.mark.parametrize("links", [(0, 0, 0), (2, 2, 2), (0, 3, 0), (0, 0, 20)])
+def test_what_is_on_its_way_behind_a_rank_has_left_it(links: tuple[int, ...]) -> None:
+    for rank, actions in enumerate(compute_order("1f1b", 4, 12, 1, links)):
+        kinds = "".join(action.kind.value for action in actions)
+        kept = min(12, 4 - rank + sum(links[rank:]))
+        assert kinds == "F" * kept + "BF" * (12 - kept) + "B" * kept
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "words"),
+    [("gpipe", (1,), "'gpipe'"), ("1f1b", (1, 1), "1 links"), ("1f1b", (-1,), r"\[-1\]")],
+)
+def test_what_cannot_be_on_its_way_is_refused(name: str, extra: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        compute_order(name, 2, 4, 1, extra)
+
+
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_interleaved_order_is_the_one_of_torch(num_ranks: int, num_chunks: int) -> None:
@@ -252,6 +269,16 @@ def test_every_schedule_is_complete_and_cannot_deadlock(name: str, num_ranks: in
         )
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_more_in_flight_cannot_deadlock(num_ranks: int, num_chunks: int) -> None:
+    name = "interleaved_1f1b" if num_chunks > 1 else "1f1b"
+    for num_microbatches in range(1, 17):
+        for links in itertools.product((0, 1, 4), repeat=num_ranks - 1):
+            schedule = build.__wrapped__(name, num_ranks, num_microbatches, num_chunks, links)
+            assert execute_with_blocking_sends(schedule) is None, (num_microbatches, links)
+
+
 # --- The passes -----------------------------------------------------------------------------------------------------
 
 LAYOUTS = [("gpipe", 4, 6, 1), ("1f1b", 4, 6, 1), ("1f1b", 4, 2, 1), ("interleaved_1f1b", 4, 9, 2), ("gpipe", 2, 5, 3)]
@@ -301,6 +328,23 @@ def test_at_most_one_receive_is_posted_ahead_on_a_channel(name: str) -> None:
                 if receive is not None:
                     ahead[schedule.channel(receive)] -= 1
                 assert max(ahead.values(), default=0) <= 1
+
+
+@pytest.mark.parametrize("links", [(3, 3, 3), (0, 2, 0)])
+def test_as_many_more_receives_are_posted_as_are_on_their_way(links: tuple[int, ...]) -> None:
+    schedule = build("1f1b", 4, 24, 1, links)
+    for actions in schedule.actions:
+        ahead: Counter[tuple[int, int, str]] = Counter()
+        most: Counter[tuple[int, int, str]] = Counter()
+        for action in actions:
+            if action.kind.is_receive:
+                ahead[schedule.channel(action)] += 1
+            elif action.kind.is_compute:
+                receive = schedule.receive_for(action)
+                if receive is not None:
+                    ahead[schedule.channel(receive)] -= 1
+                most |= ahead
+        assert most == {channel: 1 + links[min(channel[:2])] for channel in ahead}
 
 
 def retired_when_withheld(schedule: Schedule, withheld: Action) -> int | None:

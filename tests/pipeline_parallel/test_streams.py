@@ -43,6 +43,13 @@ def test_one_wait_for_the_device_hangs_nowhere(name: str) -> None:
     check(name, range(2, 6), range(1, 7))
 
 
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2)])
+def test_one_wait_for_the_device_hangs_nowhere_with_more_in_flight(name: str, chunks: int) -> None:
+    for ranks, microbatches in itertools.product(range(2, 5), range(1, 9)):
+        for links in itertools.product((0, 2), repeat=ranks - 1):
+            assert places_that_hang(build.__wrapped__(name, ranks, microbatches, chunks, links)) == []
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("ranks", range(2, 9))
 @pytest.mark.parametrize("name", NAMES)

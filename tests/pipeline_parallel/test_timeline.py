@@ -56,6 +56,16 @@ def test_formulas_of_gpipe_and_1f1b(num_ranks: int, num_microbatches: int) -> No
         assert list(timeline.peak_in_flight) == in_flight
 
 
+@pytest.mark.parametrize("extra", range(5))
+@pytest.mark.parametrize("send", [0.5, 1.0, 2.0])
+def test_a_microbatch_takes_what_its_way_takes_over_those_in_flight(send: float, extra: int) -> None:
+    """Two ranks: there, both computations, and back, by 2 + extra microbatches; but never less than to compute one."""
+    in_flight, way = 2 + extra, 1 + send + 3 + send + 2
+    few, many = (simulate(build("1f1b", 2, m, 1, (extra,)), send=send) for m in (30, 150))
+    assert (many.makespan - few.makespan) / 120 == pytest.approx(max(3, way / in_flight))
+    assert many.peak_in_flight == (in_flight, 1)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("num_chunks", [2, 3])
 def test_interleaved_bubble_also_without_a_multiple_of_the_ranks(num_ranks: int, num_chunks: int) -> None:

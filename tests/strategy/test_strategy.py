@@ -71,6 +71,14 @@ def test_one_process_with_microbatches_or_chunks_trains_as_one_without(ranks: Po
         assert_same(result, expected)
 
 
+@pytest.mark.parametrize("layout", [{}, {"num_chunks": 2, "schedule": "interleaved_1f1b"}], ids=["1f1b", "chunks"])
+def test_more_in_flight_trains_the_same_bit_by_bit(ranks: Pools, layout: dict[str, Any]) -> None:
+    layout = {"pipeline_parallel_size": 2, "num_microbatches": 8, **layout}
+    pool = ranks(2, lightning=True)
+    (expected, _), (result, _) = (pool.run(fitted, {**layout, "extra_in_flight": extra}) for extra in (0, 3))
+    assert_same(result, expected, 0.0)
+
+
 def fitted(layout: Any, **arguments: Any) -> dict[str, Any]:
     module, losses = Regression(), Losses()
     trainer = make_trainer(layout, max_epochs=2, callbacks=[losses], **arguments)
@@ -136,6 +144,7 @@ def test_every_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
         "num_microbatches": "auto",
         "schedule": "interleaved_1f1b",
         "num_chunks": 2,
+        "extra_in_flight": 1,
         "partition": "parameters",
         "body": "body",
         "broadcast_batches": False,

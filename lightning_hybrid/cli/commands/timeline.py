@@ -24,14 +24,21 @@ def run(args: Sequence[str]) -> None:
         "--microbatches", type=int, metavar="N", help="microbatches of a step (default: 4 for each rank)"
     )
     parser.add_argument("--chunks", type=int, metavar="N", help="model chunks per rank (default: 1, interleaved 2)")
+    parser.add_argument(
+        "--extra-in-flight", type=int, default=0, metavar="N", help="microbatches more on their way over each link"
+    )
+    parser.add_argument(
+        "--send", type=float, default=0.0, metavar="T", help="time of a message; a forward takes 1 (default: 0)"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture to this file too")
     parser.add_json()
     options = parser.parse_args(args)
     default_chunks = 2 if options.schedule == "interleaved_1f1b" else 1
     chunks = default_chunks if options.chunks is None else options.chunks
     microbatches = 4 * options.ranks if options.microbatches is None else options.microbatches
+    links = (options.extra_in_flight,) * (options.ranks - 1)
     with parser.refusing(ValueError):
-        timeline = simulate(build(options.schedule, options.ranks, microbatches, chunks))
+        timeline = simulate(build(options.schedule, options.ranks, microbatches, chunks, links), send=options.send)
     if options.json:
         print_json(_data(timeline))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 
 from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Kind, Schedule
@@ -31,7 +32,9 @@ __all__ = [
 
 
 @lru_cache
-def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+def build(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, extra_in_flight: tuple[int, ...] = ()
+) -> Schedule:
     """The complete, validated schedule of a training step.
 
     Args:
@@ -39,16 +42,19 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1)
         num_ranks: Number of pipeline ranks.
         num_microbatches: Microbatches in one step; any number, also fewer than stages.
         num_chunks: Stages per rank.
+        extra_in_flight: For each link between neighbouring ranks, how many microbatches more are on their way over it;
+            nothing for none.
 
     Raises:
-        ValueError: If there is no such schedule, a number is not at least 1, or the schedule has one chunk only.
+        ValueError: If there is no such schedule, a number is not at least 1, or the schedule has one chunk only, or
+            cannot have more in flight.
 
     Example:
         >>> print(*build("1f1b", num_ranks=2, num_microbatches=2).actions[1])
         1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
-    order = compute_order(name, num_ranks, num_microbatches, num_chunks)
-    return _complete(Schedule(name, num_ranks, num_chunks, num_microbatches, order))
+    order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
+    return _complete(Schedule(name, num_ranks, num_chunks, num_microbatches, order), extra_in_flight)
 
 
 @lru_cache
@@ -62,10 +68,10 @@ def build_forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) ->
     return _complete(Schedule("forward", num_ranks, num_chunks, num_microbatches, order))
 
 
-def _complete(schedule: Schedule) -> Schedule:
+def _complete(schedule: Schedule, extra_in_flight: Sequence[int] = ()) -> Schedule:
     schedule = add_communication(schedule)
     if not _waits_for_each_kernel():
-        schedule = post_receives_early(schedule)
+        schedule = post_receives_early(schedule, extra_in_flight)
     validate(schedule)
     return prove_sends_received(schedule)
 

@@ -13,7 +13,9 @@ Order = tuple[tuple[Action, ...], ...]
 """``order[rank]``: the ``F`` and ``B`` actions of that rank."""
 
 
-def compute_order(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+def compute_order(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, extra_in_flight: Sequence[int] = ()
+) -> Order:
     """The forwards and backwards of each rank, without sends and receives.
 
     Every schedule runs the backwards of one stage in the order of the microbatches, so the gradients of a stage are
@@ -24,17 +26,28 @@ def compute_order(name: str, num_ranks: int, num_microbatches: int, num_chunks: 
         num_ranks: Number of pipeline ranks.
         num_microbatches: Microbatches in one step; any number, also fewer than stages.
         num_chunks: Stages per rank.
+        extra_in_flight: For each link between neighbouring ranks, how many microbatches more are on their way over it;
+            nothing for none.
 
     Raises:
-        ValueError: If there is no such schedule, a number is not at least 1, or the schedule has one chunk only.
+        ValueError: If there is no such schedule, a number is not at least 1, or the schedule has one chunk only, or
+            cannot have more in flight.
     """
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(map(repr, SCHEDULES))}")
     _check_sizes(num_ranks, num_microbatches, num_chunks)
-    return SCHEDULES[name](num_ranks, num_microbatches, num_chunks)
+    links = extra_in_flight or [0] * (num_ranks - 1)
+    if len(links) != num_ranks - 1 or min(links, default=0) < 0:
+        raise ValueError(
+            f"extra_in_flight is {list(links)}, but {num_ranks} ranks have {num_ranks - 1} links; it needs a number for"
+            " each, at least 0"
+        )
+    # What is on its way over the links behind a rank has been sent by it, and has not come back.
+    extra = [sum(links[rank:]) for rank in range(num_ranks)]
+    return SCHEDULES[name](num_ranks, num_microbatches, num_chunks, extra)
 
 
-def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int, extra: Sequence[int]) -> Order:
     """All forwards, then all backwards (GPipe, https://arxiv.org/abs/1811.06965).
 
     ::
@@ -46,7 +59,15 @@ def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Order:
 
     Every rank keeps the activations of all microbatches. With several chunks a rank runs all microbatches through one
     chunk before the next (breadth first, https://arxiv.org/abs/2211.05953).
+
+    Raises:
+        ValueError: If more is to be in flight.
     """
+    if any(extra):
+        raise ValueError(
+            f"schedule='gpipe' has all microbatches in flight, and {extra[0]} more are asked for on rank 0; leave"
+            " extra_in_flight out, or use schedule='1f1b'"
+        )
 
     def of_rank(rank: int) -> tuple[Action, ...]:
         stages = range(rank, num_ranks * num_chunks, num_ranks)
@@ -57,7 +78,7 @@ def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Order:
     return tuple(of_rank(rank) for rank in range(num_ranks))
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int, extra: Sequence[int]) -> Order:
     """After a warm-up, one forward and one backward in turns (PipeDream-Flush, https://arxiv.org/abs/2006.09503).
 
     ::
@@ -68,6 +89,12 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> O
         rank 3            F0 B0 F1 B1 F2 B2 F3 B3
 
     It takes as long as GPipe, but rank ``r`` keeps the activations of ``min(m, p - r)`` microbatches only.
+
+    Where a message takes a while, microbatches that go to the last rank and back need more in flight, or ranks wait for
+    them (eager 1F1B, https://arxiv.org/abs/2211.05322). With two extra on rank 0, and time for a message::
+
+        rank 0   F0 F1 F2 F3 B0 F4 B1 F5 B2    B3 ...
+        rank 1         F0 B0 F1 B1 F2 B2 F3 B3 ...
 
     Raises:
         ValueError: If ``num_chunks`` is not 1.
@@ -81,12 +108,12 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> O
     def of_rank(rank: int) -> list[Action]:
         forwards = [Action(rank, Kind.F, i) for i in range(num_microbatches)]
         backwards = [Action(rank, Kind.B, i) for i in range(num_microbatches)]
-        return _in_turns(forwards, backwards, warm_up=num_ranks - 1 - rank)
+        return _in_turns(forwards, backwards, warm_up=num_ranks - 1 - rank + extra[rank])
 
     return tuple(tuple(of_rank(rank)) for rank in range(num_ranks))
 
 
-def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Order:
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int, extra: Sequence[int]) -> Order:
     """1F1B over several chunks per rank, which divides the bubble by ``v`` (Megatron, https://arxiv.org/abs/2104.04473).
 
     ::
@@ -105,18 +132,19 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 1)
 
     What remains of a schedule without deadlock has none either, and the bubble is ``(p - 1) / (v m)`` of the ideal time
     for every ``m >= p``. The price is memory: a rank keeps more microbatches, by as many at most as the groups are
-    larger than ``p``. With ``m < p`` all are one group. With one chunk per rank this is 1F1B.
+    larger than ``p``. With ``m < p`` all are one group. With one chunk per rank this is 1F1B. Where more is to be in
+    flight, groups are as much larger.
     """
     if num_chunks == 1:
-        return one_f_one_b(num_ranks, num_microbatches)
-    groups = _groups(num_ranks, num_microbatches)
+        return one_f_one_b(num_ranks, num_microbatches, 1, extra)
+    groups = _groups(num_ranks + extra[0], num_microbatches)
 
     def of_rank(rank: int) -> tuple[Action, ...]:
         stages = range(rank, num_ranks * num_chunks, num_ranks)
         forwards, backwards = _in_groups(Kind.F, stages, groups), _in_groups(Kind.B, stages[::-1], groups)
         # When its first backward comes, the last rank has run the first group through all chunks but one. Each rank
         # before it runs its forwards one step earlier and gets its gradients one step later: two more are under way.
-        warm_up = (num_chunks - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank)
+        warm_up = (num_chunks - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank) + extra[rank]
         return tuple(filter(None, _in_turns(forwards, backwards, warm_up)))
 
     return tuple(of_rank(rank) for rank in range(num_ranks))
@@ -134,12 +162,16 @@ def forward_order(num_ranks: int, num_microbatches: int, num_chunks: int = 1) ->
     return tuple(tuple(filter(None, _in_groups(Kind.F, stages, groups))) for stages in stages_of_ranks)
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], Order]] = {
+SCHEDULES: dict[str, Callable[[int, int, int, Sequence[int]], Order]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved_1f1b": interleaved_1f1b,
 }
-"""The schedules by name; each takes the numbers of ranks, microbatches and chunks."""
+"""The schedules by name.
+
+Each takes the numbers of ranks, microbatches and chunks, and for each rank how many forwards more than usual it runs
+before its first backward.
+"""
 
 
 def _in_turns(forwards: Sequence[_T], backwards: Sequence[_T], warm_up: int) -> list[_T]:
@@ -150,12 +182,12 @@ def _in_turns(forwards: Sequence[_T], backwards: Sequence[_T], warm_up: int) -> 
     return [*forwards[:warm_up], *turns, *backwards[steady:]]
 
 
-def _groups(num_ranks: int, num_microbatches: int) -> list[list[int | None]]:
-    """Groups of equal length, each of at least ``num_ranks`` microbatches if there are so many; ``None`` is a hole.
+def _groups(least: int, num_microbatches: int) -> list[list[int | None]]:
+    """Groups of equal length, each of at least ``least`` microbatches if there are so many; ``None`` is a hole.
 
     Groups with a hole come first: fewer activations are alive while the pipeline fills.
     """
-    num_groups = max(1, num_microbatches // num_ranks)
+    num_groups = max(1, num_microbatches // least)
     size = -(-num_microbatches // num_groups)
     num_holes = num_groups * size - num_microbatches
     numbers = iter(range(num_microbatches))

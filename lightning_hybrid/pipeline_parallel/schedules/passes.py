@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Schedule
@@ -53,7 +54,7 @@ def add_communication(schedule: Schedule) -> Schedule:
     return replace(schedule, actions=tuple(map(tuple, lists)))
 
 
-def post_receives_early(schedule: Schedule) -> Schedule:
+def post_receives_early(schedule: Schedule, extra_in_flight: Sequence[int] = ()) -> Schedule:
     """Post each receive one microbatch earlier, so that its message travels while the rank computes.
 
     ::
@@ -67,6 +68,9 @@ def post_receives_early(schedule: Schedule) -> Schedule:
     one that is being worked on. A receive never moves back, and never past another one of its channel. Posting it
     earlier can only let its send pass earlier, so a schedule that did not deadlock still does not.
 
+    Where more is on its way over a link, because messages take a while, as many more receives are posted: a sender has
+    to know of a receive before it can send.
+
     On a device, a posted receive is a kernel that runs until its message is there. Where the host then waits for all of
     the device (memory is freed, a kernel is loaded, the user's code or a profiler asks for it), a message that needs
     what this rank has not enqueued yet would never come. So a receive also stays behind the last send of its own rank
@@ -74,9 +78,14 @@ def post_receives_early(schedule: Schedule) -> Schedule:
 
         gpipe, rank 0   F2 SEND_F2           F3 SEND_F3 RECV_B0    B0
                                   ^--------------------' before F3: B0 of rank 1 waits for F3, which waits for this host
+
+    Args:
+        schedule: With its communication.
+        extra_in_flight: For each link between neighbouring ranks, how many microbatches more are on their way over it;
+            nothing for none.
     """
-    needed = _last_sends_before(schedule)
-    lists = (tuple(_post_early(schedule, actions, needed)) for actions in schedule.actions)
+    needed, extra = _last_sends_before(schedule), extra_in_flight or [0] * (schedule.num_ranks - 1)
+    lists = (tuple(_post_early(schedule, actions, needed, extra)) for actions in schedule.actions)
     return replace(schedule, actions=tuple(lists))
 
 
@@ -110,13 +119,17 @@ def _last_sends_before(schedule: Schedule) -> dict[Action, int]:
     return {receive: clocks[schedule.counterpart(receive)][schedule.rank_of(receive.stage)] for receive in receives}
 
 
-def _post_early(schedule: Schedule, actions: tuple[Action, ...], needed: Mapping[Action, int]) -> list[Action]:
+def _post_early(
+    schedule: Schedule, actions: tuple[Action, ...], needed: Mapping[Action, int], extra: Sequence[int]
+) -> list[Action]:
     computations = [action for action in actions if action.kind.is_compute]
     users = {schedule.receive_for(action): number for number, action in enumerate(computations)}
     # gaps[i]: what is between computation i - 1 and computation i
     gaps: list[list[Action]] = [[] for _ in range(len(computations) + 1)]
     early: list[list[Action]] = [[] for _ in range(len(computations) + 1)]
-    user_before: dict[ChannelKey, int] = {}  # of the message before, by channel
+    # By channel, the computations behind which its messages may be posted: before the first one, and those that work on
+    # the messages before.
+    users_before: defaultdict[ChannelKey, list[int]] = defaultdict(list)
     gap = 0
     for action in actions:
         if action.kind.is_compute:
@@ -125,9 +138,12 @@ def _post_early(schedule: Schedule, actions: tuple[Action, ...], needed: Mapping
             gaps[gap].append(action)
         else:
             channel = schedule.channel(action)
-            earlier = max(user_before.get(channel, max(0, users[action] - 1)), needed[action])
+            before = users_before[channel] or [max(0, users[action] - 1)]
+            sender, receiver, _ = channel
+            ahead = 1 + (extra[min(sender, receiver)] if abs(sender - receiver) == 1 else max(extra))
+            earlier = max(before[-min(ahead, len(before))], needed[action])
             (early[earlier] if earlier < gap else gaps[gap]).append(action)
-            user_before[channel] = users[action]
+            users_before[channel] = [*before, users[action]]
     moved: list[Action] = []
     for number, action in enumerate(computations):
         moved += [*gaps[number], *early[number], action]

@@ -1,0 +1,1 @@
+"""Steps between machines that are far apart."""
