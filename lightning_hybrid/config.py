@@ -52,6 +52,7 @@ class HybridConfig:
     process_group_backend: str | None = field(metadata=_OPTIONAL_STR)
     timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)
     stall_timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)
+    lease: timedelta | None = field(metadata=_OPTIONAL_TIME)
     detect_desync: bool = field(metadata=_BOOL)
     on_nonfinite: str
 
@@ -71,6 +72,11 @@ class HybridConfig:
         if self.stall_timeout is None:
             return None
         return min(self.stall_timeout.total_seconds(), 0.8 * self.seconds_to_time_out)
+
+    @property
+    def seconds_of_lease(self) -> float | None:
+        """How long a rank may give no sign."""
+        return None if self.lease is None else self.lease.total_seconds()
 
     @property
     def shares_casts(self) -> bool:

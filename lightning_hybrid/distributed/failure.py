@@ -50,6 +50,9 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool:
         """Whether all keys have been written."""
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Read keys that have been written."""
+
 
 class FailureStore:
     """Where the first failure of a run is written, and read by every other rank.
@@ -305,6 +308,14 @@ class FailureStore:
 def gone_text(names: Sequence[str]) -> str:
     """What is wrong if the processes of ranks have ended without a word."""
     return f"Gone without a message, so killed or crashed: {', '.join(names)}."
+
+
+def silent_text(names: Sequence[str], seconds: float) -> str:
+    """What is wrong if ranks have given no sign for the length of a lease."""
+    return (
+        f"Silent for {seconds:.0f} s, so stopped, cut off or without power: {', '.join(names[:_MOST])}. If a rank works"
+        " that long without letting other threads of Python run, give `HybridStrategy(lease=...)` more."
+    )
 
 
 def finished_text(ranks: Sequence[int]) -> str:

@@ -19,8 +19,10 @@ from lightning_hybrid.distributed.failure import (
     finished_text,
     gone_text,
     print_error,
+    silent_text,
 )
 from lightning_hybrid.distributed.wait_watch import WaitWatch
+from lightning_hybrid.distributed.watch.leases import Leases
 from lightning_hybrid.distributed.watch.process_ends import ProcessEnds
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
@@ -34,8 +36,9 @@ _STORE_GONE = "The store of all ranks is gone, so rank 0 or what launched the ra
 class FailureWatch:
     """Looks at the store on the watcher's thread, while the run of this rank may be stuck.
 
-    What nobody tells is found here: a process on this machine that has ended, ranks that wait for each other, one that
-    waits for a rank whose run is over. What is known ends this rank, each time by the mildest means that does::
+    What nobody tells is found here: a process on this machine that has ended, ranks that have fallen silent, ranks that
+    wait for each other, one that waits for a rank whose run is over. What is known ends this rank, each time by the
+    mildest means that does::
 
         a cause is known --> the groups are aborted:     who waits for others gets an exception where it waits
                              and who is stopped goes on, to find out the same
@@ -51,6 +54,7 @@ class FailureWatch:
         size: The number of ranks.
         thread: That of the run.
         waits: Finds ranks that wait for each other.
+        leases: Finds ranks that have fallen silent; ``None`` if nobody looks for them.
         abort: Wakes who waits in this rank's groups, which are of no use then.
         interrupt: Has this exception raised in the thread of the run; whether that is possible.
         parent: The process that started this one, if this one shall not outlive it.
@@ -66,13 +70,15 @@ class FailureWatch:
         size: int,
         thread: WatchedThread,
         waits: WaitWatch,
+        leases: Leases | None,
         abort: Callable[[], None],
         interrupt: Callable[[Exception], bool],
         parent: int | None = None,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self._failures, self._store, self._rank, self._size = failures, store, rank, size
-        self._thread, self._waits, self._abort, self._interrupt = thread, waits, abort, interrupt
+        self._thread, self._waits, self._leases = thread, waits, leases
+        self._abort, self._interrupt = abort, interrupt
         self._parent, self._end = parent, end
         self._ends = ProcessEnds()
         self._finished: set[int] = set()
@@ -82,6 +88,8 @@ class FailureWatch:
         """A run begins, on the thread that is watched."""
         self._thread.watch_this()
         self._waits.begin()
+        if self._leases is not None:
+            self._leases.begin()
         self._ends.close()
         self._finished.clear()
         self._met: set[int] = set()  # the numbers of ranks on this machine
@@ -175,6 +183,11 @@ class FailureWatch:
         gone = sorted(failures.gone - self._finished)
         if gone:
             return self._report(gone_text([failures.name_of(rank) for rank in gone]))
+        silent = [] if self._leases is None else self._leases.look()
+        if silent and self._leases is not None:
+            for rank in silent:
+                failures.description_of(rank, self._store)
+            return self._report(silent_text([failures.name_of(rank) for rank in silent], self._leases.seconds))
         terminating = None if self._sigterm_at is None else time.monotonic() - self._sigterm_at
         found = self._waits.look(terminating, any_finished=bool(self._finished))
         if found is None and self._finished and not self._waits.knows_what and self._thread.waits:

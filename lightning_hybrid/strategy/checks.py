@@ -68,7 +68,7 @@ def check_arguments(**arguments: Any) -> None:
         if kinds is not None and not isinstance(arguments[name], kinds):
             expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
             raise TypeError(f"{name} must be {expected}, got {arguments[name]!r} ({type(arguments[name]).__name__}).")
-    for name in ("timeout", "stall_timeout"):
+    for name in ("timeout", "stall_timeout", "lease"):
         if arguments[name] is not None and arguments[name] <= timedelta(0):
             raise ValueError(f"{name} must be longer than nothing, or None; got {arguments[name]!r}.")
     _check_choice("schedule", arguments["schedule"], tuple(SCHEDULES))

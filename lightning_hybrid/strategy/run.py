@@ -31,7 +31,7 @@ from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.debug.desync import Desync
-from lightning_hybrid.distributed.debug.stall import Position, StallWatch
+from lightning_hybrid.distributed.debug.stall import Position
 from lightning_hybrid.distributed.failure import FailureStore
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
@@ -122,17 +122,13 @@ class World:
         groups = [self.mesh.model_ranks(replica) for replica in range(self.mesh.data_parallel_size)]
         limit = config.seconds_to_time_out
         self.desync = Desync(self.failures, store, watched, rank=rank, model_groups=groups, timeout=limit)
-        stall, seconds = None, config.seconds_to_stall
-        if seconds is not None:
-            stall = StallWatch(self.failures, watched, rank=rank, size=size, timeout=seconds, position=self._position)
         self.seed: int = broadcast_object(torch.initial_seed(), 0, world)
         self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
         with connections.opened():
             channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
         self.engine = Engine(self.mesh.pipeline_rank, channels)
-        self.watch = RunWatch(
-            self.mesh, self.engine, self.failures, watched, connections, since=before, desync=self.desync, stall=stall
-        )
+        seen = self.mesh, self.engine, self.failures, watched, connections
+        self.watch = RunWatch(*seen, config, since=before, desync=self.desync, position=self._position)
         self.in_flight: WeakSet[_InFlight] = WeakSet()
         self._mixed_operations = ExitStack()
         self.exceptions = ExceptionCallback(self.failures, self.abandon)

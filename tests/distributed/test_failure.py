@@ -476,7 +476,14 @@ def watched(store: Any, rank: int, size: int = 2, **arguments: Any) -> tuple[Fai
         state=lambda: f"state {rank}",
         meetings=meetings,
     )
-    arguments = {"abort": list, "interrupt": pytest.fail, "end": pytest.fail, "waits": waits, **arguments}
+    arguments = {
+        "leases": None,
+        "abort": list,
+        "interrupt": pytest.fail,
+        "end": pytest.fail,
+        "waits": waits,
+        **arguments,
+    }
     watch = FailureWatch(failures, store, rank=rank, size=size, **arguments)
     watch.begin()
     return failures, watch

@@ -36,6 +36,7 @@ from lightning_hybrid.distributed.failure import CAUSE, FailureStore
 from lightning_hybrid.distributed.watch.watched_thread import StackCall
 from lightning_hybrid.distributed.watch.watcher import Watcher
 from lightning_hybrid.strategy import run
+from lightning_hybrid.strategy.watch import run_watch
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, loader, make_trainer
 
@@ -304,7 +305,7 @@ def stalled() -> tuple[str, str, float]:
     layout = {**PP2, "stall_timeout": timedelta(seconds=6), "timeout": timedelta(seconds=60)}
     watch = partial(StallWatch, patience=3.0)
     with (
-        mock.patch.object(run, "StallWatch", watch),
+        mock.patch.object(run_watch, "StallWatch", watch),
         contextlib.redirect_stderr(printed),
         pytest.raises(Exception, match="Stalled") as error,
     ):

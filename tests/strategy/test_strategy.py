@@ -156,6 +156,7 @@ def test_every_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
         "process_group_backend": "gloo",
         "timeout": "0:10:00",
         "stall_timeout": "0:03:00",
+        "lease": "0:01:00",
         "detect_desync": True,
         "on_nonfinite": "skip",
     }

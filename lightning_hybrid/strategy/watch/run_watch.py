@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from types import CodeType
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.debug.desync import Desync
-from lightning_hybrid.distributed.debug.stall import StallWatch
+from lightning_hybrid.distributed.debug.stall import Position, StallWatch
 from lightning_hybrid.distributed.failure import FailureStore, Store, close_groups
 from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.wait_watch import Messages, WaitWatch
 from lightning_hybrid.distributed.watch.connections import Connections
+from lightning_hybrid.distributed.watch.leases import Leases
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 from lightning_hybrid.distributed.watch.watcher import Watcher
 from lightning_hybrid.pipeline_parallel.engine import Engine
@@ -33,9 +36,10 @@ class RunWatch:
         failures: Of this rank.
         store: What all ranks see, for the watcher alone.
         connections: Those of the process groups.
+        config: How long nothing may finish, and how long a rank may be silent.
         since: The last collective of before the groups were made.
         desync: Compares what ranks do.
-        stall: Sees whether anything finishes; ``None`` if nobody ends a run that stands still.
+        position: Says where the rank is, as for `StallWatch`.
 
     Attributes:
         trainer: Whose run is watched; ``None`` outside of one.
@@ -48,14 +52,20 @@ class RunWatch:
         failures: FailureStore,
         store: Store,
         connections: Connections,
+        config: HybridConfig,
         *,
         since: int,
         desync: Desync,
-        stall: StallWatch | None,
+        position: Callable[[Sequence[CodeType]], Position],
     ) -> None:
         self._mesh, self._engine, self._failures, self._connections = mesh, engine, failures, connections
-        self._others: list[Desync | StallWatch] = [desync] if stall is None else [desync, stall]
+        self._others: list[Desync | StallWatch] = [desync]
         rank, size = dist.get_rank(), dist.get_world_size()
+        stall, lease = config.seconds_to_stall, config.seconds_of_lease
+        if stall is not None:
+            watch = StallWatch(failures, store, rank=rank, size=size, timeout=stall, position=position)
+            self._others.append(watch)
+        leases = None if lease is None else Leases(failures, store, rank=rank, size=size, seconds=lease)
         self._thread = WatchedThread()
         self._waits = WaitWatch(
             failures,
@@ -75,6 +85,7 @@ class RunWatch:
             size=size,
             thread=self._thread,
             waits=self._waits,
+            leases=leases,
             abort=self._abort,
             interrupt=self._interrupt,
             parent=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None,
@@ -82,7 +93,7 @@ class RunWatch:
         self._watcher = Watcher(
             self._look,
             descriptors=self._failure_watch.descriptors,
-            patience=None if stall is None else stall.timeout,
+            patience=min(filter(None, (stall, lease)), default=None),
             stuck=self._failure_watch.end_without_store,
         )
         self._signals = SignalAgreement(mesh, store, failures.key, self._watcher.wake)

@@ -1,0 +1,76 @@
+"""Ranks that have fallen silent: each renews a lease in the store, and rank 0 sees whose has run out."""
+
+from __future__ import annotations
+
+import time
+
+from lightning_hybrid.distributed.failure import FailureStore, Store
+
+_SLEPT = 5.0  # seconds between two looks after which this process has been stopped in the meantime
+_MOST_BETWEEN = 2.0  # seconds between two times of reading
+_RENEWALS = 6  # in the time of a lease
+
+
+class Leases:
+    """Finds ranks whose process stands still, or whose machine is cut off or has lost its power: no connection breaks.
+
+    ::
+
+        every rank   renews its lease, a number in the store, six times in its length      one message
+        rank 0       reads all leases every two seconds                                    one message
+        rank 1       reads that of rank 0
+
+    The watcher renews it, whatever the rank does: in a step, while it validates or saves. So a rank that computes, or
+    waits for long, is not silent; one that works without ever letting other threads of Python run is. Who is cut off
+    together with others does not reach the store, and finds that by itself: see
+    :class:`~lightning_hybrid.distributed.watch.watcher.Watcher`, whose ``patience`` is the length of a lease.
+
+    Before all ranks have begun a run nobody is silent, and neither is who has come to its end.
+
+    Args:
+        failures: Of this rank.
+        store: What all ranks see, for the watcher alone.
+        rank: This rank.
+        size: The number of ranks.
+        seconds: The length of a lease.
+
+    Attributes:
+        seconds: As given.
+    """
+
+    def __init__(self, failures: FailureStore, store: Store, *, rank: int, size: int, seconds: float) -> None:
+        self._failures, self._store, self._rank, self.seconds = failures, store, rank, seconds
+        self._read = list(range(1, size)) if rank == 0 else [0] if rank == 1 else []
+        self.begin()
+
+    def begin(self) -> None:
+        """A run begins."""
+        self._renewals = 0
+        self._renew_at = self._read_at = 0.0
+        self._looked = time.monotonic()
+        self._seen: dict[int, tuple[bytes, float]] = {}  # what was read last, and when it was new
+
+    def look(self) -> list[int]:
+        """Renew this rank's lease, and return the ranks that have been silent for longer than one."""
+        now = time.monotonic()
+        if now > self._looked + _SLEPT:  # nobody could be heard
+            self._seen = {rank: (value, since + now - self._looked) for rank, (value, since) in self._seen.items()}
+        self._looked = now
+        if now >= self._renew_at:
+            self._renew_at = now + self.seconds / _RENEWALS
+            self._renewals += 1
+            self._store.set(self._key(self._rank), str(self._renewals))
+        if not self._read or now < self._read_at:
+            return []
+        self._read_at = now + min(_MOST_BETWEEN, self.seconds / _RENEWALS)
+        keys = [self._key(rank) for rank in self._read]
+        if not self._seen and not self._store.check(keys):
+            return []
+        for rank, value in zip(self._read, self._store.multi_get(keys), strict=True):
+            if rank not in self._seen or value != self._seen[rank][0]:
+                self._seen[rank] = value, now
+        silent = [rank for rank, (_, since) in self._seen.items() if now > since + self.seconds]
+        return [rank for rank in silent if not self._store.check([self._failures.key(f"finished/{rank}")])]
+
+    def _key(self, rank: int) -> str:
+        return self._failures.key(f"lease/{rank}")

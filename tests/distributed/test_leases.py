@@ -1,0 +1,144 @@
+"""Who gives no sign for the length of a lease is found, and nobody else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from lightning_hybrid.distributed.failure import FailureStore
+from lightning_hybrid.distributed.watch import leases as module
+from lightning_hybrid.distributed.watch.leases import Leases
+from tests.pool import Pools
+from tests.training_jobs import PP2, Regression, loader, make_trainer
+
+SECONDS = 60.0
+
+
+class Clock:
+    """Stands still unless it is set."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Ranks:
+    """Some ranks whose watchers look every second."""
+
+    def __init__(self, clock: Clock, size: int = 3) -> None:
+        self._clock, self._store = clock, dist.HashStore()
+        self.failures = [FailureStore(self._store, "run", rank=rank, size=size) for rank in range(size)]
+        for each in self.failures:
+            each.begin()
+        self._leases = [
+            Leases(failures, self._store, rank=rank, size=size, seconds=SECONDS)
+            for rank, failures in enumerate(self.failures)
+        ]
+
+    def pass_time(self, seconds: int, *, without: tuple[int, ...] = ()) -> dict[int, list[int]]:
+        """What each rank has found when it first found something, and the rest have looked."""
+        found: dict[int, list[int]] = {}
+        for _ in range(seconds):
+            self._clock.now += 1
+            for rank, leases in enumerate(self._leases):
+                silent = leases.look() if rank not in without else []
+                if silent:
+                    found.setdefault(rank, silent)
+        return found
+
+
+@pytest.fixture
+def clock() -> Any:
+    """The one of the leases."""
+    with mock.patch.object(module, "time", clock := Clock()):
+        yield clock
+
+
+def test_who_gives_signs_is_never_silent(clock: Clock) -> None:
+    assert Ranks(clock).pass_time(3600) == {}
+
+
+def test_who_gives_none_is_found_within_seconds_of_the_end_of_its_lease(clock: Clock) -> None:
+    ranks = Ranks(clock)
+    ranks.pass_time(100)
+    assert ranks.pass_time(int(SECONDS) - 11, without=(2,)) == {}
+    assert ranks.pass_time(15, without=(2,)) == {0: [2]}
+
+
+def test_the_first_rank_is_missed_by_the_second(clock: Clock) -> None:
+    ranks = Ranks(clock)
+    ranks.pass_time(10)
+    assert ranks.pass_time(int(SECONDS) + 4, without=(0,)) == {1: [0]}
+
+
+def test_who_comes_back_in_time_has_missed_nothing(clock: Clock) -> None:
+    ranks = Ranks(clock)
+    ranks.pass_time(10)
+    for _ in range(5):
+        assert ranks.pass_time(45, without=(1, 2)) == {}
+        assert ranks.pass_time(5) == {}
+
+
+def test_who_was_stopped_itself_blames_nobody(clock: Clock) -> None:
+    """A job that is suspended as a whole goes on; the others may do so a little later."""
+    ranks = Ranks(clock)
+    ranks.pass_time(10)
+    clock.now += 3600
+    assert ranks.pass_time(20, without=(1, 2)) == {}
+    assert ranks.pass_time(100) == {}
+
+
+def test_before_all_have_begun_nobody_is_silent(clock: Clock) -> None:
+    ranks = Ranks(clock)
+    assert ranks.pass_time(3600, without=(2,)) == {}
+
+
+def test_who_has_come_to_the_end_of_the_run_may_be_silent(clock: Clock) -> None:
+    ranks = Ranks(clock)
+    ranks.pass_time(10)
+    ranks.failures[1].finish()
+    assert ranks.pass_time(200, without=(1,)) == {}
+
+
+class Stopping(Regression):
+    """Rank 1 is stopped in a step; who reads its lease is not."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if self.trainer.global_step == 2:
+            if self.trainer.global_rank == 1:
+                Path(self.folder, "pid").write_text(str(os.getpid()))
+                time.sleep(60)
+            else:
+                deadline = time.monotonic() + 20
+                while not Path(self.folder, "pid").exists() and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                time.sleep(0.5)
+                os.kill(int(Path(self.folder, "pid").read_text()), signal.SIGSTOP)
+
+
+def stopped(folder: str) -> tuple[str, float]:
+    start = time.monotonic()
+    with pytest.raises(Exception, match=r".") as error:
+        make_trainer({**PP2, "lease": timedelta(seconds=4)}).fit(Stopping(folder), loader())
+    return str(error.value), time.monotonic() - start
+
+
+def test_a_rank_whose_process_is_stopped_is_named(ranks: Pools, tmp_path: Path) -> None:
+    """It is let go on then, and ends with the same text."""
+    (text, seconds), (of_stopped, _) = ranks(2, lightning=True).run(stopped, str(tmp_path), timeout=60)
+    assert "Silent for 4 s, so stopped, cut off or without power: rank 1 (on " in text
+    assert of_stopped == text
+    assert seconds < 30
