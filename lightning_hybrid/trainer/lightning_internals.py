@@ -950,8 +950,7 @@ def connect_processes(
 
     Without: there is no process group, unless the user makes one.
     """
-    where: dict[str, Any] = {} if store is None else {"store": store}
-    _init_dist_connection(environment, backend, timeout=timeout, device_id=device, **where)
+    _init_dist_connection(environment, backend, timeout=timeout, device_id=device, store=store)
 
 
 def replace_signal_handlers(
