@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -22,7 +23,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_hybrid.strategy import rendezvous
 from lightning_hybrid.strategy.rendezvous import address_towards, choose_interface, make_store
-from tests.strategy import dies_once
+from tests.nodes import train
 
 SECONDS = timedelta(seconds=20)
 
@@ -185,18 +186,20 @@ def test_a_name_that_is_not_known_is_refused() -> None:
 @pytest.mark.slow
 def test_a_run_goes_on_after_torchrun_has_restarted_it(tmp_path: Path) -> None:
     """With the agent's store of torch the second attempt would read the addresses of the first, and wait for ever."""
-    words = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2", dies_once.__file__]
+    words = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2", train.__file__]
+    layout = json.dumps({"pipeline_parallel_size": 2, "num_microbatches": 2})
+    root = Path(__file__).parents[2]
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", *words, str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-W", "ignore", "-m", *words, layout, str(tmp_path), str(tmp_path / "checkpoints"), "3"],
+        cwd=root,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert sorted(re.findall(r"attempt \d, rank \d: .*", ended.stdout)) == [
-        "attempt 1, rank 0: from step 3 to step 6",
-        "attempt 1, rank 1: from step 3 to step 6",
+    assert sorted(re.findall(r"rank \d of 2: .*", ended.stdout)) == [
+        "rank 0 of 2: from step 3 to step 10",
+        "rank 1 of 2: from step 3 to step 10",
     ]
