@@ -242,10 +242,11 @@ def _lightning_job(rank: int, size: int, rendezvous: Path) -> Iterator[None]:
         )
         initialize, stores = dist.init_process_group, itertools.count()
 
-        def initialize_by_file(*args: Any, **kwargs: Any) -> None:
+        def initialize_by_file(*args: Any, store: dist.Store | None = None, **kwargs: Any) -> None:
             # Every client of a TCPStore looks up its peer's host name, and a slow resolver costs 5 s (in one of
             # 25 connections, measured); a file costs nothing and no two runs compete for a port.
-            store = dist.FileStore(f"{rendezvous}-{next(stores)}", size)
+            if store is None:
+                store = dist.FileStore(f"{rendezvous}-{next(stores)}", size)
             initialize(*args, **{"store": store, "rank": rank, "world_size": size, **kwargs})
 
         dist.init_process_group = initialize_by_file

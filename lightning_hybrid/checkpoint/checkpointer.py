@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,6 @@ from lightning_hybrid.checkpoint.partial_state import part_expected
 from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
 from lightning_hybrid.checkpoint.snapshot import snapshot
 from lightning_hybrid.checkpoint.state_dict_match import load_module_state
-from lightning_hybrid.checkpoint.storage.atomic import resolve
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
 from lightning_hybrid.checkpoint.storage.checksums import verify
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
@@ -218,19 +218,13 @@ class Checkpointer:
 
         def read() -> dict[str, Any]:
             load = partial(plugin.load_checkpoint, weights_only=weights_only)
-            local = local_path(path)
-            if local is not None and type(plugin) in FILE_PLUGINS and not resolve(local).exists():
-                several = " All machines must see it: it is read on each of them." * (
-                    self._module.trainer.num_nodes > 1
-                )
-                raise FileNotFoundError(f"Checkpoint file not found: {path}, on {socket.gethostname()}.{several}")
-            if local is None or not DistributedCheckpoint.is_at(local, or_unfinished=type(plugin) in FILE_PLUGINS):
-                if local is not None and local.is_file() and type(plugin) in FILE_PLUGINS:
-                    trainer = self._module.trainer
-                    verify(local, share=(trainer.local_rank, trainer.num_devices))  # of the processes of this machine
-                return load(path)
-            load_value = partial(torch.load, weights_only=weights_only)
-            return self._sharded.load(local, strict=self._module.strict_loading, read_extra=load, load_value=load_value)
+            local, is_usual = local_path(path), type(plugin) in FILE_PLUGINS
+            if local is not None and DistributedCheckpoint.is_at(local, or_unfinished=is_usual):
+                strict, load_value = self._module.strict_loading, partial(torch.load, weights_only=weights_only)
+                return self._sharded.load(local, strict=strict, read_extra=load, load_value=load_value)
+            if local is not None and is_usual:
+                self._check_file(local, path)
+            return load(path)
 
         def read_checkpoint() -> dict[str, Any]:
             found = read()
@@ -240,6 +234,21 @@ class Checkpointer:
         checkpoint = agree(read_checkpoint)
         self._training_state.load(checkpoint, checkpoint.get(METADATA, {}), path, self._module.trainer)
         return checkpoint
+
+    def _check_file(self, file: Path, path: Any) -> None:
+        """Make sure that a checkpoint of one file is here, and as it was written.
+
+        Raises:
+            FileNotFoundError: If it is not here.
+            ValueError: If it is damaged.
+        """
+        if not file.exists():
+            raise FileNotFoundError(
+                f"Checkpoint file not found: {path}, on {socket.gethostname()}. All machines must see it: it is read on"
+                " each of them."
+            )
+        trainer = self._module.trainer
+        verify(file, share=(trainer.local_rank, trainer.num_devices))  # of the processes of this machine
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Take this rank's part of the full state dict of the module.

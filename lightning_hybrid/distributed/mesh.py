@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import socket
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -257,6 +259,13 @@ class Mesh:
     def is_first(self) -> bool:
         """Whether this is the first rank of every axis: the one that writes and logs."""
         return bool(self.pipeline_rank == self.data_rank == self.tensor_rank == 0)
+
+    @cached_property
+    def hosts(self) -> list[str]:
+        """The machine of each rank, by its host name. The first time, all ranks ask for it together."""
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname(), group=self.world_group)
+        return hosts
 
     def data_parallel_min(self, number: int) -> int:
         """The smallest of the numbers that the replicas' ranks have."""

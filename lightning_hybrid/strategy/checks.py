@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-import socket
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import fields
@@ -248,11 +247,7 @@ def check_tensor_groups(mesh: Mesh) -> None:
     Args:
         mesh: The ranks.
     """
-    size = mesh.tensor_parallel_size
-    if size == 1:
-        return
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=mesh.world_group)
+    size, hosts = mesh.tensor_parallel_size, mesh.hosts
     for stage, replica in itertools.product(range(mesh.pipeline_parallel_size), range(mesh.data_parallel_size)):
         ranks = [mesh.rank(stage, replica, tensor_rank) for tensor_rank in range(size)]
         names = list(dict.fromkeys(hosts[rank] for rank in ranks))

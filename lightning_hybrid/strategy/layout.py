@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from lightning_hybrid.strategy.summary import (
     outside_text,
     plan_rows,
     plan_table,
+    stage_holders,
     stage_rows,
     stage_table,
 )
@@ -52,20 +53,24 @@ def is_cut(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module)
     return tensor > 1 or pipeline > 1 or config.num_microbatches > 1 or weighs
 
 
-def describe(module: LightningModule, settings: HybridConfig, sizes: tuple[int, int, int]) -> str:
+def describe(
+    module: LightningModule, settings: HybridConfig, sizes: tuple[int, int, int], hosts: Sequence[str] = ()
+) -> str:
     """The layout, the stages and the plan of shared layers, found out without any process.
 
     Args:
         module: The user's module, whole.
         settings: The settings.
         sizes: (data, tensor, pipeline) parallel size.
+        hosts: The machine of each rank; none if it does not matter.
 
     Raises:
         ValueError, TypeError: As at the start of training.
     """
     _, tensor, pipeline = sizes
     body, stage_map = _find_stages_if_any(module, settings, pipeline)
-    text = stages_text(module, settings, dict(zip(("dp", "tp", "pp"), sizes, strict=True)), body, stage_map)
+    by_axis = dict(zip(("dp", "tp", "pp"), sizes, strict=True))
+    text = stages_text(module, settings, by_axis, body, stage_map, hosts=hosts)
     return text if tensor == 1 else f"{text}\n{plan_table(find_plan(module, settings, tensor, body), module)}"
 
 
@@ -291,6 +296,7 @@ def stages_text(
     *,
     is_followed: bool = False,
     num_microbatches: int | None = None,
+    hosts: Sequence[str] = (),
 ) -> str:
     """The sizes, the schedule, and the table of stages if there is a body.
 
@@ -302,6 +308,7 @@ def stages_text(
         stage_map: Which stage holds what.
         is_followed: Whether a step has been followed, so that no use of parameters has to be estimated.
         num_microbatches: Of a batch that has been split: it may have fewer samples than there should be microbatches.
+        hosts: The machine of each rank; the table shows them if there are several.
     """
     schedule = find_schedule(settings, sizes["pp"], num_microbatches or settings.num_microbatches)
     line = layout_text(sizes, schedule, bubble=simulate(schedule).bubble)
@@ -321,7 +328,9 @@ def stages_text(
             where += f", which sum their gradients; body=[{body.name!r}] keeps each where it is used"
     else:
         where = "on the stages that use them in the first batch of training"
-    table = stage_table(stage_rows(module, body.layers, shown), body.name, is_estimate=is_estimate)
+    rows = stage_rows(module, body.layers, shown)
+    holders = stage_holders(sizes, settings.rank_order, hosts) if len(set(hosts)) > 1 else ()
+    table = stage_table(rows, body.name, is_estimate=is_estimate, holders=holders)
     return "\n".join(filter(None, [line, table, outside_text(module, body.layers, where)]))
 
 

@@ -362,7 +362,8 @@ class ModuleParallelizer:
 
     def text(self) -> str:
         """The layout and the table of stages."""
-        return layout.stages_text(self._module, self._settings, self._mesh.sizes, self.body, self.stage_map)
+        mesh = self._mesh
+        return layout.stages_text(self._module, self._settings, mesh.sizes, self.body, self.stage_map, hosts=mesh.hosts)
 
 
 def _shape(value: object) -> torch.Size | None:

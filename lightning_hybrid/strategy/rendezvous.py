@@ -25,6 +25,7 @@ from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -36,6 +37,7 @@ _SIOCGIFADDR = 0x8915  # of Linux, <linux/sockios.h>
 _PATIENCE = 30.0  # seconds for a name that is not known yet: in a cluster it may belong to a container that starts
 _ANSWER = 5.0  # seconds for an answer
 _POLL = 0.05  # seconds
+_POLL_NAME = 1.0  # seconds: a server of names is asked
 
 
 def choose_interface(main_address: str) -> None:
@@ -45,7 +47,7 @@ def choose_interface(main_address: str) -> None:
     says so, as Debian and Ubuntu write it (``127.0.1.1 NAME``). Nobody else reaches that.
 
     Args:
-        main_address: Of the first rank's machine; nothing is done if it is this machine's loopback.
+        main_address: Of the first rank's machine; nothing is done where no other machine is on the way there.
 
     Raises:
         ValueError: If no machine has that name.
@@ -53,36 +55,46 @@ def choose_interface(main_address: str) -> None:
     if os.environ.get(_INTERFACE):
         return
     address = address_towards(main_address)
-    name = None if ip_address(address).is_loopback else _interface_of(address)
+    name = None if address is None else _interface_of(address)
     if name is not None:
         os.environ[_INTERFACE] = name
 
 
-def address_towards(main_address: str) -> str:
+def address_towards(main_address: str) -> str | None:
     """This machine's address on the way to another one, or to itself.
 
     Args:
-        main_address: A name or an address.
+        main_address: A name or an address; a name may have several, and a way need not lead to each.
+
+    Returns:
+        One that other machines can reach; ``None`` if there is only that of the loopback device, or no way at all, as
+        connecting will say.
 
     Raises:
         ValueError: If no machine has that name.
     """
+    for family, kind, protocol, _, place in _resolve(main_address):
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)  # which sends nothing: the system chooses a way, and with it an address
+            address = str(probe.getsockname()[0]).partition("%")[0]
+            if not ip_address(address).is_loopback:
+                return address
+    return None
+
+
+def _resolve(main_address: str) -> list[Any]:
+    """What to make a socket with, and where to connect it, for each address of a machine."""
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:
-            family, kind, protocol, _, place = socket.getaddrinfo(main_address, 1, type=socket.SOCK_DGRAM)[0]
-            break
+            return socket.getaddrinfo(main_address, 1, type=socket.SOCK_DGRAM)
         except socket.gaierror as error:
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"MASTER_ADDR={main_address!r} is a name that {socket.gethostname()} does not know: {error}. Set it"
                     " to the address of the first rank's machine, or to a name that every machine resolves."
                 ) from None
-            time.sleep(_POLL)
-    with socket.socket(family, kind, protocol) as probe:
-        with suppress(OSError):  # there is no way there: then connecting says so
-            probe.connect(place)  # which sends nothing: the system chooses a way, and with it an address
-        return str(probe.getsockname()[0]).partition("%")[0]
+            time.sleep(_POLL_NAME)
 
 
 def _interface_of(address: str) -> str | None:
@@ -121,9 +133,8 @@ def make_store(environment: ClusterEnvironment, timeout: timedelta) -> Store | N
         main_address, environment.main_port, is_master=False, timeout=timeout
     )
     if rank == 0:
-        own = address_towards(main_address)
         others = set(range(1, environment.world_size()))
-        token = _begin_attempt(store, main_address if ip_address(own).is_loopback else own, others)
+        token = _begin_attempt(store, address_towards(main_address) or main_address, others)
     else:
         token = _join_attempt(store, rank, timeout)
     return PrefixStore(f"lightning_hybrid/{token}", store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -78,26 +79,56 @@ def _count(layers: Sequence[nn.Module]) -> int:
 def _kinds(layers: Sequence[nn.Module], positions: range) -> str:
     runs = [(kind, len(list(run))) for kind, run in groupby(type(layers[index]).__name__ for index in positions)]
     text = ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in runs)
+    return _short(text)
+
+
+def _short(text: str) -> str:
     return text if len(text) <= 48 else f"{text[:45]}..."
 
 
-def stage_table(rows: Sequence[StageRow], body: str, *, is_estimate: bool) -> str:
+def stage_holders(sizes: Mapping[str, int], rank_order: str, hosts: Sequence[str]) -> list[tuple[str, str]]:
+    """Who holds the stages of each pipeline rank, as texts: global ranks, and their machines.
+
+    Args:
+        sizes: Of the axes ``"dp"``, ``"tp"`` and ``"pp"``.
+        rank_order: The axes from the outermost to the innermost, joined by ``-``.
+        hosts: The machine of each global rank.
+    """
+    inside = rank_order.partition("pp")[2]
+    distance = math.prod(size for axis, size in sizes.items() if axis in inside)  # from one pipeline rank to the next
+    held = [[rank for rank in range(len(hosts)) if rank // distance % sizes["pp"] == at] for at in range(sizes["pp"])]
+    return [(_short(_ranges(ranks)), _short(", ".join(dict.fromkeys(hosts[rank] for rank in ranks)))) for ranks in held]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, neighbours together: ``"0-3, 8"``."""
+    grouped = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in grouped]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def stage_table(
+    rows: Sequence[StageRow], body: str, *, is_estimate: bool, holders: Sequence[tuple[str, str]] = ()
+) -> str:
     """The stages as text; the last line is their sum, in which what several stages hold counts several times.
 
     Args:
         rows: The stages.
         body: The dotted name of the body.
         is_estimate: Whether it is not known yet which stages hold what is outside of the layers.
+        holders: For each pipeline rank the global ranks and machines, which are shown in its place.
     """
     has_outside = any(row.outside for row in rows)
     titles = ("in layers", "outside, estimated" if is_estimate else "outside") if has_outside else ()
-    cells: list[tuple[str, ...]] = [("stage", "rank", f"layers of {body!r}", "", *titles, "parameters", "share")]
+    where = ("ranks", "node") if holders else ("rank",)
+    cells: list[tuple[str, ...]] = [("stage", *where, f"layers of {body!r}", "", *titles, "parameters", "share")]
     for row in rows:
         layers = f"{row.layers.start}-{row.layers.stop - 1}" if len(row.layers) > 1 else f"{row.layers.start}"
         share = f"{100 * row.share:.1f} %"
-        cells.append((str(row.stage), str(row.rank), layers, row.kinds, *_numbers([row], has_outside), share))
-    cells.append(("total", "", "", "", *_numbers(rows, has_outside), ""))
-    return text_table(cells, left=(2, 3))
+        place = holders[row.rank] if holders else (str(row.rank),)
+        cells.append((str(row.stage), *place, layers, row.kinds, *_numbers([row], has_outside), share))
+    cells.append(("total", *("" for _ in where), "", "", *_numbers(rows, has_outside), ""))
+    return text_table(cells, left=(2, 3, 4) if holders else (2, 3))
 
 
 def _numbers(rows: Sequence[StageRow], has_outside: bool) -> list[str]:

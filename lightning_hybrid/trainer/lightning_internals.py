@@ -764,7 +764,7 @@ def set_example_input(module: LightningModule, example: Any) -> None:
     module._example_input_array = example
 
 
-def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> Callable[[], None]:
+def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
     """Have runs go on from another checkpoint than the one that the Trainer has found for ``ckpt_path``, or from none.
 
     Args:
@@ -772,21 +772,26 @@ def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> Callabl
         choose: Gets the path that was found, or ``None``, once in each run, when the process groups exist; gives the
             path that is taken.
 
-    Returns:
-        What takes it back.
-
     Touches: ``Trainer._checkpoint_connector`` and its ``resume_start`` (replaced on one object).
 
     Without: where a machine finds no last checkpoint on its disk, its ranks begin anew while the others go on.
     """
     connector = trainer._checkpoint_connector
-    resume_start = connector.resume_start
 
-    def resume(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        resume_start(choose(checkpoint_path), weights_only=weights_only)
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        type(connector).resume_start(connector, choose(checkpoint_path), weights_only=weights_only)
 
-    vars(connector)["resume_start"] = resume
-    return lambda: vars(connector).pop("resume_start", None)
+    connector.__dict__["resume_start"] = resume_start
+
+
+def restore_checkpoint_choice(trainer: Trainer) -> None:
+    """Undo :func:`choose_checkpoint`.
+
+    Touches: as there.
+
+    Without: the next run asks ranks of a former one.
+    """
+    trainer._checkpoint_connector.__dict__.pop("resume_start", None)
 
 
 def note_saved_step(callback: ModelCheckpoint, step: int) -> None:
@@ -945,8 +950,7 @@ def connect_processes(
 
     Without: there is no process group, unless the user makes one.
     """
-    where: dict[str, Any] = {} if store is None else {"store": store}
-    _init_dist_connection(environment, backend, timeout=timeout, device_id=device, **where)
+    _init_dist_connection(environment, backend, timeout=timeout, device_id=device, store=store)
 
 
 def replace_signal_handlers(

@@ -344,12 +344,13 @@ def write_foreign(kind: str, path: Path) -> None:
         trainer = make_trainer(None)
         trainer.fit(Regression(), loader())
         trainer.save_checkpoint(path)
-    else:
+    elif kind != "nothing":
         state = Regression().state_dict()
         torch.save({"weights": dict(state), "list": [1, 2], "empty": {}, "old": {"state_dict": state}}[kind], path)
 
 
 FOREIGN = {
+    "nothing": "FileNotFoundError: Checkpoint file not found: {path}, on ",
     "weights": "ValueError: {path} is no checkpoint of a Trainer: it holds a plain state dict of 16 tensors",
     "list": "ValueError: {path} is no checkpoint of a Trainer: it holds a list.",
     "empty": "ValueError: {path} is no checkpoint of a Trainer: it holds a dict with the keys []",

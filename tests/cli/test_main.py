@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -288,6 +289,13 @@ def test_plan_shows_stages_and_shared_layers_without_starting_anything(capsys: p
     assert "0-3               4 x Block" in out
     assert "body.*.attention.qkv (8)  packed_colwise_3  192x64 192  96x64 96" in out
     assert sys.argv == before
+
+
+def test_plan_shows_which_stages_are_on_which_node(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--config", str(DEMO), "--trainer.devices", "8", "--trainer.num_nodes", "2"])
+    table = capsys.readouterr().out
+    assert re.search(r"^stage +ranks +node +layers of 'body'", table, re.MULTILINE)
+    assert re.search(r"^ +0 +0-7 +0 +0-3 .*\n +1 +8-15 +1 +4-7", table, re.MULTILINE)
 
 
 def test_plan_for_programs(capsys: pytest.CaptureFixture[str]) -> None:

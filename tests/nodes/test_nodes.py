@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def test_two_machines_are_as_one_process(machines: Machines, tmp_path: Path, nam
     assert [code for code, _ in ended] == [0, 0], ended
     replicas = 2 * processes // layout["pipeline_parallel_size"]
     assert_same(trained(tmp_path), one_process(8 * replicas))
+    assert re.search(r"stage +ranks +node .*\n.*\n +0 +0(-1)? +node1 ", ended[0][1])
 
 
 @pytest.mark.thorough

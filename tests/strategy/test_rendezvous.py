@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -13,6 +14,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -21,7 +23,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_hybrid.strategy import rendezvous
 from lightning_hybrid.strategy.rendezvous import address_towards, choose_interface, make_store
-from tests.strategy import dies_once
+from tests.nodes import train
 
 SECONDS = timedelta(seconds=20)
 
@@ -127,14 +129,53 @@ def test_gloo_listens_where_it_likes_on_one_machine(interface: None) -> None:
 def test_an_interface_is_known_by_its_address(address: str) -> None:
     if ":" in address and not Path("/proc/net/if_inet6").is_file():
         pytest.skip("this machine has no IPv6")
-    assert address_towards(address) == address
     assert rendezvous._interface_of(address) == "lo"
     assert rendezvous._interface_of("192.0.2.1" if "." in address else "2001:db8::1") is None
 
 
+class Probe:
+    """A socket of a machine that has a way to some addresses only."""
+
+    ways: ClassVar = {"127.0.1.1": "127.0.0.1", "192.0.2.1": "192.0.2.9"}
+
+    def __init__(self, *_: Any) -> None:
+        self.own = "::"
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Nothing is open."""
+
+    def connect(self, place: tuple[str, int]) -> None:
+        if place[0] not in self.ways:
+            raise OSError("Network is unreachable")
+        self.own = self.ways[place[0]]
+
+    def getsockname(self) -> tuple[str, int]:
+        return self.own, 1
+
+
+@pytest.mark.parametrize(
+    ("addresses", "own"),
+    [
+        (["192.0.2.1"], "192.0.2.9"),
+        (["2001:db8::1", "192.0.2.1"], "192.0.2.9"),
+        (["127.0.1.1", "192.0.2.1"], "192.0.2.9"),
+        (["127.0.1.1"], None),
+        (["2001:db8::1"], None),
+    ],
+)
+def test_the_own_address_is_one_that_others_can_reach(addresses: list[str], own: str | None) -> None:
+    """Of a name that has several, the first may be of a protocol that this machine has no way for."""
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (address, 1)) for address in addresses]
+    with mock.patch.object(socket, "getaddrinfo", return_value=found), mock.patch.object(socket, "socket", Probe):
+        assert address_towards("somewhere") == own
+
+
 def test_a_name_that_is_not_known_is_refused() -> None:
     with (
-        mock.patch.object(rendezvous, "_PATIENCE", 0.1),
+        mock.patch.object(rendezvous, "_PATIENCE", 0.0),
         pytest.raises(
             ValueError, match=re.escape(f"MASTER_ADDR='nobody.invalid' is a name that {socket.gethostname()}")
         ),
@@ -145,18 +186,20 @@ def test_a_name_that_is_not_known_is_refused() -> None:
 @pytest.mark.slow
 def test_a_run_goes_on_after_torchrun_has_restarted_it(tmp_path: Path) -> None:
     """With the agent's store of torch the second attempt would read the addresses of the first, and wait for ever."""
-    words = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2", dies_once.__file__]
+    words = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2", train.__file__]
+    layout = json.dumps({"pipeline_parallel_size": 2, "num_microbatches": 2})
+    root = Path(__file__).parents[2]
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", *words, str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-W", "ignore", "-m", *words, layout, str(tmp_path), str(tmp_path / "checkpoints"), "3"],
+        cwd=root,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert sorted(re.findall(r"attempt \d, rank \d: .*", ended.stdout)) == [
-        "attempt 1, rank 0: from step 3 to step 6",
-        "attempt 1, rank 1: from step 3 to step 6",
+    assert sorted(re.findall(r"rank \d of 2: .*", ended.stdout)) == [
+        "rank 0 of 2: from step 3 to step 10",
+        "rank 1 of 2: from step 3 to step 10",
     ]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from torch import nn
 
 from lightning_hybrid.memory.account import MemoryUsage
@@ -12,6 +13,7 @@ from lightning_hybrid.strategy.summary import (
     layout_text,
     memory_table,
     plan_table,
+    stage_holders,
     stage_rows,
     stage_table,
 )
@@ -82,6 +84,34 @@ def test_stages_as_text() -> None:
             "total                                                50,000",
         ]
     )
+
+
+def test_stages_on_several_machines_as_text() -> None:
+    hosts = [f"node{rank // 4}" for rank in range(8)]
+    holders = stage_holders({"dp": 2, "tp": 2, "pp": 2}, "dp-pp-tp", hosts)
+    assert stage_table(rows_of(Encoder(100), STAGES, 2), "", is_estimate=False, holders=holders) == "\n".join(
+        [
+            "stage     ranks  node          layers of ''                parameters   share",
+            "-----------------------------------------------------------------------------",
+            "    0  0-1, 4-5  node0, node1  0-2           3 x Linear        20,000  40.0 %",
+            "    1  2-3, 6-7  node0, node1  3             Linear            10,000  20.0 %",
+            "    2  0-1, 4-5  node0, node1  4-5           ReLU, Linear      10,000  20.0 %",
+            "    3  2-3, 6-7  node0, node1  6             Linear            10,000  20.0 %",
+            "total                                                          50,000",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("rank_order", "expected"),
+    [
+        ("pp-dp-tp", [("0-3", "a"), ("4-7", "b")]),
+        ("dp-pp-tp", [("0-1, 4-5", "a, b"), ("2-3, 6-7", "a, b")]),
+        ("tp-dp-pp", [("0, 2, 4, 6", "a, b"), ("1, 3, 5, 7", "a, b")]),
+    ],
+)
+def test_who_holds_stages(rank_order: str, expected: list[tuple[str, str]]) -> None:
+    assert stage_holders({"dp": 2, "tp": 2, "pp": 2}, rank_order, "aaaabbbb") == expected
 
 
 SIZES = {"dp": 2, "tp": 1}

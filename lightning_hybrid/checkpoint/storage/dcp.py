@@ -18,7 +18,7 @@ import io
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -104,7 +104,9 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, path: Path, extra: Any) -> None:
         super().__init__(unfinished(path))
-        self._path, self._extra = path, extra
+        self._path, self._new, self._extra = path, unfinished(path), extra
+        self._is_first = False
+        self._hosts: list[str] = []  # by rank
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin: no rank writes before the first one has made its plan."""
@@ -113,14 +115,17 @@ class _Writer(FileSystemWriter):
         if is_coordinator:
             recover(self._path)
             rollback(self._path)
-            unfinished(self._path).mkdir(parents=True, exist_ok=True)
+            self._new.mkdir(parents=True, exist_ok=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """With this rank's host: on another rank the directory may be one that the first rank is just removing."""
+        """The plan, with the name of this rank's host in ``storage_data``, which the first rank takes out again.
+
+        Torch's own is not called: it makes the directory, which may be one that the first rank is just removing.
+        """
         return dataclasses.replace(plan, storage_data=socket.gethostname())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Torch's own; also keep who writes what."""
+        """Torch's own, which puts the names of files into ``storage_data``; keep the hosts."""
         self._hosts = [plan.storage_data for plan in plans]
         return super().prepare_global_plan([dataclasses.replace(plan, storage_data=None) for plan in plans])
 
@@ -130,13 +135,12 @@ class _Writer(FileSystemWriter):
         Raises:
             OSError: If there is not the directory that the first rank has made.
         """
-        new = unfinished(self._path)
-        if not wait_for(new.is_dir):
+        if not wait_for(self._new.is_dir):
             raise FileNotFoundError(
-                f"{socket.gethostname()} does not see the folder {str(new)!r} that rank 0 has made. {NOT_SHARED}"
+                f"{socket.gethostname()} does not see the folder {str(self._new)!r} that rank 0 has made. {NOT_SHARED}"
             )
         if self._is_first:
-            with (unfinished(self._path) / _EXTRA).open("wb") as file:  # whose errors say what is wrong
+            with (self._new / _EXTRA).open("wb") as file:  # whose errors say what is wrong
                 torch.save(self._extra, file)
         return super().write_data(plan, planner)
 
@@ -147,13 +151,24 @@ class _Writer(FileSystemWriter):
             OSError: If what another rank has written is not here.
         """
         for host, parts in zip(self._hosts, results, strict=True):
-            for name in {part.storage_data.relative_path for part in parts}:
-                places = [part.storage_data for part in parts if part.storage_data.relative_path == name]
-                _check_seen(unfinished(self._path) / name, max(place.offset + place.length for place in places), host)
-        with (unfinished(self._path) / _EXTRA).open("rb") as file:
+            for name, size in _file_sizes(part.storage_data for part in parts).items():
+                _check_seen(self._new / name, size, host)
+        with (self._new / _EXTRA).open("rb") as file:
             os.fsync(file.fileno())
         super().finish(metadata, results)
         commit(self._path)
+
+
+def _file_sizes(places: Iterable[Any]) -> dict[str, int]:
+    """The sizes that files have at least, by name.
+
+    Args:
+        places: Where values are, as torch says it: a file, and the first byte and the number of bytes in it.
+    """
+    sizes: dict[str, int] = {}
+    for place in places:
+        sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
+    return sizes
 
 
 def _check_seen(file: Path, size: int, host: str) -> None:
@@ -266,10 +281,7 @@ class DistributedCheckpoint:
         Raises:
             ValueError: If files are missing, or shorter than they were.
         """
-        needed: dict[str, int] = {}
-        for info in self._metadata.storage_data.values():
-            needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
-        for name, size in sorted(needed.items()):
+        for name, size in sorted(_file_sizes(self._metadata.storage_data.values()).items()):
             file = self.path / name
             if not file.is_file():
                 raise ValueError(f"The checkpoint {self.path} lacks the file {name!r}, {size} bytes or more.")

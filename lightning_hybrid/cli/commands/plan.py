@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from lightning_hybrid.cli.parser import ConfigParser, print_json
@@ -27,4 +28,6 @@ def run(args: Sequence[str]) -> None:
         if options.json:
             print_json(outline(cli.model, strategy.settings, strategy.sizes))
         else:
-            print(describe(cli.model, strategy.settings, strategy.sizes))
+            size = math.prod(strategy.sizes)
+            hosts = [str(rank * strategy.num_nodes // size) for rank in range(size)]
+            print(describe(cli.model, strategy.settings, strategy.sizes, hosts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -58,7 +58,6 @@ class ResumeCallback(Callback):
         self._mesh = mesh
         self._streams = streams
         self._device = device
-        self._choose_own: Callable[[], None] = lambda: None
         self._loaded: Mapping[str, Any] | None = None
         self._has_started = False  # whether the first batch is next or over, from a checkpoint or not
         self._ended: tuple[Any, dict[str, Any]] = None, {}  # the progress and record of a run when it ended
@@ -248,13 +247,12 @@ class ResumeCallback(Callback):
 
         A machine with a disk of its own may find another one, or none.
         """
-        of_first = partial(broadcast_object, source=0, group=self._mesh.world_group)
-        self._choose_own = internals.choose_checkpoint(trainer, of_first)
+        internals.choose_checkpoint(trainer, partial(broadcast_object, source=0, group=self._mesh.world_group))
 
     def close(self, trainer: Trainer) -> None:
         """The run is over."""
-        self._choose_own()
         self._loaded, self._has_started = None, False
+        internals.restore_checkpoint_choice(trainer)
         internals.restore_validation(trainer)
         internals.restore_next_batch(trainer)
 
