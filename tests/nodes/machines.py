@@ -131,9 +131,13 @@ class Machines:
 
     def kill(self, number: int) -> None:
         """The machine is lost."""
+        self.signal(number, signal.SIGKILL)
+
+    def signal(self, number: int, what: signal.Signals) -> None:
+        """All that runs on a machine gets a signal."""
         for process in self.processes(number):
             with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+                os.kill(process, what)
 
     def start(self, number: int, words: Sequence[str], **environment: str) -> subprocess.Popen[str]:
         """Start a program on a machine.
@@ -154,6 +158,20 @@ class Machines:
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def lightning(self, words: Sequence[str], *, processes: int) -> list[Any]:
+        """Start a script on all machines, where Lightning starts the processes.
+
+        Args:
+            words: The script, and its arguments.
+            processes: On each machine.
+        """
+        meeting = {"MASTER_ADDR": self.address(1), "MASTER_PORT": "29512"}
+        sizes = {"LOCAL_WORLD_SIZE": str(processes), "GROUP_WORLD_SIZE": str(len(self.numbers))}
+        return [
+            self.start(number, [sys.executable, "-W", "ignore", *words], NODE_RANK=str(number - 1), **meeting, **sizes)
+            for number in self.numbers
+        ]
 
     def torchrun(self, words: Sequence[str], *, processes: int, nodes: str = "", restarts: int = 0) -> list[Any]:
         """Start torchrun on all machines.

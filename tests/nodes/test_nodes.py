@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,15 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
     if why_not():
         pytest.skip(why_not())
     with Machines(2, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def far_machines(tmp_path: Path) -> Iterator[Machines]:
+    """Two of them, far from each other."""
+    if why_not():
+        pytest.skip(why_not())
+    with Machines(2, tmp_path, delay=0.02) as made:
         yield made
 
 
@@ -63,6 +74,61 @@ def test_two_machines_are_as_one_process(machines: Machines, tmp_path: Path, nam
     replicas = 2 * processes // layout["pipeline_parallel_size"]
     assert_same(trained(tmp_path), one_process(8 * replicas))
     assert re.search(r"stage +ranks +node .*\n.*\n +0 +0(-1)? +node1 ", ended[0][1])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("extra", [0, 4])
+def test_machines_that_are_far_apart_are_as_one_process(far_machines: Machines, tmp_path: Path, extra: int) -> None:
+    layout = {**PP2, "extra_in_flight": extra}
+    ended = outputs(far_machines.lightning(words(layout, tmp_path), processes=1))
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert_same(trained(tmp_path), one_process(8))
+
+
+LEASE = 6.0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("lost", ["its cable is cut", "it stands still"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_machine_that_falls_silent_ends_all(far_machines: Machines, tmp_path: Path, lost: str, number: int) -> None:
+    """With the first machine the store is lost too. Who stands still is let go on for the others to read why."""
+    run = words({**PP2, "lease": LEASE}, tmp_path, str(tmp_path / "checkpoints"))
+    started = far_machines.lightning(run, processes=1)
+    while not (tmp_path / "checkpoints" / "last.ckpt").exists():
+        assert started[0].poll() is None
+    begin = time.monotonic()
+    if lost == "its cable is cut":
+        far_machines.cut(number)
+    else:
+        far_machines.signal(number, signal.SIGSTOP)
+    other = started[2 - number]
+    text = outputs([other])[0][1]
+    seconds = time.monotonic() - begin
+    far_machines.signal(number, signal.SIGCONT)
+    ((_, of_lost),) = outputs([started[number - 1]])
+    silent = "Silent for 6 s, so stopped, cut off or without power: rank 1 (on node2)"
+    no_store = "The store of all ranks does not answer: rank 0 (on node1)"
+    assert (no_store if number == 1 else silent) in text
+    assert other.returncode
+    assert started[number - 1].returncode, of_lost
+    assert seconds < LEASE + 5 + 5  # the interpreter's end, and a busy machine
+    if lost == "its cable is cut":
+        assert (silent if number == 1 else no_store) in of_lost
+
+
+@pytest.mark.thorough
+def test_a_cable_that_is_mended_in_time_ends_nothing(far_machines: Machines, tmp_path: Path) -> None:
+    run = words({**PP2, "lease": LEASE}, tmp_path, str(tmp_path / "checkpoints"))
+    started = far_machines.lightning(run, processes=1)
+    while not (tmp_path / "checkpoints" / "last.ckpt").exists():
+        assert started[0].poll() is None
+    far_machines.cut(2)
+    time.sleep(LEASE / 2)
+    far_machines.mend(2)
+    ended = outputs(started)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert_same(trained(tmp_path), one_process(8))
 
 
 @pytest.mark.thorough

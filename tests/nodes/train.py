@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,17 @@ class Dies(Callback):
 
 def main(layout: str, folder: str, checkpoints: str = "", dies_at: str = "-1") -> None:
     """Train, and leave the weights in a folder."""
+    arguments = json.loads(layout)
+    if "lease" in arguments:
+        arguments["lease"] = timedelta(seconds=arguments["lease"])
     dies = Dies(int(dies_at))
     saver = ModelCheckpoint(checkpoints, every_n_train_steps=1, save_last=True) if checkpoints else None
+    devices, num_nodes = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    os.environ.setdefault("WORLD_SIZE", str(devices * num_nodes))
     trainer = make_trainer(
-        json.loads(layout),
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
+        arguments,
+        devices=devices,
+        num_nodes=num_nodes,
         callbacks=[dies] if saver is None else [dies, saver],
         enable_checkpointing=saver is not None,
         max_epochs=2,
