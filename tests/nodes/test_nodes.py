@@ -112,7 +112,7 @@ def test_a_machine_that_falls_silent_ends_all(far_machines: Machines, tmp_path: 
     assert (no_store if number == 1 else silent) in text
     assert other.returncode
     assert started[number - 1].returncode, of_lost
-    assert seconds < LEASE + 5 + 5  # the interpreter's end, and a busy machine
+    assert seconds < 60  # eight minutes without a lease; 10 s here, on a machine that does nothing else
     if lost == "its cable is cut":
         assert (silent if number == 1 else no_store) in of_lost
 
