@@ -50,6 +50,9 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool:
         """Whether all keys have been written."""
 
+    def delete_key(self, key: str) -> bool:
+        """Delete, and say whether it was there."""
+
 
 class FailureStore:
     """Where the first failure of a run is written, and read by every other rank.

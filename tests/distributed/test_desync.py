@@ -142,6 +142,22 @@ def test_who_meets_others_tells_the_watcher_so() -> None:
     assert not waiting.meeting().place
 
 
+def test_meetings_leave_nothing_in_the_store() -> None:
+    """It has the memory of one process, and each new shape of a batch is a meeting."""
+    store = dist.HashStore()
+    watches = [desync_watch(store, rank) for rank in range(2)]
+
+    def meet(watch: DesyncWatch) -> None:
+        for number in range(20):
+            watch.note("step", number, lambda: {"shape": str(number)})  # noqa: B023 - it is called at once
+
+    other = threading.Thread(target=meet, args=(watches[1],))
+    other.start()
+    meet(watches[0])
+    other.join()
+    assert store.num_keys() <= 2 * 7, "those of the last meeting, and of one that a rank has yet to leave"
+
+
 def test_what_is_forgotten_between_two_looks_at_it_is_no_difference() -> None:
     """The main thread may note something new while the watcher copies what there is."""
 

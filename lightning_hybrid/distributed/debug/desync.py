@@ -116,6 +116,7 @@ class DesyncWatch:
         self.events = 0
         self.keys: dict[str, Hashable] = {}
         self._waits_at, self._waits_since = "", 0.0
+        self._former: list[str] = []  # what is yet to be deleted of the last meeting
         self._known: set[tuple[str, Any]] = set()
         self._values: dict[str, str] = {}
         self._changes: deque[Change] = deque(maxlen=_MOST)
@@ -184,6 +185,18 @@ class DesyncWatch:
             time.sleep(pause)
             pause = min(pause + 0.001, 0.02)
         self._waits_at = ""
+        self._forget_former([f"{key}/at {self._rank}", f"{key}/of {self._rank}"], [key, alike, all_alike])
+
+    def _forget_former(self, own: list[str], shared: list[str]) -> None:
+        """Delete what the meeting before this one has left in the store: whoever has come here has left it.
+
+        Args:
+            own: The keys of this meeting that this rank alone has written.
+            shared: Those that all write.
+        """
+        for key in self._former:
+            self._store.delete_key(key)
+        self._former = [*own, *shared] if self._rank == self._ranks[0] else own
 
     def _difference(self, event: int, where: str, key: str) -> str:
         """What is not the same at an event to which all of the ranks have come, and what to do about it."""
