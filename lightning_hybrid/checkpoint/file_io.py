@@ -41,7 +41,7 @@ class FileIO(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             raise OSError(
                 f"The checkpoint {path} could not be written; what was there before is as it was."
-                f" {type(error).__name__}: {error}"
+                f" rank 0: {type(error).__name__}: {error}"  # which writes files; its machine is to be looked at
             ) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:

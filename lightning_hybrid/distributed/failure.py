@@ -53,6 +53,9 @@ class Store(Protocol):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Read keys that have been written."""
 
+    def delete_key(self, key: str) -> bool:
+        """Delete, and say whether it was there."""
+
 
 class FailureStore:
     """Where the first failure of a run is written, and read by every other rank.

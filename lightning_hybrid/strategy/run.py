@@ -55,7 +55,7 @@ from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
 from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
 from lightning_hybrid.trainer.debug.nonfinite import NonfiniteGuard, SkippedSteps
-from lightning_hybrid.trainer.debug.position import find_position
+from lightning_hybrid.trainer.debug.position import find_position, place_text
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
 from lightning_hybrid.trainer.lightning_internals import (
@@ -131,7 +131,7 @@ class World:
         self.watch = RunWatch(*seen, config, since=before, desync=self.desync, position=self._position)
         self.in_flight: WeakSet[_InFlight] = WeakSet()
         self._mixed_operations = ExitStack()
-        self.exceptions = ExceptionCallback(self.failures, self.abandon)
+        self.exceptions = ExceptionCallback(self.failures, self.abandon, lambda: place_text(self.engine, self.mesh))
         self.resume = ResumeCallback(self.mesh, self.streams, device)
         self.loaders = DataLoaderPreparer(self.mesh, device, self.resume, share=config.broadcast_batches)
         self.batch_hooks = SeededBatchHooks(self.streams, alone=self.mesh.model_group.size() == 1)

@@ -48,11 +48,12 @@ class ExceptionCallback(Callback):
     Args:
         failures: Where failures are written.
         abandon: Lets go of everything that is under way.
+        place: This rank and where it is, as text.
     """
 
-    def __init__(self, failures: FailureStore, abandon: Callable[[], None]) -> None:
+    def __init__(self, failures: FailureStore, abandon: Callable[[], None], place: Callable[[], str]) -> None:
         self._failures = failures
-        self._abandon = abandon
+        self._abandon, self._place = abandon, place
         self._rank, self._is_alone = dist.get_rank(), dist.get_world_size() == 1
         self._exception: str | None = None  # that ends this run
         self._has_left = False
@@ -99,7 +100,7 @@ class ExceptionCallback(Callback):
         """
         if not self._has_left:
             self._has_left = True
-            cause = self._failures.leave(exception, f"Rank {self._rank}", self._abandon)
+            cause = self._failures.leave(exception, self._place(), self._abandon)
             self._cause = cause if is_transport(exception) else None
         return self._cause
 

@@ -37,6 +37,7 @@ from lightning_hybrid.tensor_parallel.layers import ParallelLayer, original_clas
 from lightning_hybrid.tensor_parallel.shape_errors import explain_shape_error
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.debug.desync import StepDesync
+from lightning_hybrid.trainer.debug.position import place_text
 from lightning_hybrid.trainer.results.logger_proxy import LoggerProxy, make_calls, pack_calls
 from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
@@ -476,12 +477,8 @@ class StepContext:
         try:
             yield
         except Exception as error:
-            mesh, position = self.mesh, self.engine.position
-            rank = mesh.rank(mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank)  # groups may be gone
             explain_shape_error(error, self.module)
-            where = f"Rank {rank} (pipeline rank {mesh.pipeline_rank}, data rank {mesh.data_rank})"
-            if position is not None:
-                where += f", stage {position.stage}, action {position},"
+            where = place_text(self.engine, self.mesh)
             wrong_use = isinstance(error, WrongUseError)
             cause = self._failures.leave(error, where, self._abandon, verbatim=wrong_use)
             if cause is not None:

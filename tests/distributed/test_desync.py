@@ -65,14 +65,30 @@ def desync_watch(store: Any, rank: int, timeout: float = 30.0) -> DesyncWatch:
     return DesyncWatch(failures, store, store, "both", rank=rank, ranks=[0, 1], advice="Do the same.", timeout=timeout)
 
 
-@pytest.mark.parametrize("values", [("a", "a"), ("a", "b")])
-def test_ranks_that_meet_tell_alike_from_different_in_any_order(values: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ((("step", "a"), ("step", "a")), ""),
+        (
+            (("step", "a"), ("step", "b")),
+            "`shape of step` is not the same on every rank: a on rank 0; b on rank 1. Do the same.",
+        ),
+        (
+            (("step", "a"), ("epoch", "a")),
+            "`what comes next` is not the same on every rank: step on rank 0; epoch on rank 1. What talks to other",
+        ),
+    ],
+    ids=["alike", "another value", "another place"],
+)
+def test_ranks_that_meet_tell_alike_from_different_in_any_order(
+    steps: tuple[tuple[str, str], tuple[str, str]], expected: str
+) -> None:
     """Who comes last has not always said last what it has."""
     store, outcomes = dist.HashStore(), ["", ""]
 
     def meet(rank: int, watch: DesyncWatch) -> None:
         try:
-            watch.note("step", values[rank], lambda: {"shape": values[rank]})
+            watch.note(*steps[rank], lambda: {"shape": steps[rank][1]})
         except WrongUseError as error:
             outcomes[rank] = str(error)
 
@@ -85,8 +101,9 @@ def test_ranks_that_meet_tell_alike_from_different_in_any_order(values: tuple[st
 
     meet(0, desync_watch(Interleaved(store, until_it_waits), 0))
     other.join()
-    text = "`shape of step` is not the same on every rank: a on rank 0; b on rank 1. Do the same."
-    assert outcomes == ([text, text] if values[0] != values[1] else ["", ""])
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0].startswith(expected)
+    assert bool(outcomes[0]) == bool(expected)
 
 
 def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
@@ -125,6 +142,22 @@ def test_who_meets_others_tells_the_watcher_so() -> None:
     assert not waiting.meeting().place
 
 
+def test_meetings_leave_nothing_in_the_store() -> None:
+    """It has the memory of one process, and each new shape of a batch is a meeting."""
+    store = dist.HashStore()
+    watches = [desync_watch(store, rank) for rank in range(2)]
+
+    def meet(watch: DesyncWatch) -> None:
+        for number in range(20):
+            watch.note("step", number, lambda: {"shape": str(number)})  # noqa: B023 - it is called at once
+
+    other = threading.Thread(target=meet, args=(watches[1],))
+    other.start()
+    meet(watches[0])
+    other.join()
+    assert store.num_keys() <= 2 * 7, "those of the last meeting, and of one that a rank has yet to leave"
+
+
 def test_what_is_forgotten_between_two_looks_at_it_is_no_difference() -> None:
     """The main thread may note something new while the watcher copies what there is."""
 
@@ -142,22 +175,29 @@ def test_what_is_forgotten_between_two_looks_at_it_is_no_difference() -> None:
     assert first_difference(watch._noted(64), other._noted(64)) is None
 
 
-def test_a_watcher_writes_what_differs_over_its_own_store() -> None:
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [(("step", "step"), "a on rank 0; b on rank 1"), (("step", "epoch"), "nothing new on rank")],
+    ids=["value", "place"],
+)
+def test_a_watcher_writes_what_differs_over_its_own_store(steps: tuple[str, str], expected: str) -> None:
     class Locked:
         def __getattr__(self, name: str) -> Any:
             pytest.fail("the watcher would wait")
 
     store = dist.HashStore()
     first, second = desync_watch(store, 0), desync_watch(store, 1)
-    for watch, value in ((first, "a"), (second, "b")):
-        watch._change(1, "step", {"shape": value})
+    for watch, step, value in zip((first, second), steps, "ab", strict=True):
+        watch._change(1, step, {"shape": value})
         watch.events = 1
         watch._failures._store = Locked()
         for _ in range(2):
             watch._look()
     assert store.check([second._failures.key(CAUSE)])
     second._failures._store = store
-    assert isinstance(second._failures.cause(patience=0.0), ValueError)
+    cause = second._failures.cause(patience=0.0)
+    assert isinstance(cause, ValueError)
+    assert expected in str(cause)
 
 
 def files_of_steps() -> list[set[str]]:

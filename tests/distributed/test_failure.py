@@ -262,7 +262,9 @@ def test_a_failure_before_the_first_save_is_told_to_the_others(
     results = ranks(2, lightning=True).run(fail_saving, layout, rank, timeout=30)
     assert abs(results[0][1] - results[1][1]) < QUICK
     assert results[rank][0] == "broken on_save_checkpoint"
-    assert f"Rank {rank} failed: ArithmeticError: broken on_save_checkpoint" in results[1 - rank][0]
+    stage, replica = (0, rank) if "zero_stage" in layout else (rank, 0)
+    where = f"Rank {rank} (pipeline rank {stage}, data rank {replica})"
+    assert f"{where} failed: ArithmeticError: broken on_save_checkpoint" in results[1 - rank][0]
 
 
 def test_a_failure_while_another_rank_of_its_replica_loads_ends_all(ranks: Pools) -> None:
@@ -372,7 +374,8 @@ def interrupted(layout: Mapping[str, Any], rank: int) -> tuple[str, float]:
 def test_an_interrupt_of_one_rank_ends_the_others(ranks: Pools, rank: int) -> None:
     results = ranks(2, lightning=True).run(interrupted, LAYOUT_OF_SIZE[2], rank, timeout=30)
     assert results[rank][0].startswith("SystemExit"), "Lightning ends the process"
-    assert f"Rank {rank} failed: KeyboardInterrupt: broken forward" in results[1 - rank][0]
+    where = f"Rank {rank} (pipeline rank {rank}, data rank 0), stage {rank}, action {rank}F1,"
+    assert f"{where} failed: KeyboardInterrupt: broken forward" in results[1 - rank][0]
     assert abs(results[0][1] - results[1][1]) < QUICK
 
 

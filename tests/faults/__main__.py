@@ -34,7 +34,8 @@ def endings(faults: list[Fault], jobs: int, seconds: float) -> Iterator[Ending]:
 def describe(ending: Ending) -> str:
     """A line about one run."""
     seconds = "never happened" if ending.seconds is None else f"{ending.seconds:.1f} s"
-    return f"{ending.fault}: {seconds}, codes {ending.codes} {'; '.join(ending.problems)}"
+    said = "; ".join(ending.problems) or ending.checkpoint
+    return f"{ending.fault}: {seconds}, codes {ending.codes} {said}"
 
 
 def main() -> int:

@@ -16,8 +16,12 @@ HOOKS = [
     *("on_train_batch_end", "on_validation_start", "on_validation_epoch_end", "on_save_checkpoint"),
     *("on_train_epoch_end", "getitem", "collate"),
 ]
+#: Those of them in which an action of a schedule runs, if there is one.
+IN_STEP = ["before_body", "forward", "backward", "after_body"]
 #: What the rank itself does, or what is done to it from outside when it comes to the place.
 DEADLY = ["raise", "exit", "kill", "sys_exit", "keyboard_interrupt", "sigint", "sigterm"]
+#: Those of them that the rank lives to tell of.
+RAISED = ["raise", "sys_exit", "keyboard_interrupt", "sigint"]
 #: Found by who waits: the rank stands still, and another one is interrupted from outside.
 STILL = ["sleep+sigint", "sleep+sigterm"]
 #: Not to be found before a report of stalls: those of these runs come after a few seconds.
@@ -59,11 +63,21 @@ class Fault:
         return data * tensor * pipeline
 
     @property
+    def is_in_action(self) -> bool:
+        """Whether the rank tells which action of a schedule it was in; replicas of a whole model have none."""
+        return self.kind in RAISED and self.place in IN_STEP and self.layout[1:3] != (1, 1)
+
+    @property
     def works(self) -> bool:
-        """Whether it is none: where no stage has to agree on a log, or nobody needs this rank's part of the state."""
+        """Whether it is none.
+
+        Where no stage has to agree on a log, where nobody needs this rank's part of the state, and where a rank chooses
+        a checkpoint of its own: all go on from rank 0's.
+        """
         data, tensor, pipeline, zero = self.layout
         is_second_replica = (self.rank // tensor) % data > 0
-        return (self.kind == "log" and pipeline == 1) or (self.kind == "state_dict" and zero == 0 and is_second_replica)
+        is_spare = self.kind == "state_dict" and zero == 0 and is_second_replica
+        return (self.kind == "log" and pipeline == 1) or is_spare or self.kind == "resumes"
 
     def __str__(self) -> str:
         data, tensor, pipeline, zero = self.layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -30,7 +31,7 @@ class Ending:
         codes: Exit codes by rank; of a launcher, its own. ``None`` for what had to be ended.
         texts: What each rank said in the end.
         orphans: Processes that were left.
-        checkpoint: The last checkpoint, if there is one, and whether it loads.
+        checkpoint: Whether a run goes on from the last checkpoint, if there is one.
     """
 
     fault: Fault
@@ -46,21 +47,25 @@ class Ending:
 
     @property
     def is_named(self) -> bool:
-        """Whether every other rank names the true rank, or for what one does alone the place."""
+        """Whether every other rank names the true rank, in a step its stage and action, or what one does alone."""
         fault = self.fault
         if fault.kind == "disk_full":
-            return all("could not be written" in text for text in self.texts.values())
+            names = rf"could not be written.* rank {fault.rank}: "
+            return bool(self.texts) and all(re.search(names, text) for text in self.texts.values())
         others = [text for rank, text in self.texts.items() if rank != fault.rank]
         if fault.kind in ALONE:
             return bool(self.texts) and all(_ALONE.search(text) for text in self.texts.values())
-        if fault.kind.endswith("sigterm"):
-            return True
+        if fault.kind == "sleep+sigterm":
+            return all(f"rank {fault.rank} stands still" in text for text in self.texts.values())
+        if fault.kind == "sigterm":  # before a run has begun, it kills
+            names = rf"^SIGTERMException|\brank {fault.rank}\b"
+            return all(re.search(names, text) for text in self.texts.values())
         true = fault.rank
         if "+" in fault.kind and fault.launcher == "fork":  # who was interrupted
             true = (fault.rank + 1) % fault.size
             others = [text for rank, text in self.texts.items() if rank != true]
-        names = rf"\brank {true}\b"
-        return all(re.search(names, text, re.IGNORECASE) for text in others if text)
+        names = rf"\brank {true}\b" + (r".*, stage \d+, action \w+, failed: " if fault.is_in_action else "")
+        return len(others) == fault.size - 1 and all(re.search(names, text, re.IGNORECASE) for text in others)
 
     @property
     def problems(self) -> list[str]:
@@ -68,15 +73,17 @@ class Ending:
         found = []
         if self.hangs:
             found.append("HANG")
-        if self.fault.works and set(self.codes) == {0}:
-            return found
-        if self.seconds is not None and 0 in self.codes and not self.fault.kind.endswith("sigterm"):
-            found.append("exit code 0")
-        if self.seconds is not None and not self.is_named:
-            found.append("wrong name")
+        if self.fault.works:
+            if set(self.codes) != {0}:
+                found.append("ended by what is no fault")
+        elif self.seconds is not None:
+            if 0 in self.codes and not self.fault.kind.endswith("sigterm"):
+                found.append("exit code 0")
+            if not self.is_named:
+                found.append("wrong name")
         if self.orphans:
             found.append(f"{self.orphans} orphans")
-        if self.checkpoint not in ("", "loads"):
+        if self.checkpoint not in ("", "trains on"):
             found.append(self.checkpoint)
         return found
 
@@ -85,7 +92,7 @@ _ALONE = re.compile(r"do not do the same|The run is over for|in a step|not the s
 
 
 def run(fault: Fault, timeout: float = TIMEOUT) -> Ending:
-    """Run a training with a fault.
+    """Run a training with a fault, and one without from the last checkpoint that it has left.
 
     Args:
         fault: The fault.
@@ -97,14 +104,9 @@ def run(fault: Fault, timeout: float = TIMEOUT) -> Ending:
         directory = Path(name)
         processes = _fork(fault, directory) if fault.launcher == "fork" else _launch(fault, directory)
         began = time.monotonic()
-        codes: dict[int, int | None] = {}
+        codes: dict[int, int] = {}
         hit = False
-        while len(codes) < len(processes) and time.monotonic() < began + timeout:
-            for index, pid in enumerate(processes):
-                if index not in codes:
-                    done, status = os.waitpid(pid, os.WNOHANG)
-                    if done:
-                        codes[index] = os.waitstatus_to_exitcode(status)
+        while _live(processes, codes) and time.monotonic() < began + timeout:
             if not hit and (directory / "ready").exists():
                 hit = True
                 _hit_from_outside(fault, directory, processes)
@@ -113,17 +115,32 @@ def run(fault: Fault, timeout: float = TIMEOUT) -> Ending:
         with suppress(OSError, ValueError):
             ending.seconds = ended - float((directory / "fault").read_text())
         ending.codes = [codes.get(index) for index in range(len(processes))]
-        left = _members(processes, directory)
-        ending.orphans = len(left) - sum(code is None for code in ending.codes)
-        for pid in left:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        for index, pid in enumerate(processes):
-            if index not in codes:
-                os.waitpid(pid, 0)
+        ending.orphans = _end(processes, codes, directory) - sum(code is None for code in ending.codes)
         ending.texts = _texts(fault, directory)
-        ending.checkpoint = _load_last(directory)
+        ending.checkpoint = _train_on(fault, directory)
     return ending
+
+
+def _live(processes: list[int], codes: dict[int, int]) -> bool:
+    """Whether a process still runs; the codes of those that have ended are added."""
+    for index, pid in enumerate(processes):
+        if index not in codes:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[index] = os.waitstatus_to_exitcode(status)
+    return len(codes) < len(processes)
+
+
+def _end(processes: list[int], codes: dict[int, int], directory: Path) -> int:
+    """End what is left of a run; how many processes that were."""
+    left = _members(processes, directory)
+    for pid in left:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    for index, pid in enumerate(processes):
+        if index not in codes:
+            os.waitpid(pid, 0)
+    return len(left)
 
 
 def shared_memory() -> set[str]:
@@ -131,7 +148,7 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-def _fork(fault: Fault, directory: Path) -> list[int]:
+def _fork(fault: Fault, directory: Path, checkpoint: Path | None = None) -> list[int]:
     """Plain processes, forked from this one, which has imported everything."""
     from tests.faults import program
 
@@ -160,13 +177,15 @@ def _fork(fault: Fault, directory: Path) -> list[int]:
             )
             os.environ["TORCHELASTIC_RUN_ID"] = "fault"
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            program.run(fault, directory)
+            program.run(fault, directory, checkpoint)
             code = 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         except BaseException:
             traceback.print_exc()
         finally:
+            for worker in multiprocessing.active_children():  # as an interpreter ends them
+                worker.terminate()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -249,8 +268,8 @@ def _texts(fault: Fault, directory: Path) -> dict[int, str]:
     return texts
 
 
-def _load_last(directory: Path) -> str:
-    """Whether the last checkpoint loads."""
+def _train_on(fault: Fault, directory: Path) -> str:
+    """Whether the last checkpoint loads, and a run without a fault goes on from it."""
     import torch
 
     files = sorted((directory / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
@@ -261,4 +280,16 @@ def _load_last(directory: Path) -> str:
         missing = len(checkpoint["state_dict"]) != 36 or not checkpoint["optimizer_states"][0]["state"]
     except Exception as error:
         return f"the checkpoint is broken: {error}"
-    return "the checkpoint is not complete" if missing else "loads"
+    if missing:
+        return "the checkpoint is not complete"
+    onward = directory / "onward"
+    onward.mkdir()
+    processes = _fork(Fault(fault.number, layout=fault.layout, kind="none", rank=-1), onward, files[-1])
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + TIMEOUT
+    while _live(processes, codes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    _end(processes, codes, onward)
+    if set(codes.values()) == {0} and len(codes) == len(processes):
+        return "trains on"
+    return f"from the checkpoint nothing goes on: {sorted(_texts(fault, onward).values())[:1]}"

@@ -26,6 +26,7 @@ from tests.faults.fault import STALLS, Fault
 
 MARK = "fault"  # a file with the moment of the fault
 READY = "ready"  # the rank is where it is to be hit from outside
+ONWARD_STEPS = 16  # to which at least a run trains on from another one's checkpoint: later than that one could
 
 
 class Trigger:
@@ -185,8 +186,25 @@ for _name in (
 class SavesAtEnd(Callback):
     """Of one rank only."""
 
+    def __init__(self, trigger: Trigger) -> None:
+        self.trigger = trigger
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.trigger.mark()
         trainer.save_checkpoint(Path(trainer.default_root_dir) / "end.ckpt")
+
+
+class HasFewerBatches(Callback):
+    """Of the rank whose loader is short: the others go on after its last batch."""
+
+    def __init__(self, trigger: Trigger) -> None:
+        self.trigger = trigger
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx + 1 == trainer.num_training_batches:
+            self.trigger.mark()
 
 
 class FillsDisk(Callback):
@@ -218,8 +236,14 @@ def corrupt_messages(trigger: Trigger) -> None:
     Channel.send = corrupted  # type: ignore[method-assign]
 
 
-def main(fault: Fault, directory: Path) -> None:
-    """Train, with a fault."""
+def main(fault: Fault, directory: Path, checkpoint: Path | None = None) -> None:
+    """Train, with a fault.
+
+    Args:
+        fault: What goes wrong.
+        directory: Where all files are.
+        checkpoint: What an earlier run has left, to train on from.
+    """
     torch.set_num_threads(1)
     trigger = Trigger(fault, directory)
     data, tensor, pipeline, zero = fault.layout
@@ -229,14 +253,15 @@ def main(fault: Fault, directory: Path) -> None:
         corrupt_messages(trigger)
     callbacks: list[Callback] = [ModelCheckpoint(directory / "checkpoints", every_n_train_steps=2, save_top_k=-1)]
     if kind == "checkpoint_callback" and rank == fault.rank:
-        callbacks.append(SavesAtEnd())
-        trigger.mark()
+        callbacks.append(SavesAtEnd(trigger))
+    if kind == "short_loader" and rank == fault.rank:
+        callbacks.append(HasFewerBatches(trigger))
     if kind == "disk_full":
         callbacks.append(FillsDisk(trigger))
     trainer = Trainer(
         accelerator="cpu",
         devices=fault.size,
-        max_epochs=2 + (kind == "max_epochs" and rank == fault.rank),
+        max_epochs=2 + (kind == "max_epochs" and rank == fault.rank) if checkpoint is None else ONWARD_STEPS // 4,
         strategy=HybridStrategy(
             data_parallel_size=data,
             tensor_parallel_size=tensor,
@@ -255,7 +280,6 @@ def main(fault: Fault, directory: Path) -> None:
     if kind == "short_loader":
         short = rank % (data * tensor) < tensor  # the first replica
         length = 24 if short else 32
-        trigger.mark()
     workers = int(kind.startswith("worker") or fault.place == "getitem")
 
     def collate(samples: list[Tensor]) -> Tensor:
@@ -273,16 +297,18 @@ def main(fault: Fault, directory: Path) -> None:
         trainer.fit(Module(trigger), train, validation)
         trigger.mark()
         trainer.fit_loop.max_epochs = 3
-    path = alone if kind == "resumes" and rank == fault.rank else None
+    path = alone if kind == "resumes" and rank == fault.rank else checkpoint
     trainer.fit(Module(trigger), train, validation, ckpt_path=path)
     if trainer.received_sigterm:
         sys.exit(143)
+    if checkpoint is not None and trainer.global_step < ONWARD_STEPS:
+        raise AssertionError(f"trained on to step {trainer.global_step}")
 
 
-def run(fault: Fault, directory: Path) -> None:
+def run(fault: Fault, directory: Path, checkpoint: Path | None = None) -> None:
     """`main`, whose error is the first line of this rank's story."""
     try:
-        main(fault, directory)
+        main(fault, directory, checkpoint)
     except BaseException as error:
         rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
         story = directory / f"story-{rank}"

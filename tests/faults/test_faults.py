@@ -12,7 +12,7 @@ from tests.faults.fault import ALONE, DEADLY, OTHER, STILL, draw
 
 ROOT = Path(__file__).parents[2]
 #: One of each sort, on two ranks each.
-DAILY = [2, 7, 15, 19, 31, 57, 96, 174, 231, 289]
+DAILY = [2, 7, 15, 19, 31, 57, 96, 174, 231, 289, 759]
 
 
 def run(*arguments: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 from lightning_hybrid.distributed.agreement import unequal_text
 from lightning_hybrid.distributed.failure import FailureStore, Store, WrongUseError
 from lightning_hybrid.distributed.wait_watch import Meeting
-from lightning_hybrid.distributed.watch.wait_graph import ranks_text
+from lightning_hybrid.distributed.watch.wait_graph import ADVICE, ranks_text
 
 _MOST = 64  # changes that are remembered
 _MOST_KNOWN = 4096  # keys that are remembered; what has an older one is new again
@@ -116,6 +116,7 @@ class DesyncWatch:
         self.events = 0
         self.keys: dict[str, Hashable] = {}
         self._waits_at, self._waits_since = "", 0.0
+        self._former: list[str] = []  # what is yet to be deleted of the last meeting
         self._known: set[tuple[str, Any]] = set()
         self._values: dict[str, str] = {}
         self._changes: deque[Change] = deque(maxlen=_MOST)
@@ -165,8 +166,9 @@ class DesyncWatch:
         """Wait until all of the ranks have come to an event that is new to them, and compare."""
         store, key = self._store, self._failures.key(f"desync/{self._name}/{event}")
         noted = self._noted(event)
+        store.set(f"{key}/at {self._rank}", where)
         store.set(f"{key}/of {self._rank}", json.dumps(noted))  # not where the watcher writes: it may be behind
-        digest = zlib.crc32(repr([change for change in noted.changes if change.event == event]).encode())
+        digest = zlib.crc32(repr((where, [change for change in noted.changes if change.event == event])).encode())
         alike, all_alike, all_here = f"{key}/{digest}", f"{key}/{digest}/all", f"{key}/all"
         store.add(alike, 1)
         if store.add(key, 1) == len(self._ranks):  # the last one: all have said what they have
@@ -179,12 +181,31 @@ class DesyncWatch:
             if time.monotonic() > deadline:
                 raise RuntimeError(self._late_text(where, key))
             if store.check([all_here]):
-                names = [name for name in self._values if name.endswith(f" of {where}")]
-                everyone = {rank: _read(store, f"{key}/of {rank}") for rank in self._ranks}
-                raise WrongUseError(f"{_text(everyone, event, names)} {self._advice}")
+                raise WrongUseError(self._difference(event, where, key))
             time.sleep(pause)
             pause = min(pause + 0.001, 0.02)
         self._waits_at = ""
+        self._forget_former([f"{key}/at {self._rank}", f"{key}/of {self._rank}"], [key, alike, all_alike])
+
+    def _forget_former(self, own: list[str], shared: list[str]) -> None:
+        """Delete what the meeting before this one has left in the store: whoever has come here has left it.
+
+        Args:
+            own: The keys of this meeting that this rank alone has written.
+            shared: Those that all write.
+        """
+        for key in self._former:
+            self._store.delete_key(key)
+        self._former = [*own, *shared] if self._rank == self._ranks[0] else own
+
+    def _difference(self, event: int, where: str, key: str) -> str:
+        """What is not the same at an event to which all of the ranks have come, and what to do about it."""
+        places = {rank: self._store.get(f"{key}/at {rank}").decode() for rank in self._ranks}
+        if len(set(places.values())) > 1:  # what they have noted of these is not to be compared
+            return f"{unequal_text('what comes next', places)} {ADVICE}"
+        names = [name for name in self._values if name.endswith(f" of {where}")]
+        everyone = {rank: _read(self._store, f"{key}/of {rank}") for rank in self._ranks}
+        return f"{_text(everyone, event, names)} {self._advice}"
 
     def _late_text(self, where: str, key: str) -> str:
         late = [rank for rank in self._ranks if not self._store.check([f"{key}/of {rank}"])]
@@ -250,8 +271,8 @@ def _text(everyone: Mapping[int, Noted | None], event: int, names: Sequence[str]
     """What is not the same on all of the ranks."""
     texts = []
     for name in names:
-        found = {rank: noted.value(name, event) for rank, noted in everyone.items() if noted is not None}
-        values = {rank: _shortened(value) for rank, value in found.items() if value is not None}
+        here = {rank: noted for rank, noted in everyone.items() if noted is not None and event <= noted.events}
+        values = {rank: _shortened(noted.value(name, event) or "nothing new") for rank, noted in here.items()}
         if len(set(values.values())) > 1:
             texts.append(unequal_text(name, values))
     return " ".join(texts)

@@ -120,10 +120,11 @@ def _describe(waiting: Mapping[int, Waiting], stuck: set[int]) -> str:
     for text, ranks in list(alike.items())[:_MOST]:
         waits = "" if waiting[ranks[0]].finished else "wait " if len(ranks) > 1 else "waits "
         told.append(f"{ranks_text(ranks)} {waits}{text}")
-    return f"The ranks do not do the same, so they would wait for each other for ever: {'; '.join(told)}. {_ADVICE}"
+    return f"The ranks do not do the same, so they would wait for each other for ever: {'; '.join(told)}. {ADVICE}"
 
 
-_ADVICE = (
+#: What to do where ranks do not do the same.
+ADVICE = (
     "What talks to other ranks must be done on all of them: `self.log` in a hook, saving, `should_stop`, leaving an"
     " epoch (-1 of `on_train_batch_start`), collectives of torch; and all must have equally many batches, the same"
     " arguments and the same callbacks."

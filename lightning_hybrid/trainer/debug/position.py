@@ -13,6 +13,18 @@ from lightning_hybrid.pipeline_parallel.engine import TAKES, Engine
 from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey
 
 
+def place_text(engine: Engine, mesh: Mesh) -> str:
+    """This rank, and in a step its stage and action, for what the other ranks are told of a failure.
+
+    Args:
+        engine: Runs the actions of schedules.
+        mesh: The ranks, whose groups may be gone.
+    """
+    rank, position = mesh.rank(mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank), engine.position
+    text = f"Rank {rank} (pipeline rank {mesh.pipeline_rank}, data rank {mesh.data_rank})"
+    return text if position is None else f"{text}, stage {position.stage}, action {position},"
+
+
 def find_position(calls: Sequence[CodeType], trainer: Trainer, engine: Engine, mesh: Mesh) -> Position:
     """Read where this rank is; nothing in a step is done for that.
 

@@ -120,15 +120,16 @@ class EpochSync(Callback):
     def _gather(self, payload: bytes) -> list[bytes]:
         """The bytes of the other ranks, where they are few; and as the last ones those of the last stage.
 
-        One message of fixed size, as the values of logs are short; by a collective that others do not expect: where one
-        rank logs alone, that is found.
+        One message of fixed size, as the values of logs are short; by a collective that nothing else does in this
+        group: where one rank logs alone, that is found. Of two gathers of different sizes gloo makes an end of the
+        process.
         """
         group, message = self._group(), torch.zeros(_MESSAGE, dtype=torch.uint8)
         start = len(payload).to_bytes(_LENGTH, "big") + payload[: _MESSAGE - _LENGTH]
         message[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
-        received = [torch.empty_like(message) for _ in range(group.size())]
-        dist.all_gather(received, message, group=group)
-        parts = [each.numpy().tobytes() for each in received]
+        received = message.new_empty(group.size() * _MESSAGE)
+        dist.all_to_all_single(received, message.repeat(group.size()), group=group)
+        parts = [each.numpy().tobytes() for each in received.chunk(group.size())]
         sizes = [int.from_bytes(each[:_LENGTH], "big") for each in parts]
         found = [
             each[_LENGTH : _LENGTH + size]
