@@ -40,7 +40,7 @@ class Ranks:
         for each in self.failures:
             each.begin()
         self._leases = [
-            Leases(failures, self._store, rank=rank, size=size, seconds=SECONDS)
+            Leases(self._store, failures.key, rank=rank, size=size, seconds=SECONDS)
             for rank, failures in enumerate(self.failures)
         ]
 

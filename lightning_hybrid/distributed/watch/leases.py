@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import time
-
-from lightning_hybrid.distributed.failure import FailureStore, Store
+from collections.abc import Callable
+from typing import Protocol
 
 _SLEPT = 5.0  # seconds between two looks after which this process has been stopped in the meantime
 _MOST_BETWEEN = 2.0  # seconds between two times of reading
 _RENEWALS = 6  # in the time of a lease
+
+
+class _Store(Protocol):
+    """What is needed of `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys have been written."""
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Read keys that have been written."""
 
 
 class Leases:
@@ -28,8 +41,8 @@ class Leases:
     Before all ranks have begun a run nobody is silent, and neither is who has come to its end.
 
     Args:
-        failures: Of this rank.
         store: What all ranks see, for the watcher alone.
+        key: The key of something in the store that belongs to this run.
         rank: This rank.
         size: The number of ranks.
         seconds: The length of a lease.
@@ -38,8 +51,8 @@ class Leases:
         seconds: As given.
     """
 
-    def __init__(self, failures: FailureStore, store: Store, *, rank: int, size: int, seconds: float) -> None:
-        self._failures, self._store, self._rank, self.seconds = failures, store, rank, seconds
+    def __init__(self, store: _Store, key: Callable[[str], str], *, rank: int, size: int, seconds: float) -> None:
+        self._store, self._key, self._rank, self.seconds = store, key, rank, seconds
         self._read = list(range(1, size)) if rank == 0 else [0] if rank == 1 else []
         self.begin()
 
@@ -59,18 +72,15 @@ class Leases:
         if now >= self._renew_at:
             self._renew_at = now + self.seconds / _RENEWALS
             self._renewals += 1
-            self._store.set(self._key(self._rank), str(self._renewals))
+            self._store.set(self._key(f"lease/{self._rank}"), str(self._renewals))
         if not self._read or now < self._read_at:
             return []
         self._read_at = now + min(_MOST_BETWEEN, self.seconds / _RENEWALS)
-        keys = [self._key(rank) for rank in self._read]
+        keys = [self._key(f"lease/{rank}") for rank in self._read]
         if not self._seen and not self._store.check(keys):
             return []
         for rank, value in zip(self._read, self._store.multi_get(keys), strict=True):
             if rank not in self._seen or value != self._seen[rank][0]:
                 self._seen[rank] = value, now
         silent = [rank for rank, (_, since) in self._seen.items() if now > since + self.seconds]
-        return [rank for rank in silent if not self._store.check([self._failures.key(f"finished/{rank}")])]
-
-    def _key(self, rank: int) -> str:
-        return self._failures.key(f"lease/{rank}")
+        return [rank for rank in silent if not self._store.check([self._key(f"finished/{rank}")])]

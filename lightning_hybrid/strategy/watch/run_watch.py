@@ -65,7 +65,7 @@ class RunWatch:
         if stall is not None:
             watch = StallWatch(failures, store, rank=rank, size=size, timeout=stall, position=position)
             self._others.append(watch)
-        leases = None if lease is None else Leases(failures, store, rank=rank, size=size, seconds=lease)
+        leases = None if lease is None else Leases(store, failures.key, rank=rank, size=size, seconds=lease)
         self._thread = WatchedThread()
         self._waits = WaitWatch(
             failures,
