@@ -45,9 +45,10 @@ class _WorldCache:
         world = dist.group.WORLD
         assert world is not None
         if self._world() is not world:
-            self.clear()
-            _clear_sharding_cache()
-            gc.collect()
+            if self._entries:  # to collect takes a good part of a second
+                self.clear()
+                _clear_sharding_cache()
+                gc.collect()
             self._world = weakref.ref(world)
         if key not in self._entries:
             self._entries[key] = make()
