@@ -21,8 +21,8 @@ from lightning_hybrid.pipeline_parallel.schedules import ChannelKey
 _NATIVE = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 )
-# Messages of one channel need no tags: the k-th send meets the k-th receive.
-_TAG = 0
+# In the control group; others begin behind them.
+_TAGS: dict[Literal["activation", "gradient"], int] = {"activation": 1, "gradient": 2}
 
 
 class Send:
@@ -105,11 +105,13 @@ class Channel:
     A tensor that is sent must not be changed in place before it is received.
 
     Args:
-        group: Process group of the two ranks that carries nothing else. Its own ``send`` and ``recv`` are used:
-            ``torch.distributed.isend`` adds microseconds of checks to every message.
+        group: Process group of the two ranks. Its own ``send`` and ``recv`` are used: ``torch.distributed.isend`` adds
+            microseconds of checks to every message.
         peer: Rank of the other side inside ``group``.
         device: Where the tensors of this rank live. CUDA tensors cross a gloo group through pinned host memory.
         dynamic_shapes: Send the meta with every message, because shapes (or values) depend on data.
+        tag: Of the messages; nothing else in this direction between the two ranks has it in ``group``, so the k-th send
+            meets the k-th receive.
         metas: How metas travel: a group over gloo, the peer's rank inside it, and a tag; by default as tensors do.
 
     Attributes:
@@ -122,16 +124,17 @@ class Channel:
         peer: int,
         device: torch.device,
         dynamic_shapes: bool = False,
+        tag: int = 0,
         metas: tuple[ProcessGroup, int, int] | None = None,
     ) -> None:
         self.num_messages = 0
         self._group = GroupRef(group)
-        self._peer = peer
+        self._peer, self._tag = peer, tag
         self._device = device
         self._wire = _wire_device(group, device)
         self._dynamic = dynamic_shapes
         # A meta on the device would have to be read from there, which waits for all that it computes.
-        meta_group, self._meta_peer, self._meta_tag = metas or (group, peer, _TAG)
+        meta_group, self._meta_peer, self._meta_tag = metas or (group, peer, tag)
         self._meta_group = GroupRef(meta_group)
         self._meta_wire = self._wire if metas is None else torch.device("cpu")
         self._formats: dict[Hashable, _Format] = {}
@@ -155,7 +158,7 @@ class Channel:
             return
         first = torch.zeros(1, dtype=torch.uint8, device=self._wire)
         group = self._group()
-        (group.send if sends else group.recv)([first], self._peer, _TAG).wait()
+        (group.send if sends else group.recv)([first], self._peer, self._tag).wait()
 
     def send(self, key: Hashable, leaves: list[Any], spec: TreeSpec | None) -> Send:
         """Send one message; never blocks.
@@ -188,7 +191,7 @@ class Channel:
                 tensor = leaves[wire.index].detach().contiguous().resolve_neg()
                 if wire.moves or wire.as_bytes:
                     tensor = self._to_wire(tensor)
-                send.pending.append((group.send([tensor], self._peer, _TAG), tensor))
+                send.pending.append((group.send([tensor], self._peer, self._tag), tensor))
         self.num_messages += 1
         return send
 
@@ -243,7 +246,7 @@ class Channel:
             tensor = wire.allocate()
             work = None
             if wire.has_elements:
-                work = group.recv([as_bytes(tensor) if wire.as_bytes else tensor], self._peer, _TAG)
+                work = group.recv([as_bytes(tensor) if wire.as_bytes else tensor], self._peer, self._tag)
             recv.pending.append((wire, tensor, work))
 
     def _send_meta(self, meta: TreeMeta, send: Send) -> _Format:
@@ -280,6 +283,9 @@ def make_channels(
 ) -> dict[ChannelKey, Channel]:
     """One channel for each ordered pair of neighbours and kind of message; on every rank in the same order.
 
+    On a device each has a group of its own, as a receive that waits there holds up all behind it. Messages of the host
+    are told apart by their tags, in the control group: each group more takes time to connect.
+
     Args:
         mesh: The ranks.
         num_chunks: Stages per rank; with several, the last rank sends to the first one too.
@@ -293,20 +299,24 @@ def make_channels(
     hops = [(rank, rank + 1) for rank in range(size - 1)]
     if num_chunks > 1 and size > 1:
         hops.append((size - 1, 0))
+    through_host = _wire_device(mesh.model_group, device).type == "cpu"
     channels: dict[ChannelKey, Channel] = {}
     for disjoint in _disjoint(hops):
         own = next((hop for hop in disjoint if mesh.pipeline_rank in hop), None)
-        for kind in _KINDS:
-            group = mesh.new_p2p_group(disjoint)
-            if group is not None and own is not None:
-                sender, receiver = own if kind == "activation" else own[::-1]
+        for kind in _TAGS:
+            group = None if through_host else mesh.new_p2p_group(disjoint)
+            if own is None:
+                continue
+            sender, receiver = own if kind == "activation" else own[::-1]
+            key: ChannelKey = sender, receiver, kind
+            control = _in_control_group(mesh, key)
+            if through_host:
+                channels[key] = Channel(control[0], control[1], device, dynamic_shapes, control[2])
+            else:
+                assert group is not None
                 peer = int(mesh.pipeline_rank == min(own))  # the lower rank comes first in the group
-                key: ChannelKey = sender, receiver, kind
-                channels[key] = Channel(group, peer, device, dynamic_shapes, _route_of_metas(mesh, key, device))
+                channels[key] = Channel(group, peer, device, dynamic_shapes, metas=control)
     return channels
-
-
-_KINDS: tuple[Literal["activation", "gradient"], ...] = "activation", "gradient"
 
 
 def _disjoint(hops: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -327,13 +337,11 @@ def _disjoint(hops: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return lists
 
 
-def _route_of_metas(mesh: Mesh, key: ChannelKey, device: torch.device) -> tuple[ProcessGroup, int, int] | None:
-    """The control group, where tensors do not travel through the host; two kinds may have one pair of ranks."""
-    if device.type == "cpu":
-        return None
+def _in_control_group(mesh: Mesh, key: ChannelKey) -> tuple[ProcessGroup, int, int]:
+    """How a channel's messages of the host travel: the group, the other side's rank inside it, and a tag."""
     sender, receiver, kind = key
     other = receiver if mesh.pipeline_rank == sender else sender
-    return mesh.control_group, mesh.model_group_rank(other, mesh.tensor_rank), 1 + (kind == "gradient")
+    return mesh.control_group, mesh.model_group_rank(other, mesh.tensor_rank), _TAGS[kind]
 
 
 class _WireTensor:

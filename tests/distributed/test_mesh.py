@@ -24,6 +24,7 @@ from lightning_hybrid.distributed import mesh as mesh_module
 from lightning_hybrid.distributed import process_group
 from lightning_hybrid.distributed.failure import close_groups
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.pipeline_parallel import p2p
 from lightning_hybrid.pipeline_parallel.p2p import make_channels
 from tests.pool import Pools
 
@@ -206,6 +207,7 @@ class Calls:
             mock.patch.object(process_group, "device_backends", return_value=self.backends),
             mock.patch.object(process_group, "world_device", return_value=torch.device("cpu")),
             mock.patch.object(mesh_module, "device_backends", return_value=self.backends),
+            mock.patch.object(p2p, "device_backends", return_value=self.backends),
             mock.patch.object(mesh_module, "set_timeout", return_value=True),
             mock.patch.object(dist, "split_group", split),
             mock.patch.object(dist, "new_group", new),
@@ -223,7 +225,7 @@ def calls_of(
         calls = Calls(backends or {"cuda": "nccl"})
         with calls.counted():
             make_channels(
-                Mesh(*sizes, timeout=timedelta(seconds=77)), num_chunks, torch.device("cpu"), dynamic_shapes=False
+                Mesh(*sizes, timeout=timedelta(seconds=77)), num_chunks, torch.device("cuda"), dynamic_shapes=False
             )
         return calls
 
