@@ -81,6 +81,7 @@ class FailureStore:
     Attributes:
         failed: Whether this rank failed, or left because another one did.
         is_leaving: Whether this rank is on its way out after an exception.
+        is_interrupted: Whether this rank's groups were closed to bring it to the handler of SIGINT.
         gone: The ranks whose processes are known to have ended.
         is_over: Whether all ranks have come to the end of this run together: then any of them may go.
         is_store_silent: Whether the store is there and does not answer: who asks it waits for ever.
@@ -93,7 +94,7 @@ class FailureStore:
         self._hosts: dict[int, str] = {}
         self._machine = ""
         self.gone: set[int] = set()
-        self.failed = self.is_leaving = self.is_over = self.is_store_silent = False
+        self.failed = self.is_leaving = self.is_over = self.is_store_silent = self.is_interrupted = False
 
     @property
     def is_known(self) -> bool:
@@ -107,7 +108,7 @@ class FailureStore:
     def begin(self) -> None:
         """The next run begins: what former ones wrote counts no longer."""
         self._run += 1
-        self.is_leaving = self.is_over = False
+        self.is_leaving = self.is_over = self.is_interrupted = False
         self.gone.clear()
         description = describe_process()
         self._machine = machine_of(description)
@@ -242,7 +243,7 @@ class FailureStore:
 
     def leave(
         self, error: BaseException, where: str, abandon: Callable[[], None], *, verbatim: bool = False
-    ) -> Exception | None:
+    ) -> BaseException | None:
         """Leave every process group after an exception, without a collective.
 
         ::
@@ -262,7 +263,13 @@ class FailureStore:
             The first failure, to be raised from ``error``; ``None`` if ``error`` is the first one.
         """
         self.is_leaving = True
-        cause = self.cause(patience=_PATIENCE if is_transport(error) else 0.0)
+        cause: BaseException | None
+        if self.is_interrupted and is_transport(error):
+            # In a backward the handler's exception may be lost: torch asks for signals while it describes this error.
+            cause = KeyboardInterrupt()
+            self.report(cause, where)
+        else:
+            cause = self.cause(patience=_PATIENCE if is_transport(error) else 0.0)
         if cause is None and is_transport(error):
             found = RuntimeError(self._call_roll(f"{where} failed: {type(error).__name__}: {error}"))
             self.report(found, where, verbatim=True)

@@ -129,6 +129,7 @@ class FailureWatch:
         elif self._sigint_at is not None and time.monotonic() > self._sigint_at + _INTERRUPTED:
             self._sigint_at = None
             if self._thread.waits and not self._failures.is_leaving:
+                self._failures.is_interrupted = True
                 self._abort()  # it comes out of C++, and to the handler
 
     # -- what is known -------------------------------------------------------------------------------------------------

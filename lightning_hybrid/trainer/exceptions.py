@@ -57,7 +57,7 @@ class ExceptionCallback(Callback):
         self._rank, self._is_alone = dist.get_rank(), dist.get_world_size() == 1
         self._exception: str | None = None  # that ends this run
         self._has_left = False
-        self._cause: Exception | None = None
+        self._cause: BaseException | None = None
 
     def close(self, trainer: Trainer) -> None:
         """The run is over: callbacks may save again."""
@@ -89,7 +89,7 @@ class ExceptionCallback(Callback):
         if self._exception is not None:
             raise RuntimeError(_WHY_NOT.format(self._exception))
 
-    def leave(self, exception: BaseException) -> Exception | None:
+    def leave(self, exception: BaseException) -> BaseException | None:
         """Tell the other ranks, and leave every group without a collective; once.
 
         Args:

@@ -26,7 +26,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed import failure, wait_watch
+from lightning_hybrid.distributed import failure, failure_watch, wait_watch
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, close_groups, is_transport
 from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.wait_watch import Meeting, Messages, WaitWatch
@@ -504,6 +504,25 @@ def test_a_watch_aborts_groups_once_when_another_rank_fails() -> None:
     assert called == ["aborted"]
     assert failures.failed
     assert str(failures.cause(patience=0.0)) == "broken"
+
+
+def test_an_interrupt_that_is_lost_while_its_rank_is_woken_is_told_all_the_same() -> None:
+    """A backward ended with the error that woke it: who had noticed was blamed, and where Ctrl-C came was not said."""
+    store, called = dist.HashStore(), []
+    thread = mock.Mock(seconds_still=0.0, waits=True)
+    failures, watch = watched(store, 1, thread=thread, abort=lambda: called.append("aborted"))
+    other, _ = watched(store, 0)
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        watch.look([signal.SIGINT])
+    finally:
+        signal.signal(signal.SIGINT, former)
+    with mock.patch.object(failure_watch, "_INTERRUPTED", 0.0):
+        watch.look()
+    assert called == ["aborted"]
+    cause = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1, action 1B2,", lambda: None)
+    assert isinstance(cause, KeyboardInterrupt)
+    assert "Rank 1, action 1B2, failed: KeyboardInterrupt" in str(other.cause(patience=0.0))
 
 
 def test_what_a_watch_has_read_is_known_when_the_store_is_gone() -> None:

@@ -64,7 +64,11 @@ class Ending:
         if "+" in fault.kind and fault.launcher == "fork":  # who was interrupted
             true = (fault.rank + 1) % fault.size
             others = [text for rank, text in self.texts.items() if rank != true]
-        names = rf"\brank {true}\b" + (r".*, stage \d+, action \w+, failed: " if fault.is_in_action else "")
+        names = rf"\brank {true}\b"
+        if fault.is_in_action:
+            names += r".*, stage \d+, action \w+, failed: "
+        elif fault.kind == "sleep+sigint":
+            names += ".* failed: KeyboardInterrupt"
         return len(others) == fault.size - 1 and all(re.search(names, text, re.IGNORECASE) for text in others)
 
     @property
