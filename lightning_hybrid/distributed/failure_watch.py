@@ -184,8 +184,7 @@ class FailureWatch:
         gone = sorted(failures.gone - self._finished)
         if gone:
             return self._report(gone_text([failures.name_of(rank) for rank in gone]))
-        silent = [] if self._leases is None else self._leases.look()
-        if silent and self._leases is not None:
+        if self._leases is not None and (silent := self._leases.look()):
             for rank in silent:
                 failures.description_of(rank, self._store)
             return self._report(silent_text([failures.name_of(rank) for rank in silent], self._leases.seconds))

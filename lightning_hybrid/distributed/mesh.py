@@ -23,7 +23,7 @@ from lightning_hybrid.distributed.tree_broadcast import PostedBroadcast, TreeBro
 AXES = {"dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel"}
 
 
-#: What is broadcast in a model group by messages. Their tags follow those of metas in the same group.
+#: What is broadcast in a model group by messages. Their tags follow those of messages between stages in the same group.
 _BROADCASTS = "batches", "results", "signals"
 _FIRST_TAG = 3
 
@@ -55,10 +55,12 @@ class _WorldCache:
         return self._entries[key]
 
     def clear(self) -> None:
-        """Drop everything: torch's meshes hold their groups, and parameters that are sharded hold the meshes."""
+        """Drop everything: meshes, parameters that are sharded over them, and messages under way hold groups."""
         for entry in self._entries.values():
             if isinstance(entry, DeviceMesh):
                 getattr(entry, "_pg_registry", {}).clear()
+            if isinstance(entry, PostedBroadcast):
+                entry.abandon()
         self._entries.clear()
 
 
@@ -171,8 +173,6 @@ class Mesh:
 
     def abandon(self) -> None:
         """After a failure, drop what keeps connections open: messages, and torch's mesh with the group of all ranks."""
-        for messages in self.broadcasts:
-            messages.abandon()
         self._device_mesh = None
         _WORLD_CACHE.clear()
 
@@ -223,7 +223,9 @@ class Mesh:
         """
         group, tag = self.control_group, _FIRST_TAG + len(_BROADCASTS) * source + _BROADCASTS.index(name)
         ranks = tuple(dist.get_process_group_ranks(group))
-        messages: PostedBroadcast = _WORLD_CACHE.get((ranks, tag), lambda: PostedBroadcast(group, source, tag, name))
+        messages: PostedBroadcast = _WORLD_CACHE.get(
+            (ranks, tag, self._timeout), lambda: PostedBroadcast(group, source, tag, name)
+        )
         if messages not in self.broadcasts:
             self.broadcasts.append(messages)
         return messages

@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work, broadcast  # torch's own, also while the user's collectives are looked at
 
-from lightning_hybrid.distributed.failure import PeerFailedError
+from lightning_hybrid.distributed.failure import PeerFailedError, WrongUseError
 from lightning_hybrid.distributed.process_group import GroupRef, torch_profiles
 from lightning_hybrid.distributed.pytree import TreeMeta, TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes, tell_autograd
 
 _NEW, _FAILED, _END = -1, -2, 0  # what comes, if it is no tree whose meta is known; the numbers of metas begin at 1
-_HEADER = struct.Struct("qqq")  # of a packet: what comes, the bytes of its pickle, and of all
+_HEADER = struct.Struct("qqqq")  # of a packet: what comes, the bytes of its pickle, and of all, and what it is about
 _LEAST = 1 << 10  # bytes of a packet
 _SMALL = 1 << 20  # bytes of a tensor, up to which it is worth a second copy to save a message
 _MOST_METAS = 4096  # that are remembered
-_MOST_PENDING = 8  # messages that are not known to be received
+_MOST_PENDING = 8  # messages to one rank that are not known to be received
 
 
 def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
@@ -165,7 +165,7 @@ class PostedBroadcast:
         return self
 
     def send(self, data: Tensor) -> None:
-        """On the source: send a message; it waits only for what was sent long before.
+        """On the source: send a message; it waits only where many are under way.
 
         Args:
             data: Contiguous. It must not be changed any more.
@@ -174,7 +174,7 @@ class PostedBroadcast:
         self._num_sent += 1
         for child in self._children:
             self._pending.append((group.send([data], child, self._tag), data, child, self._num_sent))
-        self.retire(0 if torch_profiles() else _MOST_PENDING)
+        self.retire(0 if torch_profiles() else _MOST_PENDING * len(self._children))
 
     def post(self, data: Tensor) -> None:
         """On the others: receive one more message into a tensor, which is contiguous and as long as what is sent."""
@@ -251,6 +251,8 @@ class TreeBroadcast:
 
     Attributes:
         is_source: Whether this rank's trees count.
+        about: A number for what the next trees are about, set on all ranks: one that was sent while the others were
+            elsewhere is not taken for another one.
     """
 
     def __init__(
@@ -268,8 +270,13 @@ class TreeBroadcast:
         self.is_source = messages.is_source
         self._is_sending = False
         self._length = _LEAST  # of the next packet, as far as it is one message
+        self.about = 0
         self._numbers: dict[TreeMeta, int] = {}
         self._metas: list[TreeMeta] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TreeBroadcast:
+        """Itself: what is known on both sides of the messages is known once."""
+        return self
 
     def __call__(self, tree: Any = None) -> Any:
         """Broadcast a tree.
@@ -300,8 +307,9 @@ class TreeBroadcast:
         self._send_packet(_END)
 
     def _send(self, tree: Any) -> None:
+        self._messages.retire()  # of the tree before, which the others have used since
         leaves, spec = flatten(tree)
-        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        leaves = [self._detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         meta, values = _split(leaves, spec)
         number = self._numbers.get(meta)
         is_new = number is None
@@ -317,12 +325,17 @@ class TreeBroadcast:
         self._exchange_tensors([tensor for tensor in tensors if not _is_small(tensor)])
         self._is_sending = False
 
+    def _detached(self, leaf: Tensor) -> Tensor:
+        """Without a graph; and on the host, if all of a tree travels there."""
+        return leaf.detach().cpu() if self._device.type == "cpu" else leaf.detach()
+
     def receive(self) -> Any:
         """Receive a tree that the source sends.
 
         Raises:
             StopIteration: If the source has no more.
             PeerFailedError: If the source failed; the text is the source's.
+            WrongUseError: If the tree is about something else.
         """
         code, pickled, packed = self._receive_packet()
         if code in (_END, _FAILED):
@@ -347,7 +360,12 @@ class TreeBroadcast:
     def _send_packet(self, code: int, pickled: bytes = b"", tensors: Sequence[Tensor] = ()) -> None:
         packed = [as_bytes(tensor).numpy().tobytes() for tensor in tensors]
         length = _HEADER.size + len(pickled) + sum(map(len, packed))
-        parts = [_HEADER.pack(code, len(pickled), length), pickled, *packed, bytes(max(0, self._length - length))]
+        parts = [
+            _HEADER.pack(code, len(pickled), length, self.about),
+            pickled,
+            *packed,
+            bytes(max(0, self._length - length)),
+        ]
         packet = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
         self._messages.send(packet[: self._length])
         if length > self._length:
@@ -359,10 +377,16 @@ class TreeBroadcast:
         if not self._messages.is_posted:
             self._messages.post(torch.empty(self._length, dtype=torch.uint8))
         packet = self._messages.receive()
-        code, num_pickled, length = _HEADER.unpack(packet[: _HEADER.size].numpy().tobytes())
+        code, num_pickled, length, about = _HEADER.unpack(packet[: _HEADER.size].numpy().tobytes())
         if length > self._length:
             self._messages.post(torch.empty(length - self._length, dtype=torch.uint8))
             packet = torch.cat([packet, self._messages.receive()])
+        if about != self.about:
+            raise WrongUseError(
+                f"What has come from rank {self._messages.source} of this model group is not what this rank waits for"
+                f" ({about}, not {self.about}): that one has iterated a loader, or computed a metric, and others have"
+                " not. Do so on all ranks or on none."
+            )
         self._length = max(_LEAST, length)
         begin = _HEADER.size + num_pickled
         return code, packet[_HEADER.size : begin].numpy().tobytes(), packet[begin:length]

@@ -20,7 +20,7 @@ class Messages(NamedTuple):
 
     Attributes:
         awaited: (channel, global rank of the sender, number) of the message that is waited for, if one is.
-        sent: How many messages this rank has sent, by channel.
+        sent: How many messages this rank has sent, by channel. That one is ready to receive counts as a message, too.
     """
 
     awaited: tuple[str, int, int] | None

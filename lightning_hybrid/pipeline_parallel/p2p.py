@@ -105,8 +105,8 @@ class Channel:
     A tensor that is sent must not be changed in place before it is received.
 
     Args:
-        group: Process group of the two ranks. Its own ``send`` and ``recv`` are used: ``torch.distributed.isend`` adds
-            microseconds of checks to every message.
+        group: A process group with the two ranks. Its own ``send`` and ``recv`` are used: ``torch.distributed.isend``
+            adds microseconds of checks to every message.
         peer: Rank of the other side inside ``group``.
         device: Where the tensors of this rank live. CUDA tensors cross a gloo group through pinned host memory.
         dynamic_shapes: Send the meta with every message, because shapes (or values) depend on data.

@@ -103,7 +103,8 @@ def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 def _check_in_flight(arguments: Mapping[str, Any]) -> None:
     """What is on its way over links between stages."""
     extra, num_links = arguments["extra_in_flight"], arguments["pipeline_parallel_size"] - 1
-    for number in [extra] if isinstance(extra, int) else extra:
+    numbers = [extra] if isinstance(extra, int) else extra
+    for number in numbers:
         if not isinstance(number, int) or isinstance(number, bool):
             raise TypeError(f"extra_in_flight must be an integer or a list of integers, got {extra!r}.")
         if number < 0:
@@ -113,7 +114,7 @@ def _check_in_flight(arguments: Mapping[str, Any]) -> None:
             f"extra_in_flight={list(extra)} has {len(extra)} numbers, but pipeline_parallel_size={num_links + 1} has"
             f" {num_links} links between neighbouring ranks. Give one number for each, or one for all."
         )
-    if arguments["schedule"] == "gpipe" and extra != 0:
+    if arguments["schedule"] == "gpipe" and any(numbers):
         raise ValueError(
             f"schedule='gpipe' has all microbatches in flight already, got extra_in_flight={extra!r}. Leave it out, or"
             " use schedule='1f1b'."

@@ -193,6 +193,7 @@ class SharedLoader(LoaderWrapper):
         self._exchange = exchange
 
     def __iter__(self) -> Iterator[Any]:
+        self._exchange.about += 1  # another iteration
         if not self._exchange.is_source:
             return self._receive()
         try:  # now and not at the first batch: a loader draws random numbers and starts its workers here

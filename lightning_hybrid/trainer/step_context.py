@@ -148,7 +148,7 @@ class StepContext:
         is_source = self._results.is_source and mesh.data_rank == 0
         self._logger_proxy = LoggerProxy(module, self._recorder, is_source=is_source, unfollowed=self.unfollowed)
         self._scalars: dict[str, Any] = {}
-        self._is_guarded = False
+        self._is_guarded, self._num_shared = False, 0
         self.metrics = MetricsAcrossStages(
             module,
             mesh.data_group,
@@ -435,6 +435,8 @@ class StepContext:
             The value of the step.
         """
         trainer = self.module.trainer
+        self._num_shared += 1
+        self._results.about = self._num_shared
         with self.guard():
             if self._results.is_source:
                 tree = self._pack(*outputs())

@@ -74,10 +74,10 @@ def test_who_gives_none_is_found_within_seconds_of_the_end_of_its_lease(clock: C
     assert ranks.pass_time(15, without=(2,)) == {0: [2]}
 
 
-def test_the_first_rank_is_missed_by_the_second(clock: Clock) -> None:
+def test_the_first_rank_is_missed_by_the_last(clock: Clock) -> None:
     ranks = Ranks(clock)
     ranks.pass_time(10)
-    assert ranks.pass_time(int(SECONDS) + 4, without=(0,)) == {1: [0]}
+    assert ranks.pass_time(int(SECONDS) + 4, without=(0,)) == {2: [0]}
 
 
 def test_who_comes_back_in_time_has_missed_nothing(clock: Clock) -> None:

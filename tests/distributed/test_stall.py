@@ -299,8 +299,16 @@ class Stalling(Regression):
             time.sleep(90)
 
 
-def stalled() -> tuple[str, str, float]:
-    module, printed = Stalling(), io.StringIO()
+class Asleep(Regression):
+    """Rank 0 does nothing between two batches."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.global_step == 2 and self.trainer.global_rank == 0:
+            time.sleep(90)
+
+
+def stalled(kind: type[Regression]) -> tuple[str, str, float]:
+    module, printed = kind(), io.StringIO()
     # On a machine that does other things too, a step may stand still for seconds.
     layout = {**PP2, "stall_timeout": timedelta(seconds=6), "timeout": timedelta(seconds=60)}
     watch = partial(StallWatch, patience=3.0)
@@ -315,7 +323,9 @@ def stalled() -> tuple[str, str, float]:
 
 @pytest.mark.rows(67)
 def test_a_rank_that_stands_still_in_the_users_code_is_named_and_ended(ranks: Pools) -> None:
-    (text, printed, at), (of_sleeper, also_printed, later) = ranks(2, lightning=True).run(stalled, timeout=100)
+    (text, printed, at), (of_sleeper, also_printed, later) = ranks(2, lightning=True).run(
+        stalled, Stalling, timeout=100
+    )
     assert text == of_sleeper
     assert later - at < 20, "it hears of it where it sleeps"
     assert re.search(r"wait for rank 1 \(on .*\), which has computed nothing for \d+ s at stall \(test_stall.py", text)
@@ -325,3 +335,11 @@ def test_a_rank_that_stands_still_in_the_users_code_is_named_and_ended(ranks: Po
     # One microbatch is forward on the last stage: the warm-up of the first one has two, and it waits for the first.
     found = re.search(r"waits for 1 .*train 2 +0B0 +0RECV_B0 0F1 0SEND_F1 .*0RECV_B0 from rank 1, .*0SEND_F1 to", row)
     assert found, row
+
+
+def test_a_rank_that_waits_for_a_message_between_two_batches_says_so(ranks: Pools) -> None:
+    (text, printed, _), (of_other, *_) = ranks(2, lightning=True).run(stalled, Asleep, timeout=100)
+    assert text == of_other
+    assert re.search(r"wait for rank 0 \(on .*\), which has computed nothing for \d+ s at on_train_batch_end", text)
+    row = next(line for line in printed.splitlines() if line.startswith("1 "))
+    assert re.search(r"waits for 0 .*signals from rank 0 to rank 1 .*receive \(tree_broadcast.py", row), row

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -183,7 +184,7 @@ def test_batch_samplers_that_cannot_be_divided_are_refused(ranks: Pools) -> None
 class Source:
     """Of an exchange, on the rank that loads."""
 
-    is_source = True
+    is_source, about = True, 0
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -330,6 +331,31 @@ def test_loaders_take_turns_and_may_be_left_early(ranks: Pools) -> None:
     first, second = ranks(2).run(interleaved)
     assert first == second
     assert len(first) == 3 * 4 + 1 + 3
+
+
+def iterated_alone() -> Any:
+    """Rank 0 looks at a batch before all ranks begin."""
+    loader: Any = prepare_loader(
+        [torch.tensor([n]) for n in range(4)], Mesh(1, 1, 2), divide=True, share=True, stage=None
+    )
+    if dist.get_rank() == 0:
+        next(iter(loader))
+    seen: list[Any] = []
+    try:
+        for batch in islice(loader, 2):
+            seen.append(batch.tolist())
+    except ValueError as error:
+        seen.append(str(error))
+    return seen
+
+
+def test_batches_of_another_iteration_are_not_taken_for_those_of_this_one(ranks: Pools) -> None:
+    loaded, received = ranks(2).run(iterated_alone)
+    assert loaded == [[0], [1]]
+    assert len(received) == 2
+    assert received[-1].startswith(
+        "What has come from rank 0 of this model group is not what this rank waits for (2, not 1)"
+    )
 
 
 # -- all ranks load ----------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class Leases:
 
         every rank   renews its lease, a number in the store, six times in its length      one message
         rank 0       reads all leases every two seconds                                    one message
-        rank 1       reads that of rank 0
+        last rank    reads that of rank 0, from another machine if there is one
 
     The watcher renews it, whatever the rank does: in a step, while it validates or saves. So a rank that computes, or
     waits for long, is not silent; one that works without ever letting other threads of Python run is. Who is cut off
@@ -53,7 +53,7 @@ class Leases:
 
     def __init__(self, store: _Store, key: Callable[[str], str], *, rank: int, size: int, seconds: float) -> None:
         self._store, self._key, self._rank, self.seconds = store, key, rank, seconds
-        self._read = list(range(1, size)) if rank == 0 else [0] if rank == 1 else []
+        self._read = list(range(1, size)) if rank == 0 else [0] if rank == size - 1 else []
         self.begin()
 
     def begin(self) -> None:

@@ -43,7 +43,11 @@ def find_position(calls: Sequence[CodeType], trainer: Trainer, engine: Engine, m
     if stage is not None:
         number = trained if trainer.training else sum(evaluated)
         position.batch = f"{stage.value} {max(number - 1, 0)}"
-    if action is None:
+    awaited = next((each.awaited for each in mesh.broadcasts if each.awaited is not None), None)
+    if awaited is not None:
+        channel, other, _ = awaited
+        position.pending, position.waits_for = [channel], [other]
+    if action is None or awaited is not None:
         return position
 
     def told(message: Action, channel: ChannelKey) -> str:

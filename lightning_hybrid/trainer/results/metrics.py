@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -108,18 +109,21 @@ class MetricsAcrossStages:
             name: metric for name, metric in self._batch_metrics.items() if found.get(name) is self._metrics[name]
         }
         self._metrics = found
-        for metric in found.values():
+        for name, metric in found.items():
             if not hasattr(metric.compute, "original"):
-                metric.compute = self._across_stages(metric.compute)  # type: ignore[method-assign]
+                metric.compute = self._across_stages(name, metric.compute)  # type: ignore[method-assign]
                 self._count_batches(metric)
                 self._patched.append(weakref.ref(metric))
 
     # Functions, not methods: callbacks copy modules, and a method would take this object along.
 
-    def _across_stages(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def _across_stages(self, name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        about = -zlib.crc32(name.encode())
+
         def computed(*args: Any, **kwargs: Any) -> Any:
             if self._is_local:
                 return compute(*args, **kwargs)
+            self._exchange.about = about
             if not self._is_last:
                 return self._exchange.receive()
             with self._local():  # metrics inside this metric are no affair of the other ranks

@@ -12,6 +12,7 @@ from torchmetrics.classification import BinaryAUROC
 from torchmetrics.regression import MeanSquaredError, R2Score
 from torchmetrics.wrappers import Running
 
+from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.tree_broadcast import PostedBroadcast, TreeBroadcast
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from tests.pool import Pools
@@ -80,6 +81,27 @@ def test_every_rank_sees_what_the_last_stage_computes(ranks: Pools) -> None:
     collection.update(torch.arange(6.0), torch.arange(6.0) ** 2)
     wrapper = {"raw": 4.0, "max": 4.0, "min": 4.0}
     assert last == [2.0, 5.0, wrapper, _plain(collection.compute()), 4.0, 2.0]
+
+
+def computed_alone() -> str:
+    module = Module()
+    across = make(module)
+    with across.step(num_microbatches=1):
+        if dist.get_rank() == 1:
+            module.mean.update(1.0)
+            module.total.update(2.0)
+    if dist.get_rank() == 1:
+        module.mean.compute()
+    try:
+        return str(module.total.compute().item())
+    except WrongUseError as error:
+        return str(error)
+
+
+def test_what_the_last_stage_computes_alone_is_not_taken_for_something_else(ranks: Pools) -> None:
+    first, last = ranks(2).run(computed_alone, timeout=20.0)
+    assert first.startswith("What has come from rank 1 of this model group is not what this rank waits for")
+    assert last == "4.0"
 
 
 def over_replicas() -> list[float]:
