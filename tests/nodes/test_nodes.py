@@ -23,21 +23,21 @@ PP2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 
 
 @pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Machines]:
+def machines(tmp_path: Path, delay: float) -> Iterator[Machines]:
     """Two of them."""
     if why_not():
         pytest.skip(why_not())
-    with Machines(2, tmp_path) as made:
+    with Machines(2, tmp_path, delay) as made:
         yield made
 
 
 @pytest.fixture
-def far_machines(tmp_path: Path) -> Iterator[Machines]:
-    """Two of them, far from each other."""
-    if why_not():
-        pytest.skip(why_not())
-    with Machines(2, tmp_path, delay=0.02) as made:
-        yield made
+def delay() -> float:
+    """Between them, in seconds."""
+    return 0.0
+
+
+far_apart = pytest.mark.parametrize("delay", [0.02])
 
 
 def one_process(batch_size: int) -> dict[str, torch.Tensor]:
@@ -76,11 +76,12 @@ def test_two_machines_are_as_one_process(machines: Machines, tmp_path: Path, nam
     assert re.search(r"stage +ranks +node .*\n.*\n +0 +0(-1)? +node1 ", ended[0][1])
 
 
+@far_apart
 @pytest.mark.thorough
 @pytest.mark.parametrize("extra", [0, 4])
-def test_machines_that_are_far_apart_are_as_one_process(far_machines: Machines, tmp_path: Path, extra: int) -> None:
+def test_machines_that_are_far_apart_are_as_one_process(machines: Machines, tmp_path: Path, extra: int) -> None:
     layout = {**PP2, "extra_in_flight": extra}
-    ended = outputs(far_machines.lightning(words(layout, tmp_path), processes=1))
+    ended = outputs(machines.lightning(words(layout, tmp_path), processes=1))
     assert [code for code, _ in ended] == [0, 0], ended
     assert_same(trained(tmp_path), one_process(8))
 
@@ -88,24 +89,25 @@ def test_machines_that_are_far_apart_are_as_one_process(far_machines: Machines, 
 LEASE = 6.0
 
 
+@far_apart
 @pytest.mark.thorough
 @pytest.mark.parametrize("lost", ["its cable is cut", "it stands still"])
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_machine_that_falls_silent_ends_all(far_machines: Machines, tmp_path: Path, lost: str, number: int) -> None:
+def test_a_machine_that_falls_silent_ends_all(machines: Machines, tmp_path: Path, lost: str, number: int) -> None:
     """With the first machine the store is lost too. Who stands still is let go on for the others to read why."""
     run = words({**PP2, "lease": LEASE}, tmp_path, str(tmp_path / "checkpoints"))
-    started = far_machines.lightning(run, processes=1)
+    started = machines.lightning(run, processes=1)
     while not (tmp_path / "checkpoints" / "last.ckpt").exists():
         assert started[0].poll() is None
     begin = time.monotonic()
     if lost == "its cable is cut":
-        far_machines.cut(number)
+        machines.cut(number)
     else:
-        far_machines.signal(number, signal.SIGSTOP)
+        machines.signal(number, signal.SIGSTOP)
     other = started[2 - number]
     text = outputs([other])[0][1]
     seconds = time.monotonic() - begin
-    far_machines.signal(number, signal.SIGCONT)
+    machines.signal(number, signal.SIGCONT)
     ((_, of_lost),) = outputs([started[number - 1]])
     silent = "Silent for 6 s, so stopped, cut off or without power: rank 1 (on node2)"
     no_store = "The store of all ranks does not answer: rank 0 (on node1)"
@@ -117,15 +119,16 @@ def test_a_machine_that_falls_silent_ends_all(far_machines: Machines, tmp_path: 
         assert (silent if number == 1 else no_store) in of_lost
 
 
+@far_apart
 @pytest.mark.thorough
-def test_a_cable_that_is_mended_in_time_ends_nothing(far_machines: Machines, tmp_path: Path) -> None:
+def test_a_cable_that_is_mended_in_time_ends_nothing(machines: Machines, tmp_path: Path) -> None:
     run = words({**PP2, "lease": LEASE}, tmp_path, str(tmp_path / "checkpoints"))
-    started = far_machines.lightning(run, processes=1)
+    started = machines.lightning(run, processes=1)
     while not (tmp_path / "checkpoints" / "last.ckpt").exists():
         assert started[0].poll() is None
-    far_machines.cut(2)
+    machines.cut(2)
     time.sleep(LEASE / 2)
-    far_machines.mend(2)
+    machines.mend(2)
     ended = outputs(started)
     assert [code for code, _ in ended] == [0, 0], ended
     assert_same(trained(tmp_path), one_process(8))
