@@ -40,6 +40,7 @@ from lightning_hybrid.memory.offload import check_offload
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES
 from lightning_hybrid.version import __version__
 
+_LEAST_LEASE = timedelta(seconds=3)
 _AT_LEAST_ONE = ("tensor_parallel_size", "pipeline_parallel_size", "num_chunks")
 _AUTO = ("data_parallel_size", "num_microbatches")
 
@@ -67,9 +68,14 @@ def check_arguments(**arguments: Any) -> None:
         if kinds is not None and not isinstance(arguments[name], kinds):
             expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
             raise TypeError(f"{name} must be {expected}, got {arguments[name]!r} ({type(arguments[name]).__name__}).")
-    for name in ("timeout", "stall_timeout", "lease"):
+    for name in ("timeout", "stall_timeout"):
         if arguments[name] is not None and arguments[name] <= timedelta(0):
             raise ValueError(f"{name} must be longer than nothing, or None; got {arguments[name]!r}.")
+    if arguments["lease"] is not None and arguments["lease"] < _LEAST_LEASE:
+        raise ValueError(
+            f"lease must be at least {_LEAST_LEASE}, or None, as ranks give a sign every half a second at most; got"
+            f" {arguments['lease']}."
+        )
     _check_choice("schedule", arguments["schedule"], tuple(SCHEDULES))
     _check_choice("zero_stage", arguments["zero_stage"], (0, 1, 2, 3))
     _check_choice("zero_frees", arguments["zero_frees"], ("auto", "step", "microbatch"))

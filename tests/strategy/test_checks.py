@@ -39,6 +39,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"num_microbatches": 0}, ValueError, ["num_microbatches", "'auto'", "0"]),
     ({"num_microbatches": None}, TypeError, ["num_microbatches", "'auto'", "None"]),
     ({"num_chunks": 0}, ValueError, ["num_chunks", "0"]),
+    ({"lease": timedelta(seconds=1)}, ValueError, ["lease", "0:00:03", "0:00:01"]),
+    ({"lease": 60}, TypeError, ["lease", "60", "timedelta"]),
     ({"extra_in_flight": -1}, ValueError, ["extra_in_flight", "-1"]),
     ({"extra_in_flight": True}, TypeError, ["extra_in_flight", "True"]),
     ({"extra_in_flight": [1.5], "pipeline_parallel_size": 2}, TypeError, ["extra_in_flight", "[1.5]"]),
