@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,11 @@ from lightning_hybrid.distributed.tree_broadcast import PostedBroadcast, TreeBro
 AXES = {"dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel"}
 
 
-#: What is broadcast in a model group by messages. Their tags follow those of messages between stages in the same group.
+#: Tags of what travels between two stages through the control group.
+STAGE_TAGS: dict[Literal["activation", "gradient"], int] = {"activation": 1, "gradient": 2}
+
+#: What is broadcast in the same group by messages; each of its ranks may be a source, with tags of its own.
 _BROADCASTS = "batches", "results", "signals"
-_FIRST_TAG = 3
 
 
 class _WorldCache:
@@ -221,7 +223,8 @@ class Mesh:
             name: What is sent, one of :data:`_BROADCASTS`.
             source: The rank inside of the model group that sends.
         """
-        group, tag = self.control_group, _FIRST_TAG + len(_BROADCASTS) * source + _BROADCASTS.index(name)
+        group, before = self.control_group, 1 + max(STAGE_TAGS.values()) + len(_BROADCASTS) * source
+        tag = before + _BROADCASTS.index(name)
         ranks = tuple(dist.get_process_group_ranks(group))
         messages: PostedBroadcast = _WORLD_CACHE.get(
             (ranks, tag, self._timeout), lambda: PostedBroadcast(group, source, tag, name)

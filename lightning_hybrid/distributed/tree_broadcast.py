@@ -1,4 +1,4 @@
-"""Trees of values from one rank to its group: the meta is sent when it is new, the numbers every time; nobody waits."""
+"""Trees of values from one rank to its group: the meta is sent when it is new, the numbers every time."""
 
 from __future__ import annotations
 
@@ -135,7 +135,6 @@ class PostedBroadcast:
     Attributes:
         source: The rank inside the group that sends.
         is_source: Whether that is this rank.
-        num_posted: How many receives have been posted.
         awaited: What this rank waits for: the channel, the global rank that has to do something, and the number of the
             message; ``None`` if it does not wait. Another thread may ask.
     """
@@ -156,8 +155,7 @@ class PostedBroadcast:
         self._to = {child: (_channel(name, ranks[rank], ranks[child]), ranks[child]) for child in self._children}
         self._pending: deque[tuple[Work, Tensor, int, int]] = deque()
         self._posted: deque[tuple[Work, Tensor]] = deque()
-        self._num_sent = 0
-        self.num_posted = 0
+        self._num_sent = self._num_posted = 0
         self.awaited: tuple[str, int, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PostedBroadcast:
@@ -179,19 +177,28 @@ class PostedBroadcast:
     def post(self, data: Tensor) -> None:
         """On the others: receive one more message into a tensor, which is contiguous and as long as what is sent."""
         group: Any = self._group()
-        self.num_posted += 1
+        self._num_posted += 1
         self._posted.append((group.recv([data], self._parent, self._tag), data))
 
-    @property
-    def is_posted(self) -> bool:
-        """Whether a receive has been posted, and not been waited for."""
-        return bool(self._posted)
+    def post_ahead(self, num_bytes: int) -> None:
+        """On the others: post the receive of the next message, for :meth:`receive`.
 
-    def receive(self) -> Tensor:
+        Not while torch's profiler runs: see :data:`torch_profiles`.
+        """
+        if not torch_profiles():
+            self.post(torch.empty(num_bytes, dtype=torch.uint8))
+
+    def receive(self, num_bytes: int) -> Tensor:
+        """On the others: wait for the next message, of this length; its receive is posted now unless it has been."""
+        if not self._posted:
+            self.post(torch.empty(num_bytes, dtype=torch.uint8))
+        return self.wait()
+
+    def wait(self) -> Tensor:
         """On the others: wait for the message of the first receive that was posted."""
         work, data = self._posted.popleft()
         assert self._from is not None
-        self.awaited = *self._from, self.num_posted - len(self._posted)
+        self.awaited = *self._from, self._num_posted - len(self._posted)
         work.wait()
         self.awaited = None
         if self._children:
@@ -211,7 +218,7 @@ class PostedBroadcast:
     def progress(self) -> dict[str, int]:
         """How many messages this rank has sent, and how many receives it has posted, by channel; any thread may ask."""
         sent = {channel: self._num_sent for channel, _ in self._to.values()}
-        return sent if self._from is None else {**sent, _receipt(self._from[0]): self.num_posted}
+        return sent if self._from is None else {**sent, _receipt(self._from[0]): self._num_posted}
 
     def abandon(self) -> None:
         """Drop what is under way, after a failure: it keeps connections open."""
@@ -339,7 +346,7 @@ class TreeBroadcast:
         """
         code, pickled, packed = self._receive_packet()
         if code in (_END, _FAILED):
-            self._post_next()
+            self._messages.post_ahead(self._length)
             raise StopIteration if code == _END else PeerFailedError(pickle.loads(pickled))
         new, values = pickle.loads(pickled) if len(pickled) else (None, None)
         if new is not None:
@@ -354,7 +361,7 @@ class TreeBroadcast:
             as_bytes(tensor).copy_(packed[: tensor.nbytes])
             packed = packed[tensor.nbytes :]
         self._exchange_tensors([tensor for tensor in tensors if not _is_small(tensor)])
-        self._post_next()
+        self._messages.post_ahead(self._length)
         return unflatten(leaves, meta.spec)
 
     def _send_packet(self, code: int, pickled: bytes = b"", tensors: Sequence[Tensor] = ()) -> None:
@@ -374,13 +381,10 @@ class TreeBroadcast:
 
     def _receive_packet(self) -> tuple[int, bytes, Tensor]:
         """What comes, its pickle, and the bytes of its small tensors."""
-        if not self._messages.is_posted:
-            self._messages.post(torch.empty(self._length, dtype=torch.uint8))
-        packet = self._messages.receive()
+        packet = self._messages.receive(self._length)
         code, num_pickled, length, about = _HEADER.unpack(packet[: _HEADER.size].numpy().tobytes())
         if length > self._length:
-            self._messages.post(torch.empty(length - self._length, dtype=torch.uint8))
-            packet = torch.cat([packet, self._messages.receive()])
+            packet = torch.cat([packet, self._messages.receive(length - self._length)])
         if about != self.about:
             raise WrongUseError(
                 f"What has come from rank {self._messages.source} of this model group is not what this rank waits for"
@@ -390,11 +394,6 @@ class TreeBroadcast:
         self._length = max(_LEAST, length)
         begin = _HEADER.size + num_pickled
         return code, packet[_HEADER.size : begin].numpy().tobytes(), packet[begin:length]
-
-    def _post_next(self) -> None:
-        """Post the receive of the next packet; not while torch's profiler may free what that writes its end into."""
-        if not torch_profiles():
-            self._messages.post(torch.empty(self._length, dtype=torch.uint8))
 
     def _exchange_tensors(self, tensors: list[Tensor]) -> None:
         """Send or receive those that are not in the packet, in place."""
@@ -415,7 +414,7 @@ class TreeBroadcast:
             if not tensor.is_cpu and not _fits_float64(tensor):
                 self._broadcast(as_bytes(tensor))
         for _ in on_host if not self.is_source else ():
-            self._messages.receive()
+            self._messages.wait()
 
     def _broadcast(self, tensor: Tensor) -> None:
         broadcast(tensor, group_src=self._messages.source, group=self._group())

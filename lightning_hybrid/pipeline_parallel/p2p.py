@@ -5,13 +5,13 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.mesh import STAGE_TAGS, Mesh
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends
 from lightning_hybrid.distributed.pytree import TensorMeta, TreeMeta, TreeSpec
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
@@ -21,8 +21,6 @@ from lightning_hybrid.pipeline_parallel.schedules import ChannelKey
 _NATIVE = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 )
-# In the control group; others begin behind them.
-_TAGS: dict[Literal["activation", "gradient"], int] = {"activation": 1, "gradient": 2}
 
 
 class Send:
@@ -303,7 +301,7 @@ def make_channels(
     channels: dict[ChannelKey, Channel] = {}
     for disjoint in _disjoint(hops):
         own = next((hop for hop in disjoint if mesh.pipeline_rank in hop), None)
-        for kind in _TAGS:
+        for kind in STAGE_TAGS:
             group = None if through_host else mesh.new_p2p_group(disjoint)
             if own is None:
                 continue
@@ -341,7 +339,7 @@ def _in_control_group(mesh: Mesh, key: ChannelKey) -> tuple[ProcessGroup, int, i
     """How a channel's messages of the host travel: the group, the other side's rank inside it, and a tag."""
     sender, receiver, kind = key
     other = receiver if mesh.pipeline_rank == sender else sender
-    return mesh.control_group, mesh.model_group_rank(other, mesh.tensor_rank), _TAGS[kind]
+    return mesh.control_group, mesh.model_group_rank(other, mesh.tensor_rank), STAGE_TAGS[kind]
 
 
 class _WireTensor:

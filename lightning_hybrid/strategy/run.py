@@ -115,14 +115,14 @@ class World:
             self.mesh = Mesh(*sizes, rank_order=config.rank_order, device_type=device.type, timeout=config.timeout)
         world = dist.group.WORLD
         assert world is not None
-        name, store = broadcast_object(str(next(_RUNS)), 0, world), world.get_group_store()
+        number, self.seed = broadcast_object((next(_RUNS), torch.initial_seed()), 0, world)
+        store = world.get_group_store()
         rank, size = dist.get_rank(), dist.get_world_size()
-        self.failures = FailureStore(store, name, rank=rank, size=size)
+        self.failures = FailureStore(store, str(number), rank=rank, size=size)
         watched = store.clone()  # type: ignore[attr-defined]  # a store is locked while it waits for a key
         groups = [self.mesh.model_ranks(replica) for replica in range(self.mesh.data_parallel_size)]
         limit = config.seconds_to_time_out
         self.desync = Desync(self.failures, store, watched, rank=rank, model_groups=groups, timeout=limit)
-        self.seed: int = broadcast_object(torch.initial_seed(), 0, world)
         self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
         with connections.opened():
             channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)

@@ -152,7 +152,7 @@ def test_the_source_keeps_its_graph_and_the_others_get_numbers(ranks: Pools) -> 
 def num_messages(exchange: TreeBroadcast) -> int:
     """How many have been sent, or received; the receive of the next one is posted."""
     [number] = exchange._messages.progress().values()
-    return number - exchange._messages.is_posted
+    return number - len(exchange._messages._posted)
 
 
 def count_messages() -> list[int]:
@@ -216,7 +216,7 @@ def told() -> tuple[dict[str, int], Any]:
     seen: list[Any] = []
     posted = messages._posted.popleft()
     messages._posted.append((work, posted[1]))
-    messages.receive()
+    messages.wait()
     dist.barrier()
     return messages.progress(), seen[0]
 

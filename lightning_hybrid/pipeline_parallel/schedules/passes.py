@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -129,7 +128,7 @@ def _post_early(
     early: list[list[Action]] = [[] for _ in range(len(computations) + 1)]
     # By channel, the computations behind which its messages may be posted: before the first one, and those that work on
     # the messages before.
-    users_before: defaultdict[ChannelKey, list[int]] = defaultdict(list)
+    users_before: dict[ChannelKey, list[int]] = {}
     gap = 0
     for action in actions:
         if action.kind.is_compute:
@@ -138,12 +137,12 @@ def _post_early(
             gaps[gap].append(action)
         else:
             channel = schedule.channel(action)
-            before = users_before[channel] or [max(0, users[action] - 1)]
+            before = users_before.setdefault(channel, [max(0, users[action] - 1)])
             sender, receiver, _ = channel
             ahead = 1 + (extra[min(sender, receiver)] if abs(sender - receiver) == 1 else max(extra))
             earlier = max(before[-min(ahead, len(before))], needed[action])
             (early[earlier] if earlier < gap else gaps[gap]).append(action)
-            users_before[channel] = [*before, users[action]]
+            before.append(users[action])
     moved: list[Action] = []
     for number, action in enumerate(computations):
         moved += [*gaps[number], *early[number], action]

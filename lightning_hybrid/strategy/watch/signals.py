@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid.distributed.failure import EVENT, Store
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.distributed.process_group import GroupRef, torch_profiles
+from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.trainer import lightning_internals as internals
 
 _TERMINATE, _REQUEUE = 1, 2  # bits: both may have come
@@ -149,15 +149,12 @@ class SignalAgreement:
 
     def _notes_of_first(self) -> int:
         """What rank 0 has noted, on all ranks."""
-        notes, messages = torch.tensor([self._noted]), self._messages
+        notes, messages = torch.tensor([self._noted], dtype=torch.uint8), self._messages
         if messages is None:
             dist.broadcast(notes, group_src=0, group=self._group())
         elif messages.is_source:
             messages.send(notes)
         else:
-            if not messages.is_posted:
-                messages.post(notes)
-            notes = messages.receive()
-            if not torch_profiles():
-                messages.post(torch.empty_like(notes))
+            notes = messages.receive(notes.numel())
+            messages.post_ahead(notes.numel())
         return int(notes)
