@@ -418,6 +418,16 @@ class Noisy(Around):
         self.log("val", F.mse_loss(self(x), y), sync_dist=True)
 
 
+class Augmenting(Noisy):
+    """Code before the body takes another path by chance, and drops some of what only the first stage has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.embed(x), 0.2, self.training)
+        if self.training and random.random() < 0.5:
+            x = x + torch.rand_like(x) * self.embed.bias
+        return self.head(self.body(x))
+
+
 class Dropping(Around):
     """Dropout in the layers."""
 

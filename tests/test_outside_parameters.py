@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import math
+import random
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -27,14 +28,25 @@ from tests.pool import Pools, RankError
 pytestmark = pytest.mark.timeout(300)
 
 
-class Language(LightningModule):
-    """An embedding, a loop over layers, a head; a small scale, and a head that only validation uses."""
+class Residual(nn.Linear):
+    """A layer and the way around it."""
 
-    def __init__(self, vocabulary: int = 50, width: int = 8, layers: int = 6, *, tied: bool = False) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(super().forward(x))
+
+
+class Language(LightningModule):
+    """An embedding, a loop over layers or a chain, a head; a small scale, and a head that only validation uses."""
+
+    def __init__(
+        self, vocabulary: int = 50, width: int = 8, layers: int = 6, *, tied: bool = False, chain: bool = False
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.randn(6, width))
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        blocks = [Residual(width, width) for _ in range(layers)]
+        self.blocks = nn.Sequential(*blocks) if chain else nn.ModuleList(blocks)
+        self.pipeline_body = "blocks" if chain else None
         self.scale = nn.Parameter(torch.ones(1))
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.probe = nn.Linear(width, vocabulary)
@@ -43,8 +55,10 @@ class Language(LightningModule):
 
     def features(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.positions[: tokens.shape[1]]
+        if isinstance(self.blocks, nn.Sequential):
+            return self.blocks(x) * self.scale
         for layer in self.blocks:
-            x = x + torch.tanh(layer(x))
+            x = layer(x)
         return x * self.scale
 
     def training_step(self, tokens: Tensor) -> Tensor:
@@ -125,10 +139,12 @@ def _data(vocabulary: int = 50, batch: int = 8) -> DataLoader:
     return DataLoader(tokens, batch)
 
 
-def _fit(layout: dict[str, Any] | None, devices: int, tied: bool, averages: bool, path: str) -> dict[str, Any]:
+def _fit(
+    layout: dict[str, Any] | None, devices: int, tied: bool, averages: bool, path: str, chain: bool = False
+) -> dict[str, Any]:
     """Train, validate on the way, save; then train once more with another Trainer."""
     torch.manual_seed(5)
-    module = Language(tied=tied).double()
+    module = Language(tied=tied, chain=chain).double()
     strategy = "auto" if layout is None else HybridStrategy(num_microbatches=2, **layout)
     batch = 8 // (layout or {}).get("data_parallel_size", 1)
     data = _data(batch=batch), _data(batch=batch)
@@ -167,15 +183,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_they_live_where_they_are_used(ranks: Pools, layout: str, tied: bool, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("layout", "chain"),
+    [(name, chain) for name in LAYOUTS for chain in (False, True) if not chain or name != "tp2_pp2"],
+)
+def test_they_live_where_they_are_used(ranks: Pools, layout: str, chain: bool, tied: bool, tmp_path: Any) -> None:
     """Optimizers, gradient norms, averages, checkpoints and a second Trainer follow."""
     sizes = LAYOUTS[layout]
     per_stage = sizes.get("data_parallel_size", 1) * sizes.get("tensor_parallel_size", 1)
     world = sizes["pipeline_parallel_size"] * per_stage
     averages = "zero_stage" not in sizes
-    expected = _fit(None, 1, tied, averages, f"{tmp_path}/one")
-    found = ranks(world, lightning=True).run(_fit, sizes, world, tied, averages, f"{tmp_path}/many", timeout=120)
+    expected = _fit(None, 1, tied, averages, f"{tmp_path}/one", chain)
+    pool = ranks(world, lightning=True)
+    found = pool.run(_fit, sizes, world, tied, averages, f"{tmp_path}/many", chain, timeout=120)
     for each in found:
         assert each["norms"] == pytest.approx(expected["norms"], rel=1e-10)
         assert each["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-10)
@@ -192,11 +212,80 @@ def test_they_live_where_they_are_used(ranks: Pools, layout: str, tied: bool, tm
     assert ("embed.weight" in first, "embed.weight" in last) == (True, tied)
     assert tied or ("head.weight" in first, "head.weight" in last) == (False, True)
     assert ("positions" in first, "positions" in last) == (True, False)
-    for each in found:  # small
-        assert "scale" in each["held"]
+    for each in (first, last) if chain else (each["held"] for each in found):  # small
+        assert "scale" in each
     assert ("probe.weight" in first, "probe.weight" in last) == (False, True)  # the sanity check has used it
     for middle in found[per_stage:-per_stage]:
         assert not {"embed.weight", "head.weight", "positions", "probe.weight"} & set(middle["held"])
+
+
+class Augmenting(Language):
+    """Code before a chain takes another path by chance, and draws; what it draws is used again after the chain."""
+
+    def __init__(self) -> None:
+        super().__init__(chain=True)
+        self.drop = nn.Dropout(0.3)
+        self.late = False
+
+    def features(self, tokens: Tensor) -> Tensor:
+        x = self.drop(self.embed(tokens))
+        if random.random() < 0.5:
+            x = x + self.positions[: tokens.shape[1]]
+        noise = torch.rand(tokens.shape[0], 1, 1)
+        x = self.blocks(x + noise)
+        if self.late and self.global_step == 2:
+            x = x + self.embed.weight[0]
+        return x + noise
+
+
+def _fit_augmenting(ranks: int, late: bool) -> Any:
+    torch.manual_seed(5)
+    module, norm = Augmenting().double(), Norm()
+    module.late = late
+    strategy = HybridStrategy(pipeline_parallel_size=ranks, num_microbatches=2)
+    try:
+        _trainer(strategy, ranks, 6, [norm], num_sanity_val_steps=0, limit_val_batches=0).fit(module, _data())
+    except ValueError as error:
+        return str(error)
+    return norm.norms, [name for name, each in module.named_parameters() if not is_placeholder(each)]
+
+
+CALLS: list[int] = []
+
+
+class Counting(Language):
+    """Notes the calls of its steps where nothing is put back after a step that was followed."""
+
+    def validation_step(self, tokens: Tensor) -> None:
+        CALLS.append(len(tokens))
+        super().validation_step(tokens)
+
+
+def _validate_counting() -> list[int]:
+    CALLS.clear()
+    strategy = HybridStrategy(pipeline_parallel_size=2, num_microbatches=2)
+    _trainer(strategy, 2, 1, []).validate(Counting(chain=True), _data(), verbose=False)
+    return CALLS
+
+
+@pytest.mark.distributed
+def test_an_evaluation_alone_follows_nothing_around_a_chain(ranks: Pools) -> None:
+    assert ranks(2, lightning=True).run(_validate_counting, timeout=90) == [[8] * 6] * 2
+
+
+@pytest.mark.distributed
+def test_code_before_a_chain_may_take_any_path(ranks: Pools) -> None:
+    two, three = (ranks(size, lightning=True).run(_fit_augmenting, size, False, timeout=90) for size in (2, 3))
+    assert two[0][0] == pytest.approx(three[0][0], rel=1e-10)
+    assert ("embed.weight" in three[0][1], "embed.weight" in three[-1][1]) == (True, False)
+
+
+@pytest.mark.distributed
+def test_a_use_after_a_chain_that_appears_later_is_refused_on_every_rank(ranks: Pools) -> None:
+    texts = ranks(2, lightning=True).run(_fit_augmenting, 2, True, timeout=90)
+    assert len(set(texts)) == 1
+    assert "`add` uses a parameter around the chain that another stage has" in texts[0]
+    assert "dynamic_shapes=True" in texts[0]
 
 
 class Switching(LightningModule):

@@ -170,6 +170,7 @@ SUBJECTS: dict[str, Subject] = _named(
         Subject("in_place", zoo.InPlace),
         # Replicas draw different numbers.
         Subject("noisy", zoo.Noisy, {"num_microbatches": 3}, replicas="ddp", microbatched=True),
+        Subject("augmenting", zoo.Augmenting, {"num_microbatches": 3}, replicas="ddp", microbatched=True),
         Subject("dropping", zoo.Dropping, {"num_microbatches": 3}, replicas="ddp", microbatched=True, layers_draw=True),
         Subject("branching", zoo.Branching),
         Subject("branching_accumulated", zoo.Branching, trainer={"accumulate_grad_batches": 2}),

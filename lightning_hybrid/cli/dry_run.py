@@ -29,6 +29,7 @@ from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.estimate import estimate
+from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
@@ -40,12 +41,11 @@ from lightning_hybrid.strategy.summary import plan_table
 from lightning_hybrid.tensor_parallel.layers import original_classes
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
-from lightning_hybrid.trainer.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.trainer.lightning_internals import set_device_mesh
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.precision import keeps_gradients
 from lightning_hybrid.trainer.results.logging import LogRecorder
-from lightning_hybrid.trainer.step_context import make_frame
+from lightning_hybrid.trainer.step_frame import make_chain_use, make_frame
 from lightning_hybrid.trainer.training_step import split_into
 
 Fake: Any
@@ -230,6 +230,7 @@ class DryRunStrategy(SingleDeviceStrategy):
                 group = TensorGroup(mesh.get_group())
                 plan = layout.find_plan(module, self._config, self.sizes[1], self._body)
                 self._plan_table = plan_table(plan, module)
+                self._stage_map = layout.with_plan(self._stage_map, self._body, plan, module)
                 plan.apply(module, mesh, group, device)
             super().setup(trainer)
 
@@ -272,13 +273,15 @@ class DryRunStrategy(SingleDeviceStrategy):
     def _place_outside(self, microbatches: Sequence[Any], args: Sequence[Any]) -> None:
         """Find where parameters outside of the layers will live once the first batch has been seen, and say it."""
         module, reason = self._module, ""
-        if not self._stage_map.is_chain:
+        if self._stage_map.is_followed:
             try:
                 outside = layout.find_outside(module, self._stage_map, self._find_use(microbatches[0], args))
                 self._stage_map = replace(self._stage_map, outside=outside)
             except Exception as error:  # whatever it is, it is said
+                self._stage_map = replace(self._stage_map, is_followed=not self._stage_map.is_chain)
                 text = " ".join(f"{type(error).__name__}: {error}".split())
-                reason = f"The step cannot be followed, so what is outside is an estimate. {text}"
+                where = "stays on the first and the last stage" if self._stage_map.is_chain else "is an estimate"
+                reason = f"The step cannot be followed, so what is outside {where}. {text}"
         sizes = dict(zip(("dp", "tp", "pp"), self.sizes, strict=True))
         table = layout.stages_text(
             module,
@@ -303,16 +306,15 @@ class DryRunStrategy(SingleDeviceStrategy):
             with original_classes(module), _real_buffers(module), LogRecorder(module)():
                 yield
 
-        frame = make_frame(
-            module,
-            self._body,
-            self._stage_map,
-            torch.device("cpu"),
-            remembers=False,
-            around_discovery=around_discovery,
-        )
+        given = module, self._body, self._stage_map, torch.device("cpu")
+        step, arguments = module.training_step, (microbatch, *args)
+        if self._body.chain is not None:
+            with self.precision_plugin.train_step_context():
+                use = make_chain_use(*given, around_discovery=around_discovery)
+                return use.find(step, arguments, seed=lambda number: None)
+        frame = make_frame(*given, remembers=False, around_discovery=around_discovery)
         with frame(), self.precision_plugin.train_step_context():
-            plan = frame.find_plan(0, module.training_step, (microbatch, *args), seed=lambda number: None)
+            plan = frame.find_plan(0, step, arguments, seed=lambda number: None)
         return stages_by_parameter([plan])
 
     def _activations(self, microbatch: Any, args: Sequence[Any]) -> _Activations | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.module_names import join_names
@@ -272,12 +273,10 @@ class BodyCut:
             given = x
             if not call.unwinds:
                 x = call.inputs
-            with call.random:
-                for layer in call.layers:
-                    x = layer(x)
+            x = call.layers(x)
             if call.unwinds:
                 raise _Unwind(x)
-            call.refuse_derivatives(self._name, given, x)
+            call.refusal(given, x)
             return x
 
         self._body.forward = redirected  # type: ignore[method-assign]
@@ -290,24 +289,23 @@ class BodyCut:
         self,
         step: Callable[..., Any],
         arguments: Sequence[Any],
-        layers: Sequence[nn.Module],
-        random: AbstractContextManager[None],
+        layers: Callable[[Any], Any],
     ) -> Any:
         """Run a step up to the body, and the layers of the first stage on what the body is called with.
 
         Args:
             step: The user's step.
             arguments: Its arguments.
-            layers: The layers of the first stage.
-            random: Around the layers.
+            layers: Runs the layers of the first stage.
 
         Returns:
-            The output of the last layer.
+            The output of the last of them.
 
         Raises:
             BodyCallError: If the step ends without having called the body.
         """
-        self._call = _Call(step.__name__, layers, random, unwinds=True)
+        refusal = DerivativeRefusal(step.__name__, self._name)
+        self._call = _Call(step.__name__, layers, refusal, unwinds=True)
         try:
             step(*arguments)
         except _Unwind as unwind:
@@ -320,8 +318,7 @@ class BodyCut:
         self,
         step: Callable[..., Any],
         arguments: Sequence[Any],
-        layers: Sequence[nn.Module],
-        random: AbstractContextManager[None],
+        layers: Callable[[Any], Any],
         inputs: Any,
     ) -> Any:
         """Run a whole step, with the body's call answered by the layers of the last stage.
@@ -329,8 +326,7 @@ class BodyCut:
         Args:
             step: The user's step.
             arguments: Its arguments.
-            layers: The layers of the last stage.
-            random: Around the layers.
+            layers: Runs the layers of the last stage.
             inputs: Of the first of them, whatever the step calls the body with.
 
         Returns:
@@ -340,17 +336,13 @@ class BodyCut:
             BodyCallError: If the step does not call the body exactly once.
             WrongUseError: If it differentiates through the body.
         """
-        self._call = call = _Call(step.__name__, layers, random, inputs)
+        refusal = DerivativeRefusal(step.__name__, self._name)
+        self._call = call = _Call(step.__name__, layers, refusal, inputs)
         try:
-            value = step(*arguments)
-        except RuntimeError as error:
-            if _NOT_IN_GRAPH in str(error):
-                raise WrongUseError(_derivative_text(step.__name__, self._name)) from error
-            raise
+            with refusal:
+                value = step(*arguments)
         finally:
             self._call = None
-            for hook in call.hooks:
-                hook.remove()
         if call.count != 1:
             raise BodyCallError(body_call_text(self._name, step.__name__, call.count))
         return value
@@ -361,49 +353,74 @@ class _Call:
     """The call of the body that is expected in the step that runs."""
 
     step: str
-    layers: Sequence[nn.Module]
-    random: AbstractContextManager[None]
+    layers: Callable[[Any], Any]
+    refusal: DerivativeRefusal
     inputs: Any = None
     unwinds: bool = False
     count: int = 0
-    hooks: list[RemovableHandle] = field(default_factory=list)
 
-    def refuse_derivatives(self, name: str, given: Any, output: Any) -> None:
-        """Refuse a backward that comes to the layers, or to what is before them, until the step ends.
 
-        ::
+class DerivativeRefusal:
+    """While this is entered, a backward that comes to the body's layers, or to what is before them, is refused.
 
-            x --> code before --> given      inputs --> layers --> output --> code after --> y
-                                     `------------- around the layers ----------^
+    ::
 
-        The graph of what is given does not go on in the layers, which got what another stage made of it: a derivative
-        of `y` with respect to `x` would be that of the way around them alone.
+        x --> code before --> given      inputs --> layers --> output --> code after --> y
+                                 `------------- around the layers ----------^
+
+    The graph of what is given does not go on in the layers, which got what another stage made of it: a derivative of
+    `y` with respect to `x` would be that of the way around them alone.
+
+    Args:
+        step: The user's step, such as ``"training_step"``.
+        name: The dotted name of the body.
+    """
+
+    def __init__(self, step: str, name: str) -> None:
+        self._step, self._name = step, name
+        self._hooks: list[RemovableHandle] = []
+
+    def __call__(self, given: Any, output: Any) -> None:
+        """The body was called.
 
         Args:
-            name: The dotted name of the body.
-            given: What the body was called with.
+            given: What it was called with.
             output: Of its last layer.
         """
 
         def refuse(*_: Any) -> None:
-            raise WrongUseError(_derivative_text(self.step, name))
+            raise WrongUseError(self._text())
 
         for value in (given, output):
             for leaf in (value,) if isinstance(value, Tensor) else flatten(value)[0]:
                 if not isinstance(leaf, Tensor):
                     continue
                 if leaf.grad_fn is not None:
-                    self.hooks.append(leaf.grad_fn.register_prehook(refuse))
+                    self._hooks.append(leaf.grad_fn.register_prehook(refuse))
                 elif leaf.requires_grad:
-                    self.hooks.append(leaf.register_hook(refuse))  # type: ignore[no-untyped-call]
+                    self._hooks.append(leaf.register_hook(refuse))  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        """The step begins."""
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """The step is over, and the schedule's backward may come.
+
+        Raises:
+            WrongUseError: If it ended because layers of other stages are not in the graph of a derivative.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        if isinstance(error, RuntimeError) and _NOT_IN_GRAPH in str(error):
+            raise WrongUseError(self._text()) from error
+
+    def _text(self) -> str:
+        return (
+            f"`{self._step}` differentiates through the body {self._name!r} in the step, by `torch.autograd.grad` or"
+            " `backward`. Its layers live on several stages, and no rank has the whole graph: a loss of derivatives"
+            " needs pipeline_parallel_size=1."
+        )
 
 
 _NOT_IN_GRAPH = "to not have been used in the graph"  # as torch says it
-
-
-def _derivative_text(step: str, name: str) -> str:
-    return (
-        f"`{step}` differentiates through the body {name!r} in the step, by `torch.autograd.grad` or `backward`. Its"
-        " layers live on several stages, and no rank has the whole graph: a loss of derivatives needs"
-        " pipeline_parallel_size=1."
-    )

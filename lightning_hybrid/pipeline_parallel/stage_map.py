@@ -14,7 +14,7 @@ class StageMap:
     """Which stage holds which tensor of the module.
 
     Layers of the body live on their stage. Everything outside the body lives where the user's step runs: on the first
-    and the last stage, or, where the body is no chain, on all of them, until it is known which of them use it.
+    and the last stage, or, where the body is no chain, on all of them; until it is known which of them use it.
 
     Attributes:
         body: The dotted name of the body, ``""`` for the module itself; ``None`` if the module is not cut.
@@ -22,6 +22,7 @@ class StageMap:
         stages: The layers of each stage, by position.
         num_ranks: The number of pipeline ranks; stage `s` lives on rank ``s % num_ranks``.
         is_chain: Whether the user's step only runs on the first and the last stage.
+        is_followed: Whether steps are followed, so that these parameters come to live where the first batch uses them.
         outside: The stages of parameters outside the body that live where they are used, by their dotted names.
     """
 
@@ -30,6 +31,7 @@ class StageMap:
     stages: tuple[range, ...]
     num_ranks: int
     is_chain: bool = True
+    is_followed: bool = False
     outside: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     @cached_property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,6 +15,7 @@ from lightning_hybrid.data_parallel.zero.shard_module import listed_layers
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
 from lightning_hybrid.memory.activation_checkpoint.policy import chosen_layers, is_by_name
 from lightning_hybrid.pipeline_parallel.body import Body, find_body
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode
 from lightning_hybrid.pipeline_parallel.partition import partition
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -34,8 +35,6 @@ from lightning_hybrid.trainer.module_hooks import find_hook
 
 # A larger share of the parameters outside of the body is worth a warning.
 _LARGEST_REST = 0.2
-# A larger share around a chain is worth naming the other way.
-_MUCH = 0.05
 # Smaller parameters outside of the body, as a share of all, stay on every stage that runs the user's step.
 _LEAST_SHARE = 1e-3
 
@@ -70,8 +69,9 @@ def describe(
     _, tensor, pipeline = sizes
     body, stage_map = _find_stages_if_any(module, settings, pipeline)
     by_axis = dict(zip(("dp", "tp", "pp"), sizes, strict=True))
-    text = stages_text(module, settings, by_axis, body, stage_map, hosts=hosts)
-    return text if tensor == 1 else f"{text}\n{plan_table(find_plan(module, settings, tensor, body), module)}"
+    plan = None if tensor == 1 else find_plan(module, settings, tensor, body)
+    text = stages_text(module, settings, by_axis, body, with_plan(stage_map, body, plan, module), hosts=hosts)
+    return text if plan is None else f"{text}\n{plan_table(plan, module)}"
 
 
 def outline(module: LightningModule, settings: HybridConfig, sizes: tuple[int, int, int]) -> dict[str, Any]:
@@ -88,7 +88,9 @@ def outline(module: LightningModule, settings: HybridConfig, sizes: tuple[int, i
     data, tensor, pipeline = sizes
     body, stage_map = _find_stages_if_any(module, settings, pipeline)
     schedule = find_schedule(settings, pipeline, settings.num_microbatches)
-    stages = [] if body is None else stage_rows(module, body.layers, expect_outside(module, stage_map))
+    plan = None if tensor == 1 else find_plan(module, settings, tensor, body)
+    expected = expect_outside(module, with_plan(stage_map, body, plan, module))
+    stages = [] if body is None else stage_rows(module, body.layers, expected)
     return {
         "data_parallel_size": data,
         "tensor_parallel_size": tensor,
@@ -99,7 +101,7 @@ def outline(module: LightningModule, settings: HybridConfig, sizes: tuple[int, i
         "bubble": simulate(schedule).bubble,
         "body": None if body is None else body.name,
         "stages": [asdict(row) | {"layers": list(row.layers), "num_parameters": row.num_parameters} for row in stages],
-        "tensor_parallel_plan": [] if tensor == 1 else plan_rows(find_plan(module, settings, tensor, body)),
+        "tensor_parallel_plan": [] if plan is None else plan_rows(plan),
     }
 
 
@@ -120,18 +122,40 @@ def find_stages(module: LightningModule, settings: HybridConfig, num_ranks: int)
     """
     num_stages = num_ranks * settings.num_chunks
     body = find_layers(module, settings, num_stages)
-    weights = _weights(module, body)
+    weights = _weights(module, settings, body)
     ends = [0, *accumulate(body.rows)]
     of_rows = [sum(weights[first:end]) for first, end in pairwise(ends)]
     rows = partition(settings.partition, of_rows, num_stages)
     stages = tuple(range(ends[row.start], ends[row.stop]) for row in rows)
-    return body, StageMap(body.name, body.names, stages, num_ranks, is_chain=body.chain is not None)
+    return body, _stage_map(module, settings, body, stages, num_ranks)
 
 
-def _weights(module: nn.Module, body: Body) -> list[int]:
+def _stage_map(
+    module: nn.Module, settings: HybridConfig, body: Body, stages: tuple[range, ...], num_ranks: int
+) -> StageMap:
+    is_chain = body.chain is not None
+    around = StageMap(body.name, body.names, stages, num_ranks, is_chain=is_chain)
+    return replace(around, is_followed=not is_chain or _follows_chain(module, settings, around))
+
+
+def _follows_chain(module: nn.Module, settings: HybridConfig, stage_map: StageMap) -> bool:
+    """Whether steps are followed around a chain: where something is gained by it, and once for all steps."""
+    if settings.dynamic_shapes or not stage_map.body or FakeMode is None:
+        return False
+    return any(is_large and stage_map.is_outside(name) for name, is_large in _large(module))
+
+
+def _large(module: nn.Module) -> Iterator[tuple[str, bool]]:
+    """All names of parameters; and whether they are large enough to leave stages that do not use them."""
+    total = sum(parameter.numel() for parameter in module.parameters())
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield name, parameter.numel() >= _LEAST_SHARE * total
+
+
+def _weights(module: nn.Module, settings: HybridConfig, body: Body) -> list[int]:
     """The parameters that each layer brings to its stage: its own, and what is expected beside it."""
-    number, is_chain = len(body.layers), body.chain is not None
-    alone = StageMap(body.name, body.names, tuple(range(at, at + 1) for at in range(number)), number, is_chain=is_chain)
+    number = len(body.layers)
+    alone = _stage_map(module, settings, body, tuple(range(at, at + 1) for at in range(number)), number)
     held = [{id(parameter): parameter.numel() for parameter in layer.parameters()} for layer in body.layers]
     beside = _expected_use(module, alone)
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -173,11 +197,11 @@ def find_outside(
     Returns:
         The stages by name, of those that are to leave one.
     """
-    total = sum(parameter.numel() for parameter in module.parameters())
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter.numel() >= _LEAST_SHARE * total and stage_map.is_outside(name):
-            names.setdefault(id(parameter), []).append(name)
+    for name, is_large in _large(module):
+        if is_large and stage_map.is_outside(name):
+            names.setdefault(id(parameters[name]), []).append(name)
     outside: dict[str, frozenset[int]] = {}
     for tied in names.values():
         stages = {stage for name in tied for stage in used.get(name, ())}
@@ -193,7 +217,7 @@ def expect_outside(module: nn.Module, stage_map: StageMap) -> StageMap:
         module: The user's module.
         stage_map: Which stage holds what. Where it is known already, that stays.
     """
-    if stage_map.is_chain or stage_map.outside:
+    if stage_map.outside or not stage_map.is_followed:
         return stage_map
     return replace(stage_map, outside=find_outside(module, stage_map, _expected_use(module, stage_map)))
 
@@ -201,9 +225,9 @@ def expect_outside(module: nn.Module, stage_map: StageMap) -> StageMap:
 def _expected_use(module: nn.Module, stage_map: StageMap) -> dict[str, frozenset[int]]:
     """The stages that are expected to use each parameter outside of the body, by its names.
 
-    Around a chain the first and the last one. Around units, the order in which parts are registered is taken for the
-    order in which they are called: what comes before the first unit is used with it, an embedding between two stacks
-    with the second one, and what comes behind the last unit with that. Nothing but balance depends on it.
+    Around a chain that is not followed the first and the last one. Else the order in which parts are registered is
+    taken for the order in which they are called: what comes before the first unit is used with it, an embedding between
+    two stacks with the second one, and what comes behind the last unit with that. Nothing but balance depends on it.
     """
     named = list(module.named_parameters(remove_duplicate=False))
     inside = {id(parameter) for name, parameter in named if not stage_map.is_outside(name)}
@@ -213,7 +237,7 @@ def _expected_use(module: nn.Module, stage_map: StageMap) -> dict[str, frozenset
         if not stage_map.is_outside(name):
             next_ones = stage_map.stages_of(name)
         elif id(parameter) not in inside:  # a second name of a layer is no use of it
-            used[name] = stage_map.stages_of(name) if stage_map.is_chain else next_ones
+            used[name] = next_ones if stage_map.is_followed else stage_map.stages_of(name)
     return used
 
 
@@ -254,6 +278,22 @@ def find_plan(module: LightningModule, settings: HybridConfig, size: int, body: 
     if body is not None and body.chain is None:
         _check_plan(plan, module, body)
     return plan
+
+
+def with_plan(stage_map: StageMap, body: Body | None, plan: Plan | None, module: LightningModule) -> StageMap:
+    """Which stage holds what, where layers may be shared: around a chain these are not followed.
+
+    Args:
+        stage_map: Which stage holds what, as far as the module alone tells.
+        body: What is divided into stages, if anything is.
+        plan: How layers are shared, if they are.
+        module: The user's module.
+    """
+    if body is None or body.chain is None or plan is None:
+        return stage_map
+    divided = [name for name, parameter in module.named_parameters() if is_tensor_parallel(parameter)]
+    inside = all(name.startswith(f"{body.name}.") for name in (*divided, *(row.name for row in plan.rows)))
+    return replace(stage_map, is_followed=stage_map.is_followed and inside)
 
 
 def _check_plan(plan: Plan, module: LightningModule, body: Body) -> None:
@@ -321,13 +361,10 @@ def stages_text(
             "on stages that are guessed by the order in which the module makes them: the first batch of training shows"
             " which stages use them"
         )
-    elif stage_map.is_chain:
-        where = "on the first and the last stage"
-        outside = sum(count for _, count in outside_parts(module, body.layers))
-        if body.name and outside > _MUCH * sum(parameter.numel() for parameter in module.parameters()):
-            where += f", which sum their gradients; body=[{body.name!r}] keeps each where it is used"
-    else:
+    elif stage_map.is_followed:
         where = "on the stages that use them in the first batch of training"
+    else:
+        where = "on the first and the last stage, which sum their gradients"
     rows = stage_rows(module, body.layers, shown)
     holders = stage_holders(sizes, settings.rank_order, hosts) if len(set(hosts)) > 1 else ()
     table = stage_table(rows, body.name, is_estimate=is_estimate, holders=holders)

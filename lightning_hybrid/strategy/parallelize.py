@@ -132,6 +132,15 @@ class ModuleParallelizer:
             reshard_after_forward=self._settings.frees_early,
         )
 
+    def _expected_stages(self) -> StageMap:
+        """Which stage will hold what, as far as it is known."""
+        return layout.with_plan(self.stage_map, self.body, self.plan, self._module)
+
+    @property
+    def follows(self) -> bool:
+        """Whether steps are followed."""
+        return self.body is not None and self._expected_stages().is_followed
+
     def own_layers(self) -> dict[int, list[nn.Module]]:
         """The layers of each stage of this rank."""
         return layout.find_own_layers(self._module, self.body, self.stage_map, self._mesh.pipeline_rank)
@@ -182,7 +191,7 @@ class ModuleParallelizer:
         """What this rank will hold; of optimizers those of torch can be tried, as they ask nothing of other ranks."""
         return estimate(
             self._module,
-            layout.expect_outside(self._module, self.stage_map),
+            layout.expect_outside(self._module, self._expected_stages()),
             self.own_layers(),
             optimizers if all(type(each).__module__.startswith("torch.optim.") for each in optimizers) else None,
             self._settings,
@@ -267,17 +276,21 @@ class ModuleParallelizer:
         for name in (_PLAN, _OUTSIDE):
             vars(self._module).pop(name, None)
 
-    def find_outside(self, used: Mapping[str, Collection[int]]) -> dict[str, frozenset[int]]:
+    def find_outside(self, used: Mapping[str, Collection[int]] | None) -> dict[str, frozenset[int]] | None:
         """Where parameters outside of the body are to live, on every rank: see :func:`layout.find_outside`.
 
         Args:
-            used: The stages that use a parameter in the steps of this replica, by one of its names.
+            used: The stages that use a parameter in the steps of this replica, by one of its names; ``None`` if these
+                cannot be followed.
 
         Returns:
-            The stages by name, of those that are to leave one.
+            The stages by name, of those that are to leave one; ``None`` if some replica does not know.
         """
         of_replicas: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_replicas, {name: sorted(stages) for name, stages in used.items()})
+        found = None if used is None else {name: sorted(stages) for name, stages in used.items()}
+        dist.all_gather_object(of_replicas, found)
+        if None in of_replicas:
+            return None
         names = {name for found in of_replicas for name in found}
         joined = {name: {stage for found in of_replicas for stage in found.get(name, ())} for name in names}
         return layout.find_outside(self._module, self.stage_map, joined)
@@ -363,7 +376,8 @@ class ModuleParallelizer:
     def text(self) -> str:
         """The layout and the table of stages."""
         mesh = self._mesh
-        return layout.stages_text(self._module, self._settings, mesh.sizes, self.body, self.stage_map, hosts=mesh.hosts)
+        stage_map = self._expected_stages()
+        return layout.stages_text(self._module, self._settings, mesh.sizes, self.body, stage_map, hosts=mesh.hosts)
 
 
 def _shape(value: object) -> torch.Size | None:

@@ -349,6 +349,7 @@ class Run:
             device=world.device,
             engine=world.engine,
             around_forwards=around_forwards,
+            follows=self._attached.parallelizer.follows,
             remembers=not config.dynamic_shapes,
             frees_early=config.zero_stage == 3 and config.frees_early,
         )
@@ -366,13 +367,13 @@ class Run:
             self._context, self.grad_sync, config.num_microbatches, dynamic_shapes=config.dynamic_shapes
         )
 
-    def _place_parameters(self, used: Mapping[str, Collection[int]]) -> None:
+    def _place_parameters(self, used: Mapping[str, Collection[int]] | None) -> None:
         """Let parameters outside of the layers live where the first batch of training uses them; on every rank."""
         context, parallelizer = self._context, self._attached.parallelizer
+        assert context is not None
         outside = parallelizer.find_outside(used)
         if not outside:
             return
-        assert context is not None
         optimizers = self._attached.module.trainer.strategy.optimizers
         self.grad_sync.detach()
         placeholders = parallelizer.place_outside(outside)
@@ -380,7 +381,7 @@ class Run:
         with self._world.connections.opened():
             self.grad_sync.attach(parallelizer.stage_map, parallelizer.make_zero())
         self.grad_sync.zero.follow(optimizers)
-        context.place_parameters(parallelizer.stage_map.outside)
+        context.place_parameters(parallelizer.stage_map)
         rank_zero_info(placed_text(outside))
 
     @property
@@ -398,7 +399,7 @@ class Run:
         context, trains = self._context, self._attached.module.trainer.training
         if context is None or self._world.device.type == "cpu":
             return True
-        reads = trains or context.cut is None or context.is_first or context.is_last
+        reads = trains or context.frame.body_cut is None or context.is_first or context.is_last
         return (reads and not trains) or self._hooks_read[trains]
 
     @cached_property

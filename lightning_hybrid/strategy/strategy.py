@@ -30,6 +30,7 @@ from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_n
 from lightning_hybrid.distributed.dtensor import keeping_marks
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.watch.connections import Connections
+from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.strategy import checks, launch
 from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of_steps
 from lightning_hybrid.strategy.layout import is_cut
@@ -38,7 +39,6 @@ from lightning_hybrid.strategy.run import AttachedModule, Run, World
 from lightning_hybrid.strategy.summary import batch_text
 from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import pinned
-from lightning_hybrid.trainer.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.trainer.debug.desync import DesyncDetector
 from lightning_hybrid.trainer.debug.nonfinite import NonfiniteGuard
 from lightning_hybrid.trainer.exceptions import print_shortly, stops_together

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.tree_broadcast import broadcast_object
-from lightning_hybrid.pipeline_parallel.body import BodyCut
-from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.microbatch import JoinError, find_batch_size, join, signature, slicing
 from lightning_hybrid.pipeline_parallel.schedules import build_forward
 from lightning_hybrid.trainer.module_hooks import find_hook
@@ -82,25 +82,21 @@ class EvaluationStep:
         user_step = getattr(context.module, name)
         coordinates = _STEPS[name], context.streams.next_number("evaluation batches")
         with self._grad_sync.step(evaluates=True):
-            if context.cut is None and context.frame is None and context.mesh.model_group.size() == 1:
+            if context.frame.body_cut is None and context.frame.cut is None and context.mesh.model_group.size() == 1:
                 with precision():
                     return user_step(*arguments)
             with context.step(num_microbatches=1) as records, precision():
-                if context.frame is not None:
-                    value = self._through_frame(context.frame, user_step, arguments, coordinates)
-                elif context.cut is None:
+                if context.frame.body_cut is not None:
+                    value = self._through_stages(user_step, arguments, coordinates)
+                elif context.frame.cut is not None:
+                    value = self._through_frame(user_step, arguments, coordinates)
+                else:
                     context.enter_user_code(*coordinates, keep=True)
                     value = context.plain(user_step(*arguments))
-                else:
-                    value = self._through_stages(context.cut, user_step, arguments, coordinates)
             return context.share(lambda: (value, merge_logs(records, [1])))
 
     def _through_stages(
-        self,
-        cut: BodyCut,
-        user_step: Callable[..., Any],
-        arguments: Sequence[Any],
-        coordinates: tuple[int, ...],
+        self, user_step: Callable[..., Any], arguments: Sequence[Any], coordinates: tuple[int, ...]
     ) -> Any:
         """What the step returns, on the last stage."""
         context = self._context
@@ -108,34 +104,37 @@ class EvaluationStep:
         version = coordinates[0], context.version(gradients=False)
         part = signature(arguments[0])
         context.desync.note_batch(_NAMES[coordinates[0]], version, [part])
+        if context.module.trainer.state.fn == TrainerFn.FITTING:
+            context.frame.note_use(user_step, arguments, *coordinates, key=(version, signature(arguments)))
         (key,) = context.keys(version, [part])
         total = None if key in self._counts else find_batch_size(arguments[0])
+        around = partial(context.frame.run_around, layers=lambda x: x)
         x: Any = None
         if context.is_first:
             context.enter_user_code(*coordinates, keep=False)
-            x = cut.until_body(user_step, arguments, (), nullcontext())
+            x = around(0, user_step, arguments, None)
         y = self._body(key, x, total, coordinates)
         if not context.is_last:
             return None
         context.enter_user_code(*coordinates, keep=True)
-        return context.plain(cut.around_body(user_step, arguments, (), nullcontext(), y))
+        return context.plain(around(context.num_stages - 1, user_step, arguments, y))
 
     def _through_frame(
-        self, frame: FrameCut, user_step: Callable[..., Any], arguments: Sequence[Any], coordinates: tuple[int, ...]
+        self, user_step: Callable[..., Any], arguments: Sequence[Any], coordinates: tuple[int, ...]
     ) -> Any:
         """What the step returns, on the last stage; the whole batch is one microbatch."""
         context = self._context
         version = coordinates[0], context.version(gradients=False)
         part = signature(arguments)
         context.desync.note_batch(_NAMES[coordinates[0]], version, [part])
-        key = version, part
-        plan = context.frame_plan(frame, user_step, arguments, *coordinates, key=key)
-        fetched = context.fetch_parameters(frame, user_step.__name__, [plan])
+        plan = context.frame.find_plan(user_step, arguments, *coordinates, key=(version, part))
+        assert plan is not None
+        fetched = context.frame.fetch_parameters(user_step.__name__, [plan])
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             context.enter_user_code(*coordinates, keep=stage == context.num_stages - 1)
             return context.plain(
-                context.run_frame(frame, plan, stage, user_step, arguments, inputs, fetched, *coordinates)
+                context.frame.run_frame(plan, stage, user_step, arguments, inputs, *coordinates, fetched=fetched)
             )
 
         keys = context.keys(version, [(plan.number, signature(arguments[0]))])

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from itertools import count, zip_longest
+from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
-from torchmetrics import Metric
+from torch import nn
 
-from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.dtensor import plain_factories
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import torch_profiles
 from lightning_hybrid.distributed.random import RandomStreams
-from lightning_hybrid.pipeline_parallel.body import Body, BodyCut, BodyWatch
+from lightning_hybrid.pipeline_parallel.body import Body, BodyWatch
 from lightning_hybrid.pipeline_parallel.engine import Engine
-from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
-from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
-from lightning_hybrid.pipeline_parallel.frame.routes import Travel, travel_text
 from lightning_hybrid.pipeline_parallel.p2p import MOST_FORMATS
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
-from lightning_hybrid.tensor_parallel.layers import ParallelLayer, original_classes
+from lightning_hybrid.tensor_parallel.layers import original_classes
 from lightning_hybrid.tensor_parallel.shape_errors import explain_shape_error
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.debug.desync import StepDesync
@@ -42,34 +33,9 @@ from lightning_hybrid.trainer.results.logger_proxy import LoggerProxy, make_call
 from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from lightning_hybrid.trainer.results.module_attributes import assign_scalars, pack_scalars, scalars
-
-_CALLED_ONCE = "but zero_stage=3 lets go of its parameters after each call: use HybridStrategy(zero_frees='step')."
+from lightning_hybrid.trainer.step_frame import StepFrame
 
 _KEYS = count()  # channels outlive a run: what they have learnt for a key of one must not be taken for another's
-
-
-def make_frame(module: nn.Module, body: Body, stage_map: StageMap, device: torch.device, **arguments: Any) -> FrameCut:
-    """The cut of steps at the layers of a body that any code may call.
-
-    Args:
-        module: The user's module.
-        body: What is divided into stages.
-        stage_map: Which stage holds what.
-        device: Where this rank computes.
-        arguments: Others of :class:`FrameCut`.
-    """
-    of_units = {part for unit in body.layers for part in unit.modules()}
-    around = [(name, part) for name, part in module.named_modules() if part not in of_units]
-    return FrameCut(
-        module,
-        list(zip(body.names, body.layers, strict=True)),
-        stage_map.stages,
-        stage_map.num_ranks,
-        device,
-        holders=stage_map.outside,
-        leaf_modules=[each for each in around if isinstance(each[1], ParallelLayer)],
-        **arguments,
-    )
 
 
 class StepContext:
@@ -87,19 +53,16 @@ class StepContext:
         device: Where this rank computes.
         engine: Runs the schedules; outlives this object.
         around_forwards: Around forwards: what layers keep for backward, and where.
-        remembers: Whether what is found out about a step holds for later ones with equal shapes.
-        frees_early: Whether a layer's parameters are let go of after each call.
+        following: Of :class:`StepFrame`: whether and how steps are followed.
 
     Attributes:
         num_stages: The number of stages, over all ranks.
         is_first: Whether this rank has the first stage.
         is_last: Whether this rank has the last stage.
-        cut: The cut of a body that is called as a whole; ``None`` if there is none.
-        frame: The cut of a body whose layers any code may call; ``None`` if there is none.
+        frame: What the ranks that run the user's step do of it.
         layers: The layers of each stage of this rank.
         desync: Compares what this rank does with others.
         to_plain: Makes plain tensors of what shared layers return; ``None`` where layers are not shared.
-        remembers: Whether what is found out about a step holds for later ones with equal shapes.
         in_step: Whether a step runs that is cut, so that the user's code does not run on every rank.
         is_following: Whether it is only followed.
         recorder: Notes when the actions of a step begin and end; ``None`` where nobody asks.
@@ -119,8 +82,7 @@ class StepContext:
         device: torch.device,
         engine: Engine,
         around_forwards: Callable[[], AbstractContextManager[None]],
-        remembers: bool = True,
-        frees_early: bool = False,
+        **following: bool,
     ) -> None:
         self.module, self.mesh, self.device = module, mesh, device
         self.streams, self.engine = streams, engine
@@ -129,18 +91,13 @@ class StepContext:
         self.num_chunks = self.num_stages // self.num_ranks
         self.is_first = mesh.pipeline_rank == 0
         self.is_last = mesh.pipeline_rank == (self.num_stages - 1) % self.num_ranks
-        self.cut = BodyCut(body.name, body.chain) if body and body.chain is not None else None
-        self.frame = (
-            None
-            if body is None or body.chain is not None
-            else self._make_frame(body, stage_map, remembers=remembers, frees_early=frees_early)
-        )
+        around: dict[str, Any] = {"around_discovery": self._around_discovery, **following}
+        self.frame = StepFrame(module, body, stage_map, mesh, device, streams, **around)
         self.to_plain = to_plain_tensors if mesh.tensor_parallel_size > 1 else None
-        self.remembers, self.in_step, self.is_following = remembers, False, False
+        self.in_step, self.is_following = False, False
         self.recorder: Recorder | None = None
         self._failures, self._abandon = failures, abandon
         self.desync = StepDesync(module, mesh, desync, self.guard)
-        self._warned: set[Hashable] = set()
         self._around_forwards = around_forwards
         source = mesh.model_group_rank(self.num_ranks - 1, 0)
         self._results = mesh.tree_broadcast("results", source, device)
@@ -166,28 +123,13 @@ class StepContext:
         own_layers = [layer for layers in self.layers.values() for layer in layers]
         self._watch = BodyWatch(module, body, own_layers) if body else None
 
-    def _make_frame(self, body: Body, stage_map: StageMap, *, remembers: bool, frees_early: bool) -> FrameCut:
-        return make_frame(
-            self.module,
-            body,
-            stage_map,
-            self.device,
-            remembers=remembers,
-            around_discovery=self._around_discovery,
-            compare=self._compare_calls,
-            once=_CALLED_ONCE if frees_early else None,
-            agrees=self._agrees,
-            metrics=[part for part in self.module.modules() if isinstance(part, Metric)],
-        )
-
-    def place_parameters(self, holders: Mapping[str, Collection[int]]) -> None:
-        """Parameters outside of the layers are no longer on every stage.
+    def place_parameters(self, stage_map: StageMap) -> None:
+        """Parameters outside of the layers have come to live where they are used.
 
         Args:
-            holders: The stages of those that not all of them have, by name.
+            stage_map: Which stage holds what.
         """
-        assert self.frame is not None
-        self.frame.place_parameters(holders)
+        self.frame.place_parameters(stage_map)
         self._parameters = list(self.module.parameters())
 
     def run_layers(self, layers: Sequence[nn.Module], random: AbstractContextManager[None], x: Any) -> Any:
@@ -249,9 +191,6 @@ class StepContext:
         Yields:
             The logs of each microbatch.
         """
-        cut: Callable[[], AbstractContextManager[None]] = self.cut or nullcontext
-        if self.frame is not None:
-            cut = partial(self.frame, repeats=num_microbatches > 1)
         local = self.metrics.step(num_microbatches=num_microbatches, counts=counts)
         with (
             self.guard(),
@@ -259,14 +198,14 @@ class StepContext:
             self._around_forwards(),
             local,
             plain_factories() if self.to_plain is not None else nullcontext(),
-            cut(),
+            self.frame(repeats=num_microbatches > 1),
             self._logger_proxy(),
             self._recorder() as records,
         ):
             if self._watch is not None:
                 self._watch.check()
             self._scalars = scalars(self.module) if self.is_last else {}
-            self.in_step = self.cut is not None or self.frame is not None
+            self.in_step = self.frame.body_cut is not None or self.frame.cut is not None
             try:
                 yield records
             finally:
@@ -282,17 +221,17 @@ class StepContext:
             keep: Whether its logs and metrics count: code before the body also runs on the first stage, where they do
                 not.
         """
-        if self.frame is not None and not keep:
+        if self.frame.cut is not None and not keep:
             self.metrics.uncounted_microbatch()
         if self.is_last:
-            if self.frame is None or keep:
+            if self.frame.cut is None or keep:
                 self.metrics.next_microbatch(keep=keep)
             self._recorder.next_microbatch(keep=keep)
         self.streams.seed_user(*coordinates)
 
     def unfollowed(self) -> AbstractContextManager[None]:
         """Inside, nothing that runs is part of the user's step."""
-        return nullcontext() if self.frame is None else self.frame.unfollowed()
+        return self.frame.unfollowed()
 
     @contextmanager
     def _around_discovery(self) -> Iterator[None]:
@@ -304,124 +243,6 @@ class StepContext:
                 yield
         finally:
             self.is_following = False
-
-    def _compare_calls(self, calls: list[str]) -> None:
-        """A step is followed on every rank of the model group, and must be the same there.
-
-        Raises:
-            WrongUseError: If it is not.
-        """
-        group = self.mesh.control_group
-        digests: list[Any] = [None] * group.size()
-        dist.all_gather_object(digests, hashlib.sha256("\n".join(calls).encode()).hexdigest(), group=group)
-        if len(set(digests)) == 1:
-            return
-        found: list[Any] = [None] * group.size()
-        dist.all_gather_object(found, calls, group=group)
-        rows = list(zip_longest(*found, fillvalue="its end"))
-        number = next(number for number, row in enumerate(rows) if len(set(row)) > 1)
-        ranks = dist.get_process_group_ranks(group)
-        names = ", ".join(f"{name} on rank {rank}" for rank, name in zip(ranks, rows[number], strict=True))
-        raise WrongUseError(
-            f"The step of {type(self.module).__name__} is not the same on every rank: call {number} is {names}. Every"
-            " stage runs this code; it must not depend on the rank."
-        )
-
-    def _agrees(self, number: int) -> bool:
-        """Whether a number is the same on every rank of the model group."""
-        extremes = torch.tensor([number, -number])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.mesh.control_group)
-        return int(extremes.sum()) == 0
-
-    def frame_plan(
-        self, frame: FrameCut, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int, key: Hashable
-    ) -> FramePlan:
-        """What the stages do in a step of the user's.
-
-        Args:
-            frame: The cut of the step.
-            step: The user's step.
-            arguments: Its arguments; the first one is the batch.
-            coordinates: Of the random numbers that it draws.
-            key: The version of the module, as :meth:`version` gives it, and the signature of the arguments.
-        """
-        streams = self.streams
-        return frame.find_plan(
-            (step.__name__, key),
-            step,
-            arguments,
-            streams.of_calls(*coordinates),
-            partial(streams.seed_user, *coordinates),
-        )
-
-    def fetch_parameters(self, frame: FrameCut, step: str, plans: Sequence[FramePlan]) -> dict[str, Tensor]:
-        """Values of parameters for stages that come before those that have them; only a step without gradients may.
-
-        Of whatever travels, in this way or with what stages send to each other, the user is told once.
-
-        Args:
-            frame: The cut of the step.
-            step: The name of the step.
-            plans: What the stages do, for each microbatch.
-
-        Returns:
-            The values by name, on every rank of the model group.
-        """
-        mesh = self.mesh
-        self._warn_of_travels(frame, step, [travel for plan in plans for travel in plan.travels])
-        fetched: dict[str, Tensor] = {}
-        for name, stage in {name: stage for plan in plans for name, stage in plan.fetched.items()}.items():
-            parameter, source = self.module.get_parameter(name), mesh.model_group_rank(stage % self.num_ranks, 0)
-            is_source = mesh.model_group.rank() == source
-            fetched[name] = parameter.detach() if is_source else torch.empty_like(parameter, device=self.device)
-            broadcast_tensors([fetched[name]], mesh.model_group, source)
-        return fetched
-
-    def _warn_of_travels(self, frame: FrameCut, step: str, travels: Iterable[Travel]) -> None:
-        new = [travel for travel in travels if (step, travel.names, travel.stages) not in self._warned]
-        if not new:
-            return
-        num_bytes = 0
-        for travel in new:
-            trained = any(self.module.get_parameter(name).requires_grad for name in travel.names)
-            num_bytes += travel.num_bytes * (2 if trained and torch.is_grad_enabled() else 1)
-        rank_zero_warn(travel_text(step, new, frame.holders, num_bytes))
-        self._warned |= {(step, travel.names, travel.stages) for travel in new}
-
-    def run_frame(
-        self,
-        frame: FrameCut,
-        plan: FramePlan,
-        stage: int,
-        step: Callable[..., Any],
-        arguments: Sequence[Any],
-        inputs: Any,
-        fetched: Mapping[str, Tensor],
-        *coordinates: int,
-    ) -> Any:
-        """Run a stage's part of a step of the user's.
-
-        Args:
-            frame: The cut of the step.
-            plan: What the stages do.
-            stage: The stage.
-            step: The user's step.
-            arguments: Its arguments.
-            inputs: What the stage before made.
-            fetched: What :meth:`fetch_parameters` has given.
-            coordinates: Of the random numbers that it draws.
-        """
-        streams = self.streams
-        return frame.run(
-            plan,
-            stage,
-            step,
-            arguments,
-            inputs,
-            seed=streams.of_calls(*coordinates),
-            random=lambda number: streams.layers(0, *coordinates, number),  # the same numbers under every layout
-            fetched=fetched,
-        )
 
     def share(self, outputs: Callable[[], tuple[Any, list[Log]]]) -> Any:
         """Give what the last stage returned and logged to every rank, and log it there.

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, stages_by_parameter
+from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
+from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.microbatch import (
     LengthWatch,
     find_batch_size,
@@ -28,7 +29,6 @@ from lightning_hybrid.pipeline_parallel.microbatch import (
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
 from lightning_hybrid.pipeline_parallel.stage import Compute
-from lightning_hybrid.trainer.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
 from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LabelWatch, LossWeights, weighted, weighted_sum
 from lightning_hybrid.trainer.module_hooks import find_hook
@@ -50,8 +50,8 @@ class TrainingStep:
         num_microbatches: The requested number of microbatches.
         auto_microbatches: Whether there may be fewer for the sake of batch norm.
         loss_reduction: ``"mean"`` or ``"sum"``: how the user's loss reduces over the samples of a batch.
-        place_parameters: Called before the first batch runs, if the code around the layers runs on every stage: with
-            the stages that use each parameter outside of the layers, by its name.
+        place_parameters: Called before the first batch runs, if steps are followed: with the stages that use each
+            parameter outside of the layers, by its name; ``None`` if this one cannot be followed.
         shares_casts: Whether microbatches share what autocast makes of parameters, where there is autocast; not where
             parameters are let go of after each use, as copies of all of them would stay.
 
@@ -68,7 +68,7 @@ class TrainingStep:
         num_microbatches: int,
         auto_microbatches: bool,
         loss_reduction: str,
-        place_parameters: Callable[[Mapping[str, Collection[int]]], None],
+        place_parameters: Callable[[Mapping[str, Collection[int]] | None], None],
         shares_casts: bool,
     ) -> None:
         self._context = context
@@ -125,7 +125,8 @@ class TrainingStep:
         windowed = weights is not None and accumulated > 1 and backward
         if windowed and is_first:  # whatever came before: an epoch may have been broken off
             self._window = AccumulationWindow(context.device)
-        if context.frame is not None:  # where the step is followed, its batch has to be where its parameters are
+        places = context.frame.places and not self._is_placed
+        if context.frame.cut is not None or places:  # what is followed has to be where the parameters are
             microbatches = list(map(self._to_device, microbatches))
         shares, factors = self._shares(counts, weights, windowed=windowed)
         outputs: list[Any] = []
@@ -134,7 +135,7 @@ class TrainingStep:
             outputs.append(value)
             loss = self._checked(_loss_of(value))
             if backward and not loss.requires_grad:
-                _check_graphs(outputs, len(factors), each=context.num_stages > 1 and context.remembers)
+                _check_graphs(outputs, len(factors), each=context.num_stages > 1 and context.frame.remembers)
             return _scaled(loss, factors[microbatch], accumulated, scale)
 
         grad_sync.reduces = reduce
@@ -142,7 +143,7 @@ class TrainingStep:
         parts: Sequence[Hashable] = list(map(signature, microbatches))
         context.desync.note_batch("training_step", version, parts, counts)
         find_plans = partial(self._frame_plans, microbatches, arguments[1:], step, precision, version, parts)
-        if context.frame is not None and not self._is_placed:
+        if places:
             self._place(find_plans, len(microbatches), backward=backward)
         with context.guard(), torch.set_grad_enabled(backward), grad_sync.step():
             with context.step(num_microbatches=len(counts), counts=counts) as records, _looking(self.anomaly):
@@ -202,30 +203,28 @@ class TrainingStep:
     ) -> Compute:
         """The forward of a stage: the user's step until the body, its layers, or the step around its last layers."""
         context, zero, user_step = self._context, self._grad_sync.zero, self._context.module.training_step
+        frame = context.frame
         casts = self._casts
-        fetched = {} if context.frame is None else context.fetch_parameters(context.frame, "training_step", plans)
+        fetched = context.frame.fetch_parameters("training_step", plans)
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             if zero.is_active:
                 zero.forward_begins(stage)
             is_last = stage == context.num_stages - 1
-            layers, random = context.layers[stage], context.streams.layers(stage, _TRAINING, step, microbatch)
+            coordinates, plan = (_TRAINING, step, microbatch), plans[microbatch] if plans else None
+            run_layers = partial(context.run_layers, context.layers[stage], context.streams.layers(stage, *coordinates))
             with precision(), nullcontext() if casts is None else casts.forward(stage):
-                if stage > 0 and not is_last and context.frame is None:
-                    return context.run_layers(layers, random, inputs)
-                context.enter_user_code(_TRAINING, step, microbatch, keep=is_last)
+                if frame.body_cut is not None and stage > 0 and not is_last:
+                    return run_layers(inputs)
+                context.enter_user_code(*coordinates, keep=is_last)
                 of_microbatch = self._to_device(microbatches[microbatch]), *arguments
-                if context.frame is not None:
-                    coordinates = _TRAINING, step, microbatch
-                    value = context.run_frame(
-                        context.frame, plans[microbatch], stage, user_step, of_microbatch, inputs, fetched, *coordinates
-                    )
-                elif context.cut is None:
-                    value = user_step(*of_microbatch)
-                elif is_last:
-                    value = context.cut.around_body(user_step, of_microbatch, layers, random, inputs)
+                part = stage, user_step, of_microbatch, inputs
+                if frame.body_cut is not None:
+                    value = frame.run_around(*part, run_layers)
+                elif plan is not None:
+                    value = frame.run_frame(plan, *part, *coordinates, fetched=fetched)
                 else:
-                    value = context.cut.until_body(user_step, of_microbatch, layers, random)
+                    value = user_step(*of_microbatch)
                 if context.to_plain is not None:
                     value = context.to_plain(value)
                 return loss_of(microbatch, value) if is_last else value
@@ -235,15 +234,10 @@ class TrainingStep:
     def _place(self, find_plans: Callable[[], list[FramePlan]], num_microbatches: int, *, backward: bool) -> None:
         """Before the first batch: parameters outside of the layers stay where it or an evaluation uses them."""
         self._is_placed = True
-        with (
-            self._context.step(num_microbatches=num_microbatches),
-            torch.set_grad_enabled(backward),
-            self._grad_sync.step(),
-        ):
+        context = self._context
+        with context.step(num_microbatches=num_microbatches), torch.set_grad_enabled(backward), self._grad_sync.step():
             plans = find_plans()
-        frame = self._context.frame
-        assert frame is not None
-        self._place_parameters(stages_by_parameter([*plans, *frame.plans]))  # evaluation may have come before
+        self._place_parameters(context.frame.take_uses(plans))
 
     def _frame_plans(
         self,
@@ -255,21 +249,18 @@ class TrainingStep:
         parts: Sequence[Hashable],
     ) -> list[FramePlan]:
         """What the stages do of the user's step, for each microbatch; nothing where only the body is cut."""
-        context, frame = self._context, self._context.frame
-        if frame is None:
-            return []
-        of_others = signature(arguments)
+        context, plans = self._context, list[FramePlan]()
+        user_step, of_others = context.module.training_step, signature(arguments)
         with precision():
-            return [
-                context.frame_plan(
-                    frame,
-                    context.module.training_step,
-                    (microbatch, *arguments),
-                    *(_TRAINING, step, number),
-                    key=(version, part, of_others),
-                )
-                for number, (microbatch, part) in enumerate(zip(microbatches, parts, strict=True))
-            ]
+            for number, (microbatch, part) in enumerate(zip(microbatches, parts, strict=True)):
+                coordinates, key = (_TRAINING, step, number), (version, part, of_others)
+                given = microbatch, *arguments
+                plan = context.frame.find_plan(user_step, given, *coordinates, key=key)
+                if plan is not None:
+                    plans.append(plan)
+                else:
+                    context.frame.note_use(user_step, given, *coordinates, key=key)
+        return plans
 
     def backward(self, run: Callable[[], None], *, reduce: bool) -> None:
         """Nothing: the schedule has run it.

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from contextlib import nullcontext
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -180,11 +180,15 @@ def test_names_of_units_that_cannot_be_meant() -> None:
 
 
 def until_body(cut: BodyCut, step: Any, arguments: tuple[Any, ...], *layers: Any) -> Any:
-    return cut.until_body(step, arguments, layers, nullcontext())
+    return cut.until_body(step, arguments, lambda x: run(layers, x))
 
 
 def around_body(cut: BodyCut, step: Any, arguments: tuple[Any, ...], inputs: Any = None, *layers: Any) -> Any:
-    return cut.around_body(step, arguments, layers, nullcontext(), inputs)
+    return cut.around_body(step, arguments, lambda x: run(layers, x), inputs)
+
+
+def run(layers: tuple[Any, ...], x: Any) -> Any:
+    return reduce(lambda value, layer: layer(value), layers, x)
 
 
 class Steps:

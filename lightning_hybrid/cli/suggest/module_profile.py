@@ -256,9 +256,8 @@ class _Recorder(DryRunStrategy):
         try:
             if pipeline > 1:
                 body, stage_map = layouts.find_stages(module, config, pipeline)
-                if tensor > 1 and body.chain is None:
-                    layouts.find_plan(module, config, tensor, body)
-                return Cut(body, layouts.expect_outside(module, stage_map))
+                plan = layouts.find_plan(module, config, tensor, body) if tensor > 1 else None
+                return Cut(body, layouts.expect_outside(module, layouts.with_plan(stage_map, body, plan, module)))
         except (ValueError, TypeError) as error:
             return str(error)
         try:

@@ -89,6 +89,7 @@ class Discovery(TorchFunctionMode):
         seed: Seeds the generators for the call of a number.
         names: The name of each parameter of the module, by its identity.
         absent_states: Tensors of the module, by their identities, that the step writes with absent values.
+        tries_zeros: Whether a unit that needs numbers may run on zeros.
 
     Attributes:
         graph: What has been found.
@@ -102,6 +103,8 @@ class Discovery(TorchFunctionMode):
         seed: Callable[[int], None],
         names: Mapping[int, str],
         absent_states: Collection[int] = (),
+        *,
+        tries_zeros: bool = True,
     ) -> None:
         super().__init__()
         self._units = list(units)
@@ -114,7 +117,7 @@ class Discovery(TorchFunctionMode):
         self._operators = Operators()
         self._stand_ins: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._names: dict[int, tuple[weakref.ref[Tensor], Value]] = {}
-        self._absent_states = absent_states
+        self._absent_states, self._tries_zeros = absent_states, tries_zeros
         self._checkpoints: dict[int, tuple[Any, int]] = {}
         self._parameters: dict[int, Tensor] = {}
         self._parameter_names = dict(names)
@@ -322,6 +325,8 @@ class Discovery(TorchFunctionMode):
             except Exception as error:
                 if call.unit is None:
                     self._stop(number, call, operands, error)
+                if not self._tries_zeros:
+                    raise
                 result, needs_numbers = None, True
         if needs_numbers and call.unit is not None:
             result, seen = run_on_zeros(self._units[call.unit][1], fakes, run, self._operators, self.fake)

@@ -84,6 +84,8 @@ class FrameCut:
         holders: The stages of parameters outside of units that not all of them have, by name.
     """
 
+    _tries_zeros = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -266,7 +268,7 @@ class FrameCut:
         """Follow a step once; also whether it has made something for later steps, which stays."""
         units = [unit for _, unit in self._units]
         parameters = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        discovery = Discovery(self._device, self._units, seed, parameters, states)
+        discovery = Discovery(self._device, self._units, seed, parameters, states, tries_zeros=self._tries_zeros)
         self._mode = discovery
         try:
             with (

@@ -88,17 +88,31 @@ def find_routes(
     for stage in range(num_stages):
         for number in sorted(router.routes[stage].computed):
             router.need(graph.calls[number].operands, stage, number)
-    router.need(graph.wanted, num_stages - 1, None)
-    router.write_parameters()
-    router.make_the_rest(num_stages - 1)
-    router.make_effects()
-    router.fetch_parameters(allowed=fetches)
-    router.check_rewritten()
-    router.check_writes()
-    router.check_states(graph.state_writes)
-    for route in router.routes:
-        route.received, route.sent = dict.fromkeys(sorted(route.received)), dict.fromkeys(sorted(route.sent))
-    return router.routes
+    return router.finish(fetches=fetches)
+
+
+def find_routes_around(
+    graph: Graph, number: int, num_stages: int, holders: Mapping[str, Collection[int]]
+) -> list[Route]:
+    """Likewise, around a chain of layers that is called as a whole: only the first and the last stage run the step.
+
+    Args:
+        graph: What the step does.
+        number: Of the call of the chain. It is one of the last stage; what it is called with, the first stage makes.
+        num_stages: The number of stages.
+        holders: The stages of all parameters outside of the chain, by name.
+
+    Returns:
+        The route of each stage; nothing travels but what the layers of the chain hand on, if nothing is sent.
+
+    Raises:
+        WrongUseError: If something is changed in place where another stage would not see it, or a parameter is needed
+            where it is not.
+    """
+    router = _Router(graph, {0: num_stages - 1}, [Route() for _ in range(num_stages)], holders)
+    router.need(graph.calls[number].operands, 0, number)
+    router.routes[-1].computed.add(number)
+    return router.finish(fetches=False)
 
 
 def find_travels(graph: Graph, routes: Sequence[Route], sizes: Mapping[str, int]) -> tuple[Travel, ...]:
@@ -165,6 +179,25 @@ class _Router:
         hooks = [call for call in graph.calls if call.function in HOOKS]
         self._hooked = {value.call for call in hooks for value in call.operands}
         self._can: list[dict[int, bool]] = [{} for _ in routes]
+
+    def finish(self, *, fetches: bool) -> list[Route]:
+        """Once every stage makes its units: what the last one wants beside them, and what goes along with that.
+
+        Args:
+            fetches: Whether stages may have the values of parameters of later stages.
+        """
+        last = len(self.routes) - 1
+        self.need(self._graph.wanted, last, None)
+        self.write_parameters()
+        self.make_the_rest(last)
+        self.make_effects()
+        self.fetch_parameters(allowed=fetches)
+        self.check_rewritten()
+        self.check_writes()
+        self.check_states(self._graph.state_writes)
+        for route in self.routes:
+            route.received, route.sent = dict.fromkeys(sorted(route.received)), dict.fromkeys(sorted(route.sent))
+        return self.routes
 
     def need(self, values: Sequence[Value], stage: int, needed_by: int | None) -> None:
         """Let a stage have values; without recursion, as chains of calls are long."""

@@ -258,9 +258,10 @@ def trained(
     if save is not None:
         torch.rand(7)  # what is drawn after the end is not of the run
         trainer.save_checkpoint(save)
+    names = {parameter: name for name, parameter in module.named_parameters()}
     return {
         "weights": weights(module),
-        "optimizer": trainer.optimizers[0].state_dict()["state"],
+        "optimizer": {names[parameter]: state for parameter, state in trainer.optimizers[0].state.items()},
         "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
         "scaler": None if trainer.precision_plugin.state_dict() == {} else trainer.precision_plugin.state_dict(),
         "metrics": numbers(trainer.callback_metrics),
@@ -297,6 +298,12 @@ def scramble(seed: int) -> None:
 def compared(resumed: dict[str, Any], again: Trail, straight: dict[str, Any], trail: Trail) -> list[str]:
     """Where a resumed run differs from the end of the uninterrupted one."""
     end = trail.events[len(trail.events) - len(again.events) :]
+    if not any(isinstance(event[0], tuple) for event in again.events):  # no batch has shown what lives where
+        held = straight["weights"].keys()
+        resumed |= {
+            key: {name: resumed[key][name] for name in resumed[key].keys() & held} for key in ("weights", "optimizer")
+        }
+        straight = {**straight, "optimizer": {name: straight["optimizer"][name] for name in resumed["optimizer"]}}
     found = differences(resumed, straight) + differences(again.events, end, "events")
     return found if again.events else [*found, "nothing has happened"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hybrid.trainer.batch_norm import batch_norm_text, batch_norms, limit_microbatches
+from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from tests.pool import Pools
 from tests.training_jobs import Regression, loader, make_trainer
 

@@ -1,0 +1,252 @@
+"""Around a chain of layers that is called as a whole: which parameters the first and the last stage use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.pipeline_parallel.body import body_call_text
+from lightning_hybrid.pipeline_parallel.frame.decisions import apply
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode, FakeTensor
+from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
+from lightning_hybrid.pipeline_parallel.frame.graph import METADATA, function_name, getters
+from lightning_hybrid.pipeline_parallel.frame.operators import Operators, memory_of
+from lightning_hybrid.pipeline_parallel.frame.routes import find_routes_around
+from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
+
+_DEVICE = getters("device")
+# They reject numbers until they have the right ones.
+_BY_VALUE = frozenset({"poisson", "binomial", "_standard_gamma", "_sample_dirichlet"})
+
+
+class NotFollowedError(Exception):
+    """A step does something that cannot be followed."""
+
+
+class ChainUse(FrameCut):
+    """Finds out, without values, which parameters the first and the last stage use in a step around a chain.
+
+    ::
+
+        stage 0      code before, what the chain is called with        an embedding
+        stage s      only layers                                       nothing
+        last stage   code before, as far as it is used after the
+                     chain; code after                                 a head; what both use
+
+    Args:
+        module: The user's module.
+        name: The dotted name of the chain.
+        chain: The chain.
+        num_stages: The number of stages.
+        device: Where this rank computes.
+        arguments: Others of :class:`FrameCut`; `holders` are the stages of all parameters outside of the chain.
+    """
+
+    _tries_zeros = False  # the chain may be all of the model
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        chain: nn.Sequential,
+        num_stages: int,
+        device: torch.device,
+        **arguments: Any,
+    ) -> None:
+        # No rank runs the step for two stages, so each stage may as well be a rank of its own.
+        stages = [*[range(0)] * (num_stages - 1), range(1)]
+        super().__init__(module, [(name, chain)], stages, num_stages, device, **arguments)
+        self._chain = chain
+
+    def find(
+        self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]
+    ) -> dict[str, set[int]]:
+        """The stages that use each parameter outside of the chain, by its name.
+
+        Args:
+            step: The user's step.
+            arguments: Its arguments.
+            seed: Seeds the generators for the call of a number.
+
+        Raises:
+            NotFollowedError: If the step cannot be followed, or its stages need more of each other than the chain
+                hands on.
+        """
+        redirected = vars(self._chain).pop("forward", None)
+        try:
+            with self():
+                graph = self._discover(step, arguments, seed)
+            numbers = [number for number, call in enumerate(graph.calls) if call.unit is not None]
+            if len(numbers) != 1:
+                raise WrongUseError(f"it calls the layers {len(numbers)} times")
+            graph.read(self.holders.keys())
+            routes = find_routes_around(graph, numbers[0], self._num_stages, self.holders)
+            sent = next(iter(routes[0].sent), None)
+            if sent is not None:
+                raise WrongUseError(f"the last stage needs what {graph.all_calls[sent.call]} makes on the first one")
+        except Exception as error:  # of the user's code too, which shows itself again when the step runs
+            raise NotFollowedError(" ".join(f"{error}".split())) from error
+        finally:
+            if redirected is not None:
+                vars(self._chain)["forward"] = redirected
+        used: dict[str, set[int]] = {}
+        for stage, names in enumerate(self._parameters_of(graph, routes)):
+            for name in names:
+                used.setdefault(name, set()).add(stage)
+        return used
+
+
+class CodeBefore(TorchFunctionMode):
+    """The code before a chain, on the last stage, which lacks some of the parameters that it uses.
+
+    ::
+
+        batch, parameters of this stage     real      calls of them alone are made
+        other parameters                    absent    calls with one of these, or with what such a call made, are not
+
+    So it may take any path, another one in each step. A call that is not made draws its random numbers all the same, so
+    that those after it are the ones that the first stage draws.
+
+    Args:
+        device: Where this rank computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._fakes, self._operators = FakeMode(allow_non_fake_inputs=True), Operators()
+        self._is_over = self._is_paused = False
+
+    def end(self) -> None:
+        """The chain is called: what is absent is used no more."""
+        self._is_over = self._fakes.is_over = True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing that runs is part of the user's step."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A call."""
+        kwargs = kwargs or {}
+        if self._is_over or self._is_paused:
+            return self._after(func, args, kwargs)
+        if func in METADATA:
+            return self._device if func in _DEVICE and is_placeholder(args[0]) else func(*args, **kwargs)
+        leaves, spec = flatten((args, kwargs))
+        if not any(isinstance(leaf, FakeTensor) or is_placeholder(leaf) for leaf in leaves):
+            return func(*args, **kwargs)
+        return self._absent(func, leaves, spec)
+
+    def _after(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call of other code, which is made whatever it is."""
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in flatten((args, kwargs))[0]):
+                raise
+            raise WrongUseError(_text(f"`{function_name(func)}`", "uses")) from error
+
+    def _absent(self, func: Any, leaves: list[Any], spec: Any) -> Any:
+        """What a call returns that is not made, without values."""
+        fakes, real = [], []
+        for leaf in leaves:
+            is_given = isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
+            fakes.append(self._fake(leaf) if is_given else leaf)
+            if is_given and not is_placeholder(leaf):
+                real.append(fakes[-1])
+        name = f"`{function_name(func)}`"
+        try:
+            with torch.no_grad(), self._operators.watch() as seen:
+                result = apply(func, *unflatten(fakes, spec))
+        except Exception as error:
+            raise WrongUseError(_text(name, f"({type(error).__name__}) needs the numbers of")) from error
+        if seen.draws:
+            self._draw(func, fakes, spec, name)
+        if any(memory_of(fake) in seen.written for fake in real):
+            raise WrongUseError(_text(name, "writes into a tensor that every stage has what comes of"))
+        if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in fakes):
+            for leaf in flatten(result)[0]:
+                if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+                    leaf.requires_grad_()
+        return result
+
+    def _draw(self, func: Any, fakes: list[Any], spec: Any, name: str) -> None:
+        """Draw what a call would have drawn: how many numbers depends on shapes, but for a few distributions."""
+        if function_name(func) in _BY_VALUE:
+            raise WrongUseError(_text(name, "draws as many random numbers as follow from"))
+        zeros = [
+            torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device) if isinstance(fake, FakeTensor) else fake
+            for fake in fakes
+        ]
+        with torch.no_grad():
+            apply(func, *unflatten(zeros, spec))
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if not is_placeholder(tensor):
+            return self._fakes.from_tensor(tensor)  # type: ignore[no-any-return]
+        with self._fakes:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def code_before_explained(step: str, name: str) -> Iterator[None]:
+    """On the first stage, an error that comes of a parameter of the last one says so.
+
+    Args:
+        step: The name of the step.
+        name: The dotted name of the chain.
+
+    Raises:
+        WrongUseError: In the place of torch's.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "meta" not in str(error):
+            raise
+        raise WrongUseError(f"{body_call_text(name, step, 0)} {_text('Before such a call it', 'used')}") from error
+
+
+def _text(what: str, how: str) -> str:
+    return (
+        f"{what} {how} a parameter around the chain that another stage has, where the first batch of training used it."
+        " Let the first batch of training use it here too, such as by adding `0 * parameter.sum()`; with"
+        " HybridStrategy(dynamic_shapes=True) parameters around an `nn.Sequential` stay on the first and on the last"
+        " stage."
+    )
+
+
+def stays_text(step: str, error: NotFollowedError) -> str:
+    """The text for a step that cannot be followed.
+
+    Args:
+        step: The name of the step.
+        error: Why not.
+    """
+    return (
+        f"`{step}` cannot be followed without values, so parameters around the body stay on the first and on the last"
+        f" stage, which sum their gradients: {error}"
+    )
+
+
+def uses_of(uses: Sequence[Mapping[str, Collection[int]]]) -> dict[str, set[int]]:
+    """The stages that use each parameter in any of some steps, by its name.
+
+    Args:
+        uses: As :meth:`ChainUse.find` gives them.
+    """
+    names = {name for use in uses for name in use}
+    return {name: {stage for use in uses for stage in use.get(name, ())} for name in names}

@@ -1,0 +1,366 @@
+"""The steps that are followed, on one rank: the cut of the user's step where its code runs on several stages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.random import RandomStreams
+from lightning_hybrid.pipeline_parallel.body import Body, BodyCut
+from lightning_hybrid.pipeline_parallel.chain import (
+    ChainUse,
+    CodeBefore,
+    NotFollowedError,
+    code_before_explained,
+    stays_text,
+    uses_of,
+)
+from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
+from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, stages_by_parameter
+from lightning_hybrid.pipeline_parallel.frame.routes import Travel, travel_text
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+from lightning_hybrid.tensor_parallel.layers import ParallelLayer
+
+# So many steps are followed around a chain, of a sanity check and the first batch.
+_MOST_USES = 16
+_CALLED_ONCE = "but zero_stage=3 lets go of its parameters after each call: use HybridStrategy(zero_frees='step')."
+
+
+def make_frame(module: nn.Module, body: Body, stage_map: StageMap, device: torch.device, **arguments: Any) -> FrameCut:
+    """The cut of steps at the layers of a body that any code may call.
+
+    Args:
+        module: The user's module.
+        body: What is divided into stages.
+        stage_map: Which stage holds what.
+        device: Where this rank computes.
+        arguments: Others of :class:`FrameCut`.
+    """
+    of_units = {part for unit in body.layers for part in unit.modules()}
+    around = [(name, part) for name, part in module.named_modules() if part not in of_units]
+    return FrameCut(
+        module,
+        list(zip(body.names, body.layers, strict=True)),
+        stage_map.stages,
+        stage_map.num_ranks,
+        device,
+        holders=stage_map.outside,
+        leaf_modules=[each for each in around if isinstance(each[1], ParallelLayer)],
+        **arguments,
+    )
+
+
+def make_chain_use(
+    module: nn.Module, body: Body, stage_map: StageMap, device: torch.device, **arguments: Any
+) -> ChainUse:
+    """What finds out where parameters around a chain are used; arguments as for :func:`make_frame`."""
+    assert body.chain is not None
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    holders = {name: stage_map.stages_of(name) for name in names if stage_map.is_outside(name)}
+    stages = len(stage_map.stages)
+    return ChainUse(module, body.name, body.chain, stages, device, holders=holders, remembers=False, **arguments)
+
+
+class StepFrame:
+    """What the ranks that run the user's step do of it.
+
+    ::
+
+                      stage 0                    between        last stage
+        units         its units, code for them   likewise       likewise, and all the rest
+        a chain       until the chain            only layers    around the chain
+        one stage     all of it
+
+    Args:
+        module: The user's module, with placeholders for what lives elsewhere.
+        body: What is divided into stages; ``None`` if there is one stage.
+        stage_map: Which stage holds what.
+        mesh: The ranks.
+        device: Where this rank computes.
+        streams: The random streams.
+        follows: Whether steps are followed.
+        remembers: Whether what is found out about a step holds for later ones with equal shapes.
+        frees_early: Whether a layer's parameters are let go of after each call.
+        around_discovery: Around a step that is followed without values.
+
+    Attributes:
+        body_cut: The cut of a chain; ``None`` without one.
+        cut: The cut of steps that are followed, around units; ``None`` without these.
+        places: Whether parameters outside of the body come to live where the first batch of training uses them.
+        remembers: Whether what is found out about a step holds for later ones with equal shapes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        body: Body | None,
+        stage_map: StageMap,
+        mesh: Mesh,
+        device: torch.device,
+        streams: RandomStreams,
+        *,
+        follows: bool,
+        remembers: bool,
+        frees_early: bool,
+        around_discovery: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._module, self._mesh, self._device, self._streams = module, mesh, device, streams
+        self._num_ranks, self.remembers = mesh.pipeline_parallel_size, remembers
+        self.body_cut = BodyCut(body.name, body.chain) if body and body.chain is not None else None
+        self.places, self._name = body is not None and follows, body.name if body else ""
+        self.cut: FrameCut | None = None
+        self._use: ChainUse | None = None
+        self._uses: dict[Hashable, dict[str, set[int]]] = {}
+        self._can_use = True
+        self._before: CodeBefore | None = None
+        self._lacks = self._lacks_parameters(stage_map)
+        last = (len(stage_map.stages) - 1) % self._num_ranks
+        if self.places and self.body_cut is None:
+            assert body is not None
+            self.cut = make_frame(
+                module,
+                body,
+                stage_map,
+                device,
+                remembers=remembers,
+                around_discovery=around_discovery,
+                compare=self._compare_calls,
+                once=_CALLED_ONCE if frees_early else None,
+                agrees=self._agrees,
+                metrics=[part for part in module.modules() if isinstance(part, Metric)],
+            )
+        elif self.places and not stage_map.outside and mesh.pipeline_rank in (0, last):
+            assert body is not None
+            self._use = make_chain_use(module, body, stage_map, device, around_discovery=around_discovery)
+        self._warned: set[Hashable] = set()
+
+    def __call__(self, *, repeats: bool) -> AbstractContextManager[None]:
+        """While this is entered, calls of the body come here.
+
+        Args:
+            repeats: Whether the user's step runs several times, for a microbatch each.
+        """
+        if self.cut is not None:
+            return self.cut(repeats=repeats)
+        return nullcontext() if self.body_cut is None else self.body_cut()
+
+    def unfollowed(self) -> AbstractContextManager[None]:
+        """Inside, nothing that runs is part of the user's step."""
+        if self._before is not None:
+            return self._before.paused()
+        followed = self.cut or self._use
+        return nullcontext() if followed is None else followed.unfollowed()
+
+    def place_parameters(self, stage_map: StageMap) -> None:
+        """Parameters outside of the layers have come to live where they are used.
+
+        Args:
+            stage_map: Which stage holds what.
+        """
+        if self.cut is not None:
+            self.cut.place_parameters(stage_map.outside)
+        self._lacks = self._lacks_parameters(stage_map)
+
+    def _lacks_parameters(self, stage_map: StageMap) -> bool:
+        """Whether this rank, which runs the step, lacks parameters around a chain."""
+        stage = 0 if self._mesh.pipeline_rank == 0 else len(stage_map.stages) - 1
+        return self.body_cut is not None and any(stage not in stages for stages in stage_map.outside.values())
+
+    def note_use(self, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int, key: Hashable) -> None:
+        """Before parameters around a chain have a place: find out, without values, where a step uses them.
+
+        Args:
+            step: The user's step.
+            arguments: Its arguments; the first one is the batch.
+            coordinates: Of the random numbers that it draws.
+            key: The version of the module, and the signature of the arguments: what has been seen is passed over.
+        """
+        key = step.__name__, key
+        if self._use is None or key in self._uses or len(self._uses) == _MOST_USES:
+            return
+        self._streams.seed_user(*coordinates)
+        try:
+            self._uses[key] = self._use.find(step, arguments, self._streams.of_calls(*coordinates))
+        except NotFollowedError as error:
+            self._use, self._can_use = None, False
+            rank_zero_info(stays_text(step.__name__, error))
+
+    def take_uses(self, plans: Sequence[FramePlan]) -> dict[str, set[int]] | None:
+        """The stages that use each parameter outside of the body, as far as this rank knows; nothing is noted any more.
+
+        Args:
+            plans: What stages do in steps that are followed.
+
+        Returns:
+            The stages by name; ``None`` if some step cannot be followed.
+        """
+        self._use, uses = None, self._uses.values()
+        if not self._can_use:
+            return None
+        return uses_of(list(uses)) if self.cut is None else stages_by_parameter([*plans, *self.cut.plans])
+
+    def _compare_calls(self, calls: list[str]) -> None:
+        """A step is followed on every rank of the model group, and must be the same there.
+
+        Raises:
+            WrongUseError: If it is not.
+        """
+        group = self._mesh.control_group
+        digests: list[Any] = [None] * group.size()
+        dist.all_gather_object(digests, hashlib.sha256("\n".join(calls).encode()).hexdigest(), group=group)
+        if len(set(digests)) == 1:
+            return
+        found: list[Any] = [None] * group.size()
+        dist.all_gather_object(found, calls, group=group)
+        rows = list(zip_longest(*found, fillvalue="its end"))
+        number = next(number for number, row in enumerate(rows) if len(set(row)) > 1)
+        ranks = dist.get_process_group_ranks(group)
+        names = ", ".join(f"{name} on rank {rank}" for rank, name in zip(ranks, rows[number], strict=True))
+        raise WrongUseError(
+            f"The step of {type(self._module).__name__} is not the same on every rank: call {number} is {names}. Every"
+            " stage runs this code; it must not depend on the rank."
+        )
+
+    def _agrees(self, number: int) -> bool:
+        """Whether a number is the same on every rank of the model group."""
+        extremes = torch.tensor([number, -number])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._mesh.control_group)
+        return int(extremes.sum()) == 0
+
+    def find_plan(
+        self, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int, key: Hashable
+    ) -> FramePlan | None:
+        """What the stages do in a step of the user's.
+
+        Args:
+            step: The user's step.
+            arguments: Its arguments; the first one is the batch.
+            coordinates: Of the random numbers that it draws.
+            key: The version of the module, as :meth:`version` gives it, and the signature of the arguments.
+
+        Returns:
+            The plan; ``None`` where steps are not followed.
+
+        Raises:
+            WrongUseError: If it cannot be divided.
+        """
+        if self.cut is None:
+            return None
+        seeds = self._streams.of_calls(*coordinates), partial(self._streams.seed_user, *coordinates)
+        return self.cut.find_plan((step.__name__, key), step, arguments, *seeds)
+
+    def run_around(
+        self,
+        stage: int,
+        step: Callable[..., Any],
+        arguments: Sequence[Any],
+        inputs: Any,
+        layers: Callable[[Any], Any],
+    ) -> Any:
+        """Run the first or the last stage's part of a step around a chain.
+
+        Args:
+            stage: The stage.
+            step: The user's step.
+            arguments: Its arguments.
+            inputs: What the stage before made.
+            layers: Runs the layers of the stage.
+        """
+        assert self.body_cut is not None
+        if stage == 0:
+            with code_before_explained(step.__name__, self._name) if self._lacks else nullcontext():
+                return self.body_cut.until_body(step, arguments, layers)
+        if not self._lacks:
+            return self.body_cut.around_body(step, arguments, layers, inputs)
+        before = self._before = CodeBefore(self._device)
+
+        def run(x: Any) -> Any:
+            before.end()
+            return layers(x)
+
+        try:
+            with before:
+                return self.body_cut.around_body(step, arguments, run, inputs)
+        finally:
+            self._before = None
+
+    def fetch_parameters(self, step: str, plans: Sequence[FramePlan]) -> dict[str, Tensor]:
+        """Values of parameters for stages that come before those that have them; only a step without gradients may.
+
+        Of whatever travels, in this way or with what stages send to each other, the user is told once.
+
+        Args:
+            step: The name of the step.
+            plans: What the stages do, for each microbatch; nothing where steps are not followed.
+
+        Returns:
+            The values by name, on every rank of the model group.
+        """
+        mesh = self._mesh
+        self._warn_of_travels(step, [travel for plan in plans for travel in plan.travels])
+        fetched: dict[str, Tensor] = {}
+        for name, stage in {name: stage for plan in plans for name, stage in plan.fetched.items()}.items():
+            parameter, source = self._module.get_parameter(name), mesh.model_group_rank(stage % self._num_ranks, 0)
+            is_source = mesh.model_group.rank() == source
+            fetched[name] = parameter.detach() if is_source else torch.empty_like(parameter, device=self._device)
+            broadcast_tensors([fetched[name]], mesh.model_group, source)
+        return fetched
+
+    def _warn_of_travels(self, step: str, travels: Iterable[Travel]) -> None:
+        new = [travel for travel in travels if (step, travel.names, travel.stages) not in self._warned]
+        if not new:
+            return
+        assert self.cut is not None
+        num_bytes = 0
+        for travel in new:
+            trained = any(self._module.get_parameter(name).requires_grad for name in travel.names)
+            num_bytes += travel.num_bytes * (2 if trained and torch.is_grad_enabled() else 1)
+        rank_zero_warn(travel_text(step, new, self.cut.holders, num_bytes))
+        self._warned |= {(step, travel.names, travel.stages) for travel in new}
+
+    def run_frame(
+        self,
+        plan: FramePlan,
+        stage: int,
+        step: Callable[..., Any],
+        arguments: Sequence[Any],
+        inputs: Any,
+        *coordinates: int,
+        fetched: Mapping[str, Tensor],
+    ) -> Any:
+        """Run a stage's part of a step of the user's.
+
+        Args:
+            plan: What the stages do.
+            stage: The stage.
+            step: The user's step.
+            arguments: Its arguments.
+            inputs: What the stage before made.
+            coordinates: Of the random numbers that it draws.
+            fetched: What :meth:`fetch_parameters` has given.
+        """
+        assert self.cut is not None
+        streams = self._streams
+        return self.cut.run(
+            plan,
+            stage,
+            step,
+            arguments,
+            inputs,
+            seed=streams.of_calls(*coordinates),
+            random=lambda number: streams.layers(0, *coordinates, number),  # the same numbers under every layout
+            fetched=fetched,
+        )

@@ -1,0 +1,94 @@
+"""The code before a chain, where some of its parameters are elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.pipeline_parallel.chain import CodeBefore
+from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+
+CPU = torch.device("cpu")
+
+
+class Before(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.norm = nn.BatchNorm1d(4, affine=False)
+
+
+def lacking() -> Before:
+    """What the last stage has, when the embedding lives on the first one."""
+    module = Before()
+    outside = {name: frozenset((0,)) for name in ("embed.weight", "embed.bias")}
+    replace_with_placeholders(
+        module, StageMap("body", ("body.0", "body.1"), (range(1), range(1, 2)), 2, outside=outside), 1
+    )
+    return module
+
+
+def draws(module: Before, x: Tensor) -> list[Tensor]:
+    """Random numbers between calls that one stage makes and the other does not."""
+    first = torch.rand(3)
+    hidden = F.dropout(module.embed(x), 0.5)
+    second = torch.rand(3)
+    hidden = torch.randn_like(hidden) + hidden.uniform_()
+    return [first, second, torch.rand(3)]
+
+
+def test_calls_that_are_not_made_draw_their_random_numbers() -> None:
+    whole, module = Before(), lacking()
+    torch.manual_seed(1)
+    expected = draws(whole, torch.ones(5, 4))
+    torch.manual_seed(1)
+    with CodeBefore(CPU):
+        found = draws(module, torch.ones(5, 4))
+    assert all(map(torch.equal, found, expected))
+
+
+def numbers(module: Before, x: Tensor) -> Tensor:
+    return x if module.embed(x).sum() > 0 else -x
+
+
+def writes(module: Before, x: Tensor) -> Tensor:
+    return module.norm(module.embed(x))
+
+
+def counts(module: Before, x: Tensor) -> Tensor:
+    return torch.poisson(module.embed(x))
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (numbers, "`__bool__` (DataDependentOutputException) needs the numbers of a parameter around the chain"),
+        (writes, "`batch_norm` writes into a tensor that every stage has what comes of a parameter around the chain"),
+        (counts, "`poisson` draws as many random numbers as follow from a parameter around the chain"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_needs_a_parameter_of_another_stage_is_refused(
+    code: Callable[[Before, Tensor], Tensor], text: str
+) -> None:
+    with pytest.raises(WrongUseError) as caught, CodeBefore(CPU):
+        code(lacking(), torch.ones(5, 4))
+    assert str(caught.value).startswith(text)
+    assert "dynamic_shapes=True" in str(caught.value)
+
+
+def test_what_has_no_value_is_of_no_use_after_the_chain() -> None:
+    module, before = lacking(), CodeBefore(CPU)
+    with before:
+        hidden = module.embed(torch.ones(5, 4))
+        before.end()
+        assert torch.ones(2).sum() == 2
+        with pytest.raises(WrongUseError, match="uses a value that is on another stage"):
+            hidden.sum()
