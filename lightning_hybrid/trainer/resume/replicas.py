@@ -42,7 +42,9 @@ def in_new_batches(
     Raises:
         ValueError: If it is not known which samples have been used, or no step of this run begins behind them.
     """
-    before = None if loaders is None else _only([order and ReplicaOrder(**order) for order in loaders["orders"]])
+    before = (
+        None if loaders is None else _only([order and ReplicaOrder(**order) for order in loaders.get("orders", ())])
+    )
     now = _only([getattr(loader, "order", None) for loader in loaders_of(trainer.fit_loop)])
     if loaders is None or before is None or now is None:
         if same_replicas:

@@ -209,8 +209,10 @@ class ResumeCallback(Callback):
         loaders = own["loaders"]
         if loops.in_epoch:
             _prepare_accumulation(trainer)
-            accumulated, same_replicas = record["accumulated"], same_replica is not None
-            loops, loaders = in_new_batches(trainer, loops, accumulated, loaders, same_replicas=same_replicas)
+            accumulated = record.get("accumulated", 1)  # of older checkpoints neither this nor the order is known
+            loops, loaders = in_new_batches(
+                trainer, loops, accumulated, loaders, same_replicas=same_replica is not None
+            )
             if internals.is_accumulating(trainer):
                 rank_zero_warn(_ACCUMULATING)
         internals.set_reload_epochs(trainer, record["reloads"])

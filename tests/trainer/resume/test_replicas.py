@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler, Subset
 
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, dataset, loader, make_trainer
@@ -25,6 +25,15 @@ class OfSeveral(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch[0])
+
+
+class OwnSampler(Regression):
+    """Has a sampler for the replicas itself."""
+
+    def train_dataloader(self) -> Any:
+        data = dataset(NUM_SAMPLES)
+        sampler: Any = DistributedSampler(data, **self.trainer.distributed_sampler_kwargs, seed=3)
+        return DataLoader(data, 4, sampler=sampler)
 
 
 class Seen(Checkpoint):
@@ -71,8 +80,9 @@ def fit(
         layout,
         **{"max_epochs": 2, "callbacks": [seen], "enable_checkpointing": True, "num_sanity_val_steps": 0, **arguments},
     )
-    module = OfSeveral() if kind == "several" else Regression()
-    trainer.fit(module, make_loader(kind, batch_size), loader(4, 12), ckpt_path=resume)
+    module = {"several": OfSeveral, "own sampler": OwnSampler}.get(kind, Regression)()
+    data = None if kind == "own sampler" else make_loader(kind, batch_size)
+    trainer.fit(module, data, loader(4, 12), ckpt_path=resume)
     if save is None:
         trainer.save_checkpoint(path)
     return seen.batches, trainer.global_step
@@ -93,6 +103,8 @@ def make_loader(kind: str, batch_size: int) -> Any:
         return DataLoader(Stream(), batch_size)
     if kind == "several":
         return [DataLoader(data, batch_size), DataLoader(data, batch_size)]
+    if kind == "the rest dropped":
+        return DataLoader(Subset(data, range(22)), batch_size, drop_last=True)
     return DataLoader(data, batch_size, shuffle=kind == "shuffled", num_workers=2 if kind == "workers" else 0)
 
 
@@ -175,6 +187,23 @@ def test_other_batches_of_as_many_replicas_go_on_behind_the_samples(ranks: Pools
     ((second, _),) = ranks(1, lightning=True).run(fit, {}, 4, None, ended, saved, "workers")
     used = [sample for batch in [*first, *second] if batch[0] == 0 for sample in batch[3]]
     assert used == list(range(NUM_SAMPLES))
+
+
+def test_the_order_of_a_sampler_for_replicas_goes_on(ranks: Pools, tmp_path: Path) -> None:
+    saved, ended = str(tmp_path / "saved"), str(tmp_path / "ended")
+    first = ranks(2, lightning=True).run(fit, {}, 4, "end 0.2", saved, None, "own sampler")
+    ((second, _),) = ranks(1, lightning=True).run(fit, {}, 4, None, ended, saved, "own sampler")
+    batches = [batch for run in (first[0][0], first[1][0], second) for batch in run]
+    assert sorted(sample for batch in batches if batch[0] == 0 for sample in batch[3]) == list(range(NUM_SAMPLES))
+
+
+def test_an_epoch_that_has_no_batch_left_for_more_replicas_is_over(ranks: Pools, tmp_path: Path) -> None:
+    """Of 22 samples one replica has five batches of 4, and two have two, after which the rest is dropped."""
+    saved, ended = str(tmp_path / "saved"), str(tmp_path / "ended")
+    ranks(1, lightning=True).run(fit, {}, 4, "end 0.3", saved, None, "the rest dropped")
+    for batches, steps in ranks(2, lightning=True).run(fit, {}, 4, None, ended, saved, "the rest dropped"):
+        assert [batch[:3] for batch in batches] == [(1, 0, 4), (1, 1, 5)]
+        assert steps == 6
 
 
 @pytest.mark.parametrize(
