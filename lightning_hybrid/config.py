@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +38,7 @@ class HybridConfig:
     tensor_parallel_plan: UserPlan | str | None = field(metadata={"kinds": (str, dict, type(None))})
     sequence_parallel: bool = field(metadata=_BOOL)
     zero_stage: int
+    global_batch_size: int | None
     zero_frees: str
     recompute: Recompute
     offload: tuple[str, ...]
@@ -89,40 +91,99 @@ class HybridConfig:
         return self.zero_frees == "microbatch" or (self.zero_frees == "auto" and self.num_microbatches == 1)
 
 
+def choices(size: int | Sequence[int]) -> tuple[int, ...]:
+    """The sizes that an axis may have, in order of preference."""
+    return (size,) if isinstance(size, int) else tuple(size)
+
+
+def preferred(size: int | Sequence[int]) -> int:
+    """The size of an axis where the number of processes is not known yet: the first one that it may have."""
+    return choices(size)[0]
+
+
+def usual_microbatches(pipeline_parallel_size: int) -> int:
+    """How many microbatches ``"auto"`` is."""
+    return 4 * pipeline_parallel_size if pipeline_parallel_size > 1 else 1
+
+
 def resolve_sizes(
-    world_size: int, data_parallel_size: int | str, tensor_parallel_size: int, pipeline_parallel_size: int
+    world_size: int,
+    data_parallel_size: int | str,
+    tensor_parallel_size: int | Sequence[int],
+    pipeline_parallel_size: int | Sequence[int],
 ) -> tuple[int, int, int]:
-    """The sizes of the three axes.
+    """The sizes of the three axes: of those that are allowed, the first that go with the number of processes.
+
+    The first pipeline parallel size is tried with each tensor parallel size in turn, then the second one, and so on.
 
     Args:
         world_size: The number of processes.
         data_parallel_size: The number of replicas, or ``"auto"`` for all that the other two axes leave.
-        tensor_parallel_size: The number of ranks that share each layer.
-        pipeline_parallel_size: The number of ranks that share the layers.
+        tensor_parallel_size: The number of ranks that share each layer, or those that are allowed.
+        pipeline_parallel_size: The number of ranks that share the layers, or those that are allowed.
 
     Returns:
         (data, tensor, pipeline) parallel size; their product is ``world_size``.
 
     Raises:
-        ValueError: If the sizes do not multiply to ``world_size``.
+        ValueError: If no sizes multiply to ``world_size``.
 
     Example:
         >>> resolve_sizes(8, "auto", 2, 2)
         (2, 2, 2)
+        >>> resolve_sizes(6, "auto", 1, [4, 2])
+        (3, 1, 2)
     """
-    model = tensor_parallel_size * pipeline_parallel_size
+    allowed = choices(pipeline_parallel_size), choices(tensor_parallel_size)
+    for pipeline, tensor in itertools.product(*allowed):
+        replicas, rest = divmod(world_size, tensor * pipeline)
+        if not rest and data_parallel_size in ("auto", replicas):
+            return replicas, tensor, pipeline
+    if max(map(len, allowed)) > 1:
+        raise ValueError(
+            f"{world_size} processes cannot be divided by any of the sizes that are allowed: pipeline_parallel_size"
+            f" {list(allowed[0])}, tensor_parallel_size {list(allowed[1])}, data_parallel_size {data_parallel_size!r}."
+            f" Add sizes whose product divides {world_size}, such as 1, or start another number of processes."
+        )
+    pipeline, tensor = preferred(pipeline_parallel_size), preferred(tensor_parallel_size)
+    model = tensor * pipeline
     if world_size % model:
         raise ValueError(
             f"{world_size} processes cannot be divided into model groups of tensor_parallel_size"
-            f" ({tensor_parallel_size}) x pipeline_parallel_size ({pipeline_parallel_size}) = {model} ranks. Set"
+            f" ({tensor}) x pipeline_parallel_size ({pipeline}) = {model} ranks. Set"
             f" `Trainer(devices=..., num_nodes=...)` to a multiple of {model}, or choose sizes whose product divides"
             f" {world_size}."
         )
-    data = world_size // model if data_parallel_size == "auto" else int(data_parallel_size)
-    if data * model != world_size:
+    data = int(data_parallel_size)
+    raise ValueError(
+        f"data_parallel_size ({data}) x tensor_parallel_size ({tensor}) x pipeline_parallel_size"
+        f" ({pipeline}) = {data * model}, but there are {world_size} processes. Set"
+        f" data_parallel_size={world_size // model} or 'auto', or start {data * model} processes."
+    )
+
+
+def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_size: int) -> int:
+    """How many batches of each replica make an optimizer step.
+
+    Args:
+        global_batch_size: Samples of an optimizer step, of all replicas.
+        batch_size: Of the loader, on each replica.
+        data_parallel_size: The number of replicas.
+
+    Raises:
+        ValueError: If that is no whole number.
+
+    Example:
+        >>> accumulated_batches(64, 8, 2)
+        4
+    """
+    at_once = batch_size * data_parallel_size
+    if global_batch_size % at_once:
+        sizes = [size for size in range(1, batch_size) if not global_batch_size % (size * data_parallel_size)]
+        advice = f" or let a batch have {sizes[-1]} samples" if sizes else ""
         raise ValueError(
-            f"data_parallel_size ({data}) x tensor_parallel_size ({tensor_parallel_size}) x pipeline_parallel_size"
-            f" ({pipeline_parallel_size}) = {data * model}, but there are {world_size} processes. Set"
-            f" data_parallel_size={world_size // model} or 'auto', or start {data * model} processes."
+            f"global_batch_size={global_batch_size} is no whole number of batches: the loader has {batch_size} samples"
+            f" in a batch, and there are {data_parallel_size} replicas, so {at_once} samples at a time. Make it a"
+            f" multiple of {at_once},{advice} or choose another number of replicas."
         )
-    return data, tensor_parallel_size, pipeline_parallel_size
+    return global_batch_size // at_once

@@ -13,6 +13,7 @@ from typing import Any
 from lightning_hybrid.cli.check_training import MakeData, MakeModule, MicrobatchWeights, Training, TrainingRecord
 from lightning_hybrid.cli.comparison import Comparison, compare, interleaved
 from lightning_hybrid.cli.local_ranks import RankError, run_ranks
+from lightning_hybrid.config import preferred
 from lightning_hybrid.strategy.strategy import HybridStrategy
 
 #: The largest relative difference of two trainings that are equal, and where the step computes in float32. Rounding is
@@ -25,6 +26,7 @@ _IRRELEVANT: dict[str, Any] = {
     "save_distributed_checkpoint": False,
     "async_save": False,
     "gather_module_on_teardown": False,
+    "global_batch_size": None,
     "process_group_backend": "gloo",
 }
 _WITHOUT_STAGES = {"pipeline_parallel_size": 1, "num_chunks": 1, "schedule": "1f1b", "partition": "uniform"}
@@ -147,7 +149,8 @@ def check(
         trainer: ``accumulate_grad_batches``, ``gradient_clip_val`` and ``gradient_clip_algorithm`` of the Trainer.
         time_limit: Seconds that each training may take.
         progress: Called with what is being trained, before it is.
-        layout: Arguments of `HybridStrategy`. ``data_parallel_size="auto"`` is 1.
+        layout: Arguments of `HybridStrategy`. ``data_parallel_size="auto"`` is 1, of a list of sizes the first is
+            taken, and ``global_batch_size`` is left out: what is accumulated, ``trainer`` says.
 
     Returns:
         What was compared and, where it differs, why.
@@ -165,6 +168,8 @@ def check(
     if unknown := sorted(set(arguments) - set(_TRAINER_ARGUMENTS)):
         raise ValueError(f"trainer takes {', '.join(_TRAINER_ARGUMENTS)}; got {', '.join(unknown)}.")
     layout = {**layout, **_IRRELEVANT}
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        layout[name] = preferred(layout.get(name, 1))
     layout["num_microbatches"] = HybridStrategy(**layout).settings.num_microbatches
     if layout.get("data_parallel_size", "auto") == "auto":
         layout["data_parallel_size"] = 1

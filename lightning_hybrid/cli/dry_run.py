@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import HybridConfig, accumulated_batches
 from lightning_hybrid.data_parallel.zero.param import find_owners, set_parameter
 from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
 from lightning_hybrid.distributed.mesh import AXES
@@ -264,11 +264,18 @@ class DryRunStrategy(SingleDeviceStrategy):
                 config,
                 rank=rank,
                 num_replicas=data,
-                num_backwards=len(microbatches) * module.trainer.accumulate_grad_batches,
+                num_backwards=len(microbatches) * self._num_accumulated(data),
                 activations=None if activations is None else activations.peak(schedule, rank),
             )
             self.memory.append(usage)
         raise StopAfterFirstStepError
+
+    def _num_accumulated(self, replicas: int) -> int:
+        trainer, samples = self._module.trainer, self._config.global_batch_size
+        size = getattr(trainer.train_dataloader, "batch_size", None)
+        if samples is None or size is None:
+            return trainer.accumulate_grad_batches
+        return accumulated_batches(samples, size, replicas)
 
     def _place_outside(self, microbatches: Sequence[Any], args: Sequence[Any]) -> None:
         """Find where parameters outside of the layers will live once the first batch has been seen, and say it."""

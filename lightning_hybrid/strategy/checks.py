@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.checkpoint.file_io import local_path
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import HybridConfig, choices
 from lightning_hybrid.distributed.agreement import agree, check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.mesh import AXES, Mesh
@@ -41,8 +41,8 @@ from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES
 from lightning_hybrid.version import __version__
 
 _LEAST_LEASE = timedelta(seconds=3)
-_AT_LEAST_ONE = ("tensor_parallel_size", "pipeline_parallel_size", "num_chunks")
-_AUTO = ("data_parallel_size", "num_microbatches")
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")  # one, or those that are allowed
+_AUTO = {"data_parallel_size": "auto", "num_microbatches": "auto", "global_batch_size": None}
 
 
 def check_arguments(**arguments: Any) -> None:
@@ -55,15 +55,11 @@ def check_arguments(**arguments: Any) -> None:
         TypeError: If a value has the wrong type.
         ValueError: If a value is not possible.
     """
-    for name in (*_AT_LEAST_ONE, *_AUTO):
-        value = arguments[name]
-        if name in _AUTO and value == "auto":
-            continue
-        choices = " or 'auto'" if name in _AUTO else ""
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an integer{choices}, got {value!r} ({type(value).__name__}).")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1{choices}, got {value}.")
+    for name in _SIZES:
+        _check_allowed(name, arguments[name])
+    for name in ("num_chunks", *_AUTO):
+        if name not in _AUTO or arguments[name] != _AUTO[name]:
+            _check_number(name, arguments[name], f" or {_AUTO[name]!r}" if name in _AUTO else "")
     for name, kinds in ((field.name, field.metadata.get("kinds")) for field in fields(HybridConfig)):
         if kinds is not None and not isinstance(arguments[name], kinds):
             expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
@@ -91,14 +87,33 @@ def check_arguments(**arguments: Any) -> None:
             f"schedule='1f1b' runs one chunk per rank, got num_chunks={arguments['num_chunks']}. Use"
             " schedule='interleaved_1f1b', or num_chunks=1."
         )
-    _check_in_flight(arguments)
     for name in ("body", "initial_weights"):
         if arguments[name] in ("", []):
             raise ValueError(f"{name} must name something, or be None; got {arguments[name]!r}.")
     _check_groups(arguments["process_group_backend"], arguments["timeout"])
-    _check_partition(arguments)
     check_offload(arguments["offload"])
-    check_recompute(arguments["recompute"], arguments["pipeline_parallel_size"], arguments["num_chunks"])
+    for size in choices(arguments["pipeline_parallel_size"]):  # what is said for each stage must fit all of them
+        _check_in_flight({**arguments, "pipeline_parallel_size": size})
+        _check_partition({**arguments, "pipeline_parallel_size": size})
+        check_recompute(arguments["recompute"], size, arguments["num_chunks"])
+
+
+def _check_allowed(name: str, value: Any) -> None:
+    """Sizes that an axis may have."""
+    if not isinstance(value, (list, tuple)):
+        _check_number(name, value, " or a list of integers")
+        return
+    if not value:
+        raise ValueError(f"{name} must list at least one size, got {value!r}.")
+    for size in value:
+        _check_number(f"each {name}", size, "")
+
+
+def _check_number(name: str, value: Any, others: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer{others}, got {value!r} ({type(value).__name__}).")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1{others}, got {value}.")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -47,6 +47,7 @@ from lightning_hybrid.trainer.lightning_internals import (
     set_example_input,
     throughputs,
 )
+from lightning_hybrid.trainer.optimization import GlobalBatch
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
 
@@ -57,6 +58,7 @@ CALLBACK_ORDER: tuple[type[Callback], ...] = (
     SeededBatchHooks,
     EpochSync,
     ResumeCallback,
+    GlobalBatch,
     MemoryReport,
     SkippedSteps,
     ExceptionCallback,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.weights.weights import Source
-from lightning_hybrid.config import HybridConfig, resolve_sizes
+from lightning_hybrid.config import HybridConfig, preferred, resolve_sizes, usual_microbatches
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.distributed.dtensor import keeping_marks
 from lightning_hybrid.distributed.mesh import Mesh
@@ -35,6 +35,7 @@ from lightning_hybrid.strategy import checks, launch
 from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of_steps
 from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.meta_init import lacks_values
+from lightning_hybrid.strategy.patches import add_callbacks
 from lightning_hybrid.strategy.run import AttachedModule, Run, World
 from lightning_hybrid.strategy.summary import batch_text
 from lightning_hybrid.trainer import lightning_internals
@@ -42,7 +43,7 @@ from lightning_hybrid.trainer.batch_hooks import pinned
 from lightning_hybrid.trainer.debug.desync import DesyncDetector
 from lightning_hybrid.trainer.debug.nonfinite import NonfiniteGuard
 from lightning_hybrid.trainer.exceptions import print_shortly, stops_together
-from lightning_hybrid.trainer.optimization import PipelineClosure
+from lightning_hybrid.trainer.optimization import GlobalBatch, PipelineClosure, check_accumulation
 from lightning_hybrid.trainer.precision import adapt, autocasts, check_optimizer
 
 
@@ -59,8 +60,12 @@ class HybridStrategy(ReplicaCollectives):
 
     Args:
         data_parallel_size: The number of replicas. ``"auto"`` takes all processes that the other axes leave.
-        tensor_parallel_size: The number of ranks that share each layer: each has a part of its weights.
-        pipeline_parallel_size: The number of ranks among which the layers are divided: each has some of them.
+        tensor_parallel_size: The number of ranks that share each layer: each has a part of its weights. A list has the
+            numbers that are allowed, see ``pipeline_parallel_size``.
+        pipeline_parallel_size: The number of ranks among which the layers are divided: each has some of them. A list,
+            such as ``[4, 2]``, has the numbers that are allowed, in order of preference: of those that go with the
+            number of processes (and with ``data_parallel_size``) the first one is taken, and with it the first such
+            ``tensor_parallel_size``. What is said for each stage or rank must then fit all of them.
         num_microbatches: The number of microbatches of a batch. ``"auto"`` is ``4 * pipeline_parallel_size``, and 1
             without a pipeline; where there is batch norm it is fewer for small batches, so that each microbatch has two
             samples.
@@ -82,6 +87,9 @@ class HybridStrategy(ReplicaCollectives):
             knows; ``None`` divides nothing.
         sequence_parallel: Whether activations between shared layers are divided along the sequence, where the plan has
             regions for it; transformer layers of torch are some.
+        global_batch_size: The samples of an optimizer step, of all replicas: as many batches are accumulated as make
+            them up, so that the number of replicas may change from one start to the next. The training loader says how
+            many samples a batch has. ``None`` leaves it to ``Trainer(accumulate_grad_batches=...)``.
         zero_stage: What is divided over replicas (ZeRO): 1 the optimizers' states, 2 gradients too, 3 parameters too.
         zero_frees: When stage 3 lets go of the parameters of a layer: ``"step"`` after its last backward of a step,
             ``"microbatch"`` after each forward and each backward; ``"auto"`` is ``"step"`` with several microbatches.
@@ -131,8 +139,8 @@ class HybridStrategy(ReplicaCollectives):
     def __init__(
         self,
         data_parallel_size: int | Literal["auto"] = "auto",
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
+        tensor_parallel_size: int | list[int] = 1,
+        pipeline_parallel_size: int | list[int] = 1,
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "1f1b",
         num_chunks: int = 1,
@@ -141,6 +149,7 @@ class HybridStrategy(ReplicaCollectives):
         body: str | list[str] | None = None,
         tensor_parallel_plan: dict[str, str] | str | None = "auto",
         sequence_parallel: bool = False,
+        global_batch_size: int | None = None,
         zero_stage: Literal[0, 1, 2, 3] = 0,
         zero_frees: Literal["auto", "step", "microbatch"] = "auto",
         recompute: bool | int | float | str | list[int] | list[str] = False,
@@ -163,7 +172,7 @@ class HybridStrategy(ReplicaCollectives):
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         checks.check_arguments(**arguments)
-        usual = 4 * pipeline_parallel_size if pipeline_parallel_size > 1 else 1
+        usual = usual_microbatches(preferred(pipeline_parallel_size))
         arguments["auto_microbatches"] = num_microbatches == "auto"
         arguments["num_microbatches"] = usual if num_microbatches == "auto" else num_microbatches
         arguments["offload"] = (offload,) if isinstance(offload, str) else tuple(offload or ())
@@ -175,6 +184,7 @@ class HybridStrategy(ReplicaCollectives):
         self._run: Run | None = None
         self._started: WeakSet[LightningModule] | None = None  # modules that have had their initial weights
         self._connections = Connections()
+        self._global_batch: GlobalBatch | None = None
         self._sync_blocked = False
         self.num_nodes = 1
         super().__init__()
@@ -182,7 +192,7 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Process groups, and what is known of modules, stay with their process.
-        empty = {"_world": None, "_attached": None, "_run": None, "_started": None}
+        empty = {"_world": None, "_attached": None, "_run": None, "_started": None, "_global_batch": None}
         return {**super().__getstate__(), **empty}
 
     # -- what there is -----------------------------------------------------------------------------------------------
@@ -269,6 +279,8 @@ class HybridStrategy(ReplicaCollectives):
         environment = self.cluster_environment
         environment.set_world_size(self.num_nodes * self.num_processes)  # Lightning's own knows no other number
         self.sizes = resolve_sizes(environment.world_size(), *self._requested_sizes)
+        if self.settings.auto_microbatches:
+            self.settings = replace(self.settings, num_microbatches=usual_microbatches(self.sizes[2]))
         self._launcher = launch.make_launcher(environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -289,6 +301,9 @@ class HybridStrategy(ReplicaCollectives):
         """Start the process groups, make the mesh, and divide the module if its body exists already."""
         super().setup_environment()
         self.set_world_ranks()
+        trainer, samples = self._module.trainer, self.settings.global_batch_size
+        if samples is not None and trainer.state.fn == TrainerFn.FITTING:
+            check_accumulation(samples, trainer, self._module)
         if not launch.has_groups():
             assert self.cluster_environment is not None
             with self._connections.opened():
@@ -344,6 +359,10 @@ class HybridStrategy(ReplicaCollectives):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._reset_optimizers_and_schedulers()
+            if self.settings.global_batch_size is not None:  # before schedulers ask how many steps there will be
+                self._global_batch = GlobalBatch(self.settings.global_batch_size, self.mesh.data_parallel_size, trainer)
+                self._global_batch.accumulate()
+                add_callbacks(trainer, self._global_batch)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -404,6 +423,9 @@ class HybridStrategy(ReplicaCollectives):
         if self._world is not None and self._attached is not None and self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             lightning_internals.replace_closure(trainer)
+            if self._global_batch is not None:
+                self._global_batch.restore()
+                self._global_batch = None
             self._attached.detach()
             self._world.close(trainer)
             if self._run is not None:

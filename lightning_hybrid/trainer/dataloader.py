@@ -18,7 +18,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_hybrid.distributed.failure import is_transport
 from lightning_hybrid.distributed.mesh import Mesh
@@ -27,7 +27,7 @@ from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast, broadcast_object
 from lightning_hybrid.trainer import lightning_internals as internals
-from lightning_hybrid.trainer.resume.replay import LoaderWrapper, ReplayableLoader
+from lightning_hybrid.trainer.resume.replay import LoaderWrapper, ReplayableLoader, ReplicaOrder, is_stateful
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
 
 
@@ -64,7 +64,8 @@ class DataLoaderPreparer:
         prepared = prepare_loader(loader, self._mesh, divide=divide, share=self._share, stage=stage, pin_memory=pins)
         if not trainer.training:
             return prepared
-        return ReplayableLoader(prepared, self._device, waits=self._resume.is_loaded)
+        order = replica_order(loader, self._mesh.data_parallel_size, divide=divide)
+        return ReplayableLoader(prepared, self._device, order, waits=self._resume.is_loaded)
 
 
 def prepare_loader(
@@ -93,6 +94,28 @@ def prepare_loader(
     if not share:
         return ComparedLoader(loader, mesh.control_group)
     return SharedLoader(loader, mesh.tree_broadcast("batches", 0, torch.device("cpu"), pin_memory=pin_memory))
+
+
+def replica_order(loader: object, num_replicas: int, *, divide: bool) -> ReplicaOrder | None:
+    """How the replicas take their batches from one order of the samples, if they take them in turns.
+
+    Args:
+        loader: The user's.
+        num_replicas: The data-parallel size.
+        divide: Whether the samples of a `DataLoader` are divided over the replicas.
+
+    Returns:
+        ``None`` if it cannot be said which samples have been used up after so many batches.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or is_stateful(loader):
+        return None
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    sampler = loader.sampler
+    is_divided = sampler.num_replicas == num_replicas if isinstance(sampler, DistributedSampler) else divide
+    if num_replicas > 1 and not is_divided:
+        return None
+    return ReplicaOrder(type(sampler).__name__, loader.batch_size * num_replicas)
 
 
 class ReplicaSampler(Sampler[Any]):

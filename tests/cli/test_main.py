@@ -291,6 +291,23 @@ def test_plan_shows_stages_and_shared_layers_without_starting_anything(capsys: p
     assert sys.argv == before
 
 
+def test_of_several_sizes_the_plan_is_that_of_the_first_that_goes_with_the_processes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = str(ROOT / "configs" / "vit_elastic.yaml")
+    for devices, expected in ((8, "data 2 x tensor 1 x pipeline 4"), (6, "data 3 x tensor 1 x pipeline 2")):
+        main(["plan", "--config", config, "--trainer.devices", str(devices)])
+        assert expected in capsys.readouterr().out
+    main(["memory", "--json", "--config", config, "--ranks", "2"])
+    assert json.loads(capsys.readouterr().out)["pipeline_parallel_size"] == 2
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", config, "--trainer.devices", "3"])
+    assert "3 processes cannot be divided by any of the sizes" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["memory", "--config", config, "--ranks", "6"])
+    assert "global_batch_size=64 is no whole number of batches" in capsys.readouterr().err
+
+
 def test_plan_shows_which_stages_are_on_which_node(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--config", str(DEMO), "--trainer.devices", "8", "--trainer.num_nodes", "2"])
     table = capsys.readouterr().out

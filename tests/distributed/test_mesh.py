@@ -45,6 +45,33 @@ def test_sizes(world: int, sizes: Any, expected: tuple[int, int, int]) -> None:
     assert resolve_sizes(world, *sizes) == expected
 
 
+@pytest.mark.parametrize(
+    ("world", "sizes", "expected"),
+    [
+        (8, ("auto", 1, [4, 2]), (2, 1, 4)),
+        (6, ("auto", 1, [4, 2]), (3, 1, 2)),
+        (2, ("auto", 1, [4, 2]), (1, 1, 2)),
+        (8, ("auto", [1, 2], [4, 2]), (2, 1, 4)),
+        (8, ("auto", [2, 1], [4, 2]), (1, 2, 4)),
+        (4, ("auto", [2, 1], [4, 2]), (1, 1, 4)),  # the pipeline's preference comes first
+        (8, (2, [1, 2], [8, 2]), (2, 2, 2)),
+        (8, (4, 1, (4, 2)), (4, 1, 2)),
+    ],
+)
+def test_the_first_sizes_that_go_with_the_processes_are_taken(
+    world: int, sizes: Any, expected: tuple[int, int, int]
+) -> None:
+    assert resolve_sizes(world, *sizes) == expected
+
+
+def test_no_sizes_that_go_with_the_processes() -> None:
+    text = r"5 processes .* pipeline_parallel_size \[4, 2\], tensor_parallel_size \[1\], data_parallel_size 'auto'"
+    with pytest.raises(ValueError, match=text):
+        resolve_sizes(5, "auto", 1, [4, 2])
+    with pytest.raises(ValueError, match=r"8 processes .* data_parallel_size 3"):
+        resolve_sizes(8, 3, [2, 1], 2)
+
+
 def test_processes_that_do_not_make_whole_model_groups() -> None:
     with pytest.raises(
         ValueError, match=r"6 processes .* tensor_parallel_size \(2\) x pipeline_parallel_size \(2\) = 4"

@@ -173,21 +173,26 @@ class Machines:
             for number in self.numbers
         ]
 
-    def torchrun(self, words: Sequence[str], *, processes: int, nodes: str = "", restarts: int = 0) -> list[Any]:
-        """Start torchrun on all machines.
+    def torchrun(
+        self, words: Sequence[str], *, processes: int, nodes: str = "", restarts: int = 0, only: int = 0
+    ) -> list[Any]:
+        """Start torchrun on all machines, or on one of them.
 
         Args:
             words: The script, and its arguments.
             processes: On each machine.
             nodes: How many machines there have to be, such as ``1:2``; all of them by default.
             restarts: How often processes are started again.
+            only: The number of that one.
         """
         launch = ["-W", "ignore", "-m", "torch.distributed.run", f"--nnodes={nodes or len(self.numbers)}"]
         launch += [f"--nproc_per_node={processes}", f"--max_restarts={restarts}", "--rdzv_backend=c10d"]
+        wait = "last_call_timeout=5"  # seconds, for more machines than there have to be
         launch += ["--rdzv_id=job", f"--rdzv_endpoint={self.address(1)}:29511"]
         return [
-            self.start(number, [sys.executable, *launch, f"--rdzv_conf=is_host={int(number == 1)}", *words])
+            self.start(number, [sys.executable, *launch, f"--rdzv_conf=is_host={int(number == 1)},{wait}", *words])
             for number in self.numbers
+            if only in (0, number)
         ]
 
 

@@ -6,16 +6,17 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, seed_everything
 
-from tests.nodes import train
+from tests.nodes import elastic, train
 from tests.nodes.machines import Machines, outputs, why_not
-from tests.training_jobs import Regression, assert_same, loader, make_trainer, weights
+from tests.training_jobs import Regression, assert_same, dataset, loader, make_trainer, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -155,6 +156,86 @@ def test_a_run_goes_on_without_the_machine_that_is_lost(machines: Machines, tmp_
     ((code, text),) = outputs(started[:1])
     assert code == 0, text
     assert "rank 0 of 2: from step " in text
+
+
+EPOCHS = 12
+
+
+def undisturbed() -> tuple[dict[str, torch.Tensor], list[set[int]]]:
+    """The weights of one process with the samples of a step in a batch, and these samples."""
+    seed_everything(5)
+    module, seen = Regression(), Samples()
+    trainer = make_trainer(None, max_epochs=EPOCHS, callbacks=[seen])
+    trainer.fit(module, loader(elastic.GLOBAL_BATCH, elastic.NUM_SAMPLES, shuffle=True))
+    return weights(module), seen.steps
+
+
+class Samples(Callback):
+    """Which samples each batch has."""
+
+    def __init__(self) -> None:
+        self.numbers = {float(x[0]): number for number, (x, _) in enumerate(dataset(elastic.NUM_SAMPLES))}
+        self.steps: list[set[int]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Note them."""
+        self.steps.append({self.numbers[float(x[0])] for x in batch[0]})
+
+
+def noted(folder: Path) -> list[list[Any]]:
+    """What all ranks have written down."""
+    lines = [line for path in (folder / "notes").glob("*") for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in lines if line.endswith("]]")]
+
+
+def num_trained(folder: Path, world: int) -> int:
+    """In how many batches so many ranks have begun a step that is not their first."""
+    return sum(size == world and step > 0 for _, size, _, step, _ in noted(folder))
+
+
+def steps_that_counted(notes: list[list[Any]]) -> dict[int, set[int]]:
+    """The samples of each step: those of the last start that has made it."""
+    last: dict[int, float] = {}
+    for begin, _, _, step, _ in notes:
+        last[step] = max(begin, last.get(step, 0.0))
+    steps: dict[int, set[int]] = {}
+    for begin, _, _, step, samples in notes:
+        if begin > last[step] - 5:  # ranks of one start begin at about the same time
+            steps.setdefault(step, set()).update(samples)
+    return steps
+
+
+def until(condition: Callable[[], bool], started: Any) -> None:
+    """Wait while a program runs."""
+    while not condition():
+        assert started.poll() is None, started.communicate()[0]
+        time.sleep(0.1)
+
+
+@pytest.mark.thorough
+def test_samples_and_steps_stay_when_a_machine_goes_and_comes_back(
+    machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines, one, and two again: the steps are those of one process that nobody has disturbed.
+
+    Agents that share their store with the ranks do not tell one that comes later where it is, in torch 2.13.
+    """
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    layout = {"pipeline_parallel_size": [3, 2], "num_microbatches": 2, "zero_stage": 1}
+    words = [elastic.__file__, str(tmp_path), json.dumps(layout), str(EPOCHS), "0.3"]
+    how: dict[str, Any] = {"processes": 2, "nodes": "1:2", "restarts": 3}
+    first, _ = machines.torchrun(words, **how)
+    until(lambda: num_trained(tmp_path, world=4) > 1, first)
+    machines.kill(2)
+    until(lambda: num_trained(tmp_path, world=2) > 1, first)
+    before = num_trained(tmp_path, world=4)
+    (second,) = machines.torchrun(words, **how, only=2)
+    until(lambda: num_trained(tmp_path, world=4) > before, first)
+    ended = outputs([first, second])
+    assert [code for code, _ in ended] == [0, 0], ended
+    expected, steps = undisturbed()
+    assert_same(trained(tmp_path), expected)
+    assert steps_that_counted(noted(tmp_path)) == dict(enumerate(steps))
 
 
 @pytest.mark.thorough

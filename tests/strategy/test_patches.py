@@ -224,7 +224,7 @@ def callback_types(layout: Layout) -> list[type]:
 
 
 def test_ours_go_before_the_users_in_the_order_that_is_written_down(ranks: Pools) -> None:
-    for types in ranks(2, lightning=True).run(callback_types, {**PP2, "on_nonfinite": "skip"}):
+    for types in ranks(2, lightning=True).run(callback_types, {**PP2, "on_nonfinite": "skip", "global_batch_size": 8}):
         assert types[: len(CALLBACK_ORDER)] == list(CALLBACK_ORDER)
         assert Order in types[len(CALLBACK_ORDER) :]
 
@@ -235,7 +235,7 @@ def test_one_that_comes_later_takes_its_place_and_ours_are_taken_away() -> None:
     before = list(trainer.callbacks)  # type: ignore[attr-defined]
     ours = [object.__new__(kind) for kind in CALLBACK_ORDER]
     add_callbacks(trainer, ours[4], ours[2])
-    add_callbacks(trainer, ours[3], ours[0], ours[1], ours[5])
+    add_callbacks(trainer, ours[3], ours[0], ours[6], ours[1], ours[5])
     assert trainer.callbacks == [*ours, *before]  # type: ignore[attr-defined]
     remove_callbacks(trainer)
     assert trainer.callbacks == before  # type: ignore[attr-defined]

@@ -135,12 +135,31 @@ def test_yaml_and_the_command_line_make_the_strategy(ranks: Pools, tmp_path: Pat
             assert_same(result, expected)
 
 
+@pytest.mark.parametrize(
+    ("devices", "sizes", "num_microbatches"), [(4, (1, 1, 4), 16), (2, (1, 1, 2), 8), (6, (3, 1, 2), 8)]
+)
+def test_of_several_sizes_the_first_that_goes_with_the_processes_is_taken(
+    devices: int, sizes: tuple[int, int, int], num_microbatches: int
+) -> None:
+    strategy = HybridStrategy(pipeline_parallel_size=[4, 2])
+    assert strategy.settings.num_microbatches == 16  # of the first one, as long as the processes are not known
+    Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False)
+    assert strategy.sizes == sizes
+    assert strategy.settings.num_microbatches == num_microbatches
+
+
+def test_no_size_that_goes_with_the_processes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"3 processes .* pipeline_parallel_size \[4, 2\]"):
+        Trainer(accelerator="cpu", devices=3, strategy=HybridStrategy(pipeline_parallel_size=[4, 2]), logger=False)
+
+
 @pytest.mark.rows(2)
 def test_every_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         "data_parallel_size": 1,
         "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
+        "pipeline_parallel_size": [4, 1],
+        "global_batch_size": 64,
         "num_microbatches": "auto",
         "schedule": "interleaved_1f1b",
         "num_chunks": 2,

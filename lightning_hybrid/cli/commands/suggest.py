@@ -23,6 +23,7 @@ _UNDIVIDED = {
     "pipeline_parallel_size": 1,
     "num_chunks": 1,
     "zero_stage": 0,
+    "global_batch_size": "null",  # `--samples` says what a step has
 }
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 # Arguments of a machine: option, what it is, the unit of its value.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -58,6 +59,8 @@ def dataloader_state(trainer: Trainer, batches: int | None) -> dict[str, Any] | 
         "index": fetched - repeated,
         "consumed": consumed,
         "done": fetcher.done and not repeated,
+        "num_batches": trainer.num_training_batches,
+        "orders": [None if loader.order is None else asdict(loader.order) for loader in loaders],
     }
 
 

@@ -43,19 +43,36 @@ class LoaderWrapper:
         return getattr(self._loader, name)
 
 
+@dataclass(frozen=True)
+class ReplicaOrder:
+    """How replicas take batches from one order of the samples: replica r of n takes samples r, r + n, ...
+
+    Attributes:
+        sampler: What makes the order.
+        num_samples: How many of it the batches of all replicas take at a time.
+    """
+
+    sampler: str
+    num_samples: int
+
+
 class ReplayableLoader(LoaderWrapper):
     """A training loader that records what its iterators did, and whose iterators can replay that.
 
     Args:
         loader: The loader as the ranks of a model group iterate it.
         device: The device of the model.
+        order: How replicas take their batches; ``None`` if that is not known.
         waits: Whether the first iterator is not to be used: Lightning asks for one before it is known where the data
             shall continue. It has one batch, ``None``, because where there is no length Lightning fetches that too.
     """
 
-    def __init__(self, loader: Any, device: torch.device, *, waits: bool = False) -> None:
+    def __init__(
+        self, loader: Any, device: torch.device, order: ReplicaOrder | None = None, *, waits: bool = False
+    ) -> None:
         super().__init__(loader)
         self._device = device
+        self.order = order
         self._waits = waits
         self._histories: list[_History] = []  # of the iterators of this epoch, and perhaps earlier ones
         self._to_replay: list[Mapping[str, Any]] = []  # records of iterators
@@ -71,7 +88,7 @@ class ReplayableLoader(LoaderWrapper):
     @property
     def is_stateful(self) -> bool:
         """Whether the user's loader knows by itself where it is."""
-        return _is_stateful(self._loader)
+        return is_stateful(self._loader)
 
     def begin_epoch(self) -> None:
         """What was before the last iterator does not matter any more."""
@@ -164,7 +181,7 @@ class ReplayableIterator:
     def __init__(self, loader: Any, device: torch.device, record: Mapping[str, Any] | None) -> None:
         self._loader = loader
         self._generators = _Generators(loader, device)
-        self._stateful = _is_stateful(loader)
+        self._stateful = is_stateful(loader)
         self._length = sized_len(loader)
         self._stopped = False
         self._marks: Any = None  # of the generators after the last event that has drawn
@@ -305,5 +322,6 @@ def _ignore_state(state: Mapping[str, Any]) -> None:
     """There is no state to load."""
 
 
-def _is_stateful(loader: Any) -> bool:
+def is_stateful(loader: Any) -> bool:
+    """Whether a loader knows by itself where it is."""
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))

@@ -36,6 +36,7 @@ from lightning_hybrid.trainer.resume.logged_state import (
 )
 from lightning_hybrid.trainer.resume.loop_state import LoopState, has_begun, is_epoch_over, progress
 from lightning_hybrid.trainer.resume.replay import ReplayableLoader, loader_generators, set_loader_generators
+from lightning_hybrid.trainer.resume.replicas import in_new_batches
 
 Coordinate = tuple[int, int, int]  # (data, tensor, pipeline) rank
 
@@ -114,6 +115,7 @@ class ResumeCallback(Callback):
             "moment": asdict(loops),
             "streams": state["streams"],
             "reloads": internals.reload_epochs(trainer),
+            "accumulated": trainer.accumulate_grad_batches,
             "rank": {
                 "generators": state["generators"],
                 "loaders": dataloader_state(trainer, loops.batches if loops.in_epoch else None),
@@ -203,13 +205,18 @@ class ResumeCallback(Callback):
         if not loops.is_restored(trainer):  # a tuner began before Lightning had restored the loops, and never does
             iter(internals.data_fetcher(trainer))
             return
+        data_rank, own, same_replica = self._find(record)
+        loaders = own["loaders"]
         if loops.in_epoch:
             _prepare_accumulation(trainer)
+            accumulated = record.get("accumulated", 1)  # of older checkpoints neither this nor the order is known
+            loops, loaders = in_new_batches(
+                trainer, loops, accumulated, loaders, same_replicas=same_replica is not None
+            )
             if internals.is_accumulating(trainer):
                 rank_zero_warn(_ACCUMULATING)
         internals.set_reload_epochs(trainer, record["reloads"])
-        data_rank, own, same_replica = self._find(record)
-        load_dataloader_state(trainer, own["loaders"], loops.epochs)
+        load_dataloader_state(trainer, loaders, loops.epochs)
         _prepare_validation(trainer, own["validation"])
         load_logged_state(trainer, (same_replica or own)["logged"], entries=loops.in_epoch and same_replica is not None)
         if same_replica is not None:

@@ -1,0 +1,123 @@
+"""Going on in the middle of an epoch with more or fewer replicas: behind the samples that have been trained with.
+
+With batches of ``b`` samples on each of ``n`` replicas, ``k`` batches take the first ``k n b`` samples of one order,
+which every number of replicas draws alike. ::
+
+    samples of the epoch    0  1  2  3 | 4  5  6  7 | 8  9 10 11
+    2 replicas, b = 2       batch 0    | batch 1    |               saved here
+    1 replica,  b = 2                               | batch 4 ...   goes on here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_hybrid.trainer.resume.dataloader_state import loaders_of
+from lightning_hybrid.trainer.resume.loop_state import LoopState
+from lightning_hybrid.trainer.resume.replay import ReplicaOrder
+
+
+def in_new_batches(
+    trainer: Trainer, loops: LoopState, accumulated: int, loaders: Mapping[str, Any] | None, *, same_replicas: bool
+) -> tuple[LoopState, Mapping[str, Any] | None]:
+    """Where the loops and loaders of this run are, after the optimizer steps of another one; the Trainer is told.
+
+    Batches since the last optimizer step are trained with again, as their gradients were not saved.
+
+    Args:
+        trainer: The Trainer, before training continues in the middle of an epoch.
+        loops: Where the run was that has written the checkpoint.
+        accumulated: How many batches made an optimizer step there.
+        loaders: Where its loaders were, from `dataloader_state`.
+        same_replicas: Whether there were as many replicas.
+
+    Returns:
+        Both, in batches of this run; as they were if its replicas take the same samples with a batch.
+
+    Raises:
+        ValueError: If it is not known which samples have been used, or no step of this run begins behind them.
+    """
+    before = (
+        None if loaders is None else _only([order and ReplicaOrder(**order) for order in loaders.get("orders", ())])
+    )
+    now = _only([getattr(loader, "order", None) for loader in loaders_of(trainer.fit_loop)])
+    if loaders is None or before is None or now is None:
+        if same_replicas:
+            return loops, loaders
+        raise ValueError(_UNKNOWN)
+    if before == now or (same_replicas and before.num_samples == now.num_samples):
+        return loops, loaders
+    if before.sampler != now.sampler:
+        raise ValueError(
+            f"The checkpoint was written in the middle of an epoch whose order was made by {before.sampler}, with"
+            f" another number of replicas; now it is made by {now.sampler}, whose order is another one."
+            f" {_INSTEAD}"
+        )
+    is_over = loaders["done"] or loops.batches >= loaders["num_batches"]
+    batches = int(trainer.num_training_batches)
+    if not is_over:
+        steps = loops.batches // accumulated
+        used, at_once = steps * accumulated * before.num_samples, trainer.accumulate_grad_batches * now.num_samples
+        if used % at_once:
+            raise ValueError(
+                f"The checkpoint was written after {used} samples of an epoch, {before.num_samples} with each batch of"
+                f" all replicas. Now an optimizer step takes {at_once}: {now.num_samples} with each batch x"
+                f" {trainer.accumulate_grad_batches} accumulated. {used} is no multiple of {at_once}, so no step begins"
+                f" behind these samples. With HybridStrategy(global_batch_size=...) one always does. {_INSTEAD}"
+            )
+        batches = min(used // now.num_samples, batches)
+    _set_batches(trainer, batches)
+    rank_zero_info(
+        f"Other batches than before, {now.num_samples} samples of all replicas instead of {before.num_samples}: of this"
+        f" epoch {batches} batches have been trained with, which were {loops.batches}."
+    )
+    is_whole = is_over or loops.batches % accumulated == 0
+    return replace(loops, batches=batches, kind=loops.kind if is_whole else "batch"), _moved(loaders, batches, is_over)
+
+
+def _only(orders: Sequence[ReplicaOrder | None]) -> ReplicaOrder | None:
+    return orders[0] if len(orders) == 1 else None
+
+
+def _set_batches(trainer: Trainer, batches: int) -> None:
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    current: Any = progress.current
+    total: Any = progress.total
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(total, name, getattr(total, name) - getattr(current, name) + batches)
+        setattr(current, name, batches)
+
+
+def _moved(loaders: Mapping[str, Any], batches: int, is_over: bool) -> dict[str, Any]:
+    """The state of a loader that has given so many batches.
+
+    The order was drawn when the iterator was made, or with its first batch.
+    """
+    record = loaders["passes"][0][-1]
+    generators = {event: states for event, states in record["generators"].items() if event <= 1}
+    num_events = max(1 + batches, min(2, record["events"]))
+    return {
+        **loaders,
+        "passes": [[{"generators": generators, "events": num_events}]],
+        "again": 0,
+        "index": batches,
+        "done": is_over,
+        "ended": [is_over],
+    }
+
+
+_INSTEAD = (
+    "Go on from a checkpoint of the end of an epoch, or from this one with as many replicas and the same batches as"
+    " before."
+)
+_UNKNOWN = (
+    "The checkpoint was written in the middle of an epoch, with another number of replicas, and it cannot be said which"
+    " samples have been used: that needs one `DataLoader` over a data set with a length, with `batch_size`, whose"
+    " samples the strategy or a `DistributedSampler` divides - no batch sampler of its own, no iterable data set, no"
+    f" loader with a state, not several. {_INSTEAD}"
+)
