@@ -1,0 +1,119 @@
+"""A real SLURM over machines that are network namespaces: Debian's packages slurm-wlm and munge."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+from typing_extensions import Self
+
+from tests.nodes.machines import SECONDS, Machines
+from tests.nodes.machines import why_not as why_no_machines
+
+_CONFIGURATION = """
+ClusterName=nodes
+SlurmctldHost=node1({controller})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/builtin
+MpiDefault=none
+ReturnToService=2
+JobRequeue=1
+SlurmdParameters=config_overrides
+MailProg=/bin/true
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+"""
+_NODE = "NodeName=node{number} NodeAddr={address} CPUs=8 SocketsPerBoard=1 CoresPerSocket=8 RealMemory=1000"
+_MUNGE_FILES = {"socket": "", "pid-file": ".pid", "log-file": ".log", "seed-file": ".seed"}
+
+
+@cache
+def why_not() -> str:
+    """Why there can be no SLURM here; nothing if there can be."""
+    missing = [program for program in ("slurmctld", "slurmd", "munged", "mungekey") if shutil.which(program) is None]
+    return f"no {', '.join(missing)} here: slurm-wlm and munge have them" if missing else why_no_machines()
+
+
+class Slurm:
+    """SLURM that runs while this is entered, with its controller on the first machine.
+
+    Args:
+        machines: On which it runs; it ends with them.
+        folder: Where its files are, such as logs.
+    """
+
+    def __init__(self, machines: Machines, folder: Path) -> None:
+        self._machines, self._folder = machines, folder
+
+    def __enter__(self) -> Self:
+        """Start it."""
+        (self._folder / "state").mkdir(parents=True)
+        numbers = self._machines.numbers
+        nodes = [_NODE.format(number=number, address=self._machines.address(number)) for number in numbers]
+        controller = self._machines.address(1)
+        text = _CONFIGURATION.format(folder=self._folder, controller=controller, nodes="\n".join(nodes))
+        (self._folder / "slurm.conf").write_text(text)
+        (self._folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        subprocess.run(["mungekey", "--create", f"--keyfile={self._folder}/key"], check=True)
+        munge = [f"--{name}={self._folder}/munge{end}" for name, end in _MUNGE_FILES.items()]
+        self._start(1, ["munged", "--foreground", "--force", f"--key-file={self._folder}/key", *munge])
+        self._start(1, ["slurmctld", "-D"])
+        for number in numbers:
+            self._start(number, ["slurmd", "-D", "-N", f"node{number}"])
+        self._wait(lambda: self.run("sinfo", "-h", "-o", "%D %T").startswith(f"{len(numbers)} idle"), "the nodes")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing: the machines take with them what runs there."""
+
+    def _start(self, number: int, words: Sequence[str]) -> subprocess.Popen[str]:
+        return self._machines.start(number, words, SLURM_CONF=str(self._folder / "slurm.conf"))
+
+    def _wait(self, is_reached: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + SECONDS
+        while not is_reached():
+            if time.monotonic() > end:
+                log = (self._folder / "slurmctld.log").read_text()
+                raise TimeoutError(f"SLURM: waited {SECONDS:.0f} s for {what}; its controller says:\n{log}")
+            time.sleep(0.2)
+
+    def run(self, *words: str) -> str:
+        """What a command of SLURM says, such as ``squeue``, on the first machine."""
+        return self._start(1, words).communicate(timeout=SECONDS)[0]
+
+    def submit(self, job: Path, *options: str) -> str:
+        """Submit a job file.
+
+        Returns:
+            The number of the job.
+        """
+        said = self.run("sbatch", "--parsable", *options, str(job))
+        if not said.strip().isdecimal():
+            raise OSError(f"sbatch {job}: {said}")
+        return said.strip()
+
+    def wait(self, job: str) -> str:
+        """The state in which a job has ended, such as ``COMPLETED``."""
+        running = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
+        self._wait(lambda: not self._state(job).startswith(running), f"job {job}")
+        return self._state(job)
+
+    def _state(self, job: str) -> str:
+        return self.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip()
