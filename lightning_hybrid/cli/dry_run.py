@@ -314,15 +314,13 @@ class DryRunStrategy(SingleDeviceStrategy):
                 yield
 
         given = module, self._body, self._stage_map, torch.device("cpu")
-        step, arguments = module.training_step, (microbatch, *args)
-        if self._body.chain is not None:
-            with self.precision_plugin.train_step_context():
-                use = make_chain_use(*given, around_discovery=around_discovery)
-                return use.find(step, arguments, seed=lambda number: None)
-        frame = make_frame(*given, remembers=False, around_discovery=around_discovery)
-        with frame(), self.precision_plugin.train_step_context():
-            plan = frame.find_plan(0, step, arguments, seed=lambda number: None)
-        return stages_by_parameter([plan])
+        step = module.training_step, (microbatch, *args), lambda number: None
+        with self.precision_plugin.train_step_context():
+            if self._body.chain is not None:
+                return make_chain_use(*given, around_discovery=around_discovery).find(*step)
+            frame = make_frame(*given, remembers=False, around_discovery=around_discovery)
+            with frame():
+                return stages_by_parameter([frame.find_plan(0, *step)])
 
     def _activations(self, microbatch: Any, args: Sequence[Any]) -> _Activations | None:
         """The bytes that autograd saves of a microbatch, and of a step."""
