@@ -212,8 +212,10 @@ def test_they_live_where_they_are_used(ranks: Pools, layout: str, chain: bool, t
     assert ("embed.weight" in first, "embed.weight" in last) == (True, tied)
     assert tied or ("head.weight" in first, "head.weight" in last) == (False, True)
     assert ("positions" in first, "positions" in last) == (True, False)
-    for each in (first, last) if chain else (each["held"] for each in found):  # small
-        assert "scale" in each
+    if chain:
+        assert ("scale" in first, "scale" in last) == (False, True)
+    for each in () if chain else found:  # small
+        assert "scale" in each["held"]
     assert ("probe.weight" in first, "probe.weight" in last) == (False, True)  # the sanity check has used it
     for middle in found[per_stage:-per_stage]:
         assert not {"embed.weight", "head.weight", "positions", "probe.weight"} & set(middle["held"])

@@ -187,7 +187,7 @@ def find_outside(
 ) -> dict[str, frozenset[int]]:
     """Where large parameters outside of the body are to live: on the stages that use them.
 
-    Small ones stay everywhere, and so do those that no stage uses: who does may still be seen.
+    Around units small ones stay everywhere, and so do those that no stage uses: who does may still be seen.
 
     Args:
         module: The user's module.
@@ -200,7 +200,8 @@ def find_outside(
     parameters = dict(module.named_parameters(remove_duplicate=False))
     names: dict[int, list[str]] = {}
     for name, is_large in _large(module):
-        if is_large and stage_map.is_outside(name):
+        # Around a chain both ends would sum the gradient of a small one in each step.
+        if (is_large or stage_map.is_chain) and stage_map.is_outside(name):
             names.setdefault(id(parameters[name]), []).append(name)
     outside: dict[str, frozenset[int]] = {}
     for tied in names.values():
