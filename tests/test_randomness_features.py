@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import UserList
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from torch import Tensor, nn
 
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from tests.pool import Pools
 from tests.training_jobs import LAYOUTS, PP2, Losses, Regression, assert_same, loader, make_trainer, weights
 
@@ -25,13 +25,22 @@ def draw() -> Draw:
     return torch.rand(()).item(), float(np.random.rand()), random.random()
 
 
+class Kept:
+    """A list that stays what it is on each rank, as it is no plain value; a step that is followed leaves it alone."""
+
+    def __init__(self) -> None:
+        self.values: list[Draw] = []
+
+    def append(self, value: Draw) -> None:
+        self.values.append(value)
+
+
 class Draws(Regression):
     """Draws in its steps before and after the body, and in its layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._before: UserList[Draw] = UserList()  # no plain value, so it stays what it is on each rank
-        self._after: UserList[Draw] = UserList()
+        self._before, self._after = Kept(), Kept()
         for index, layer in enumerate(self.body):
             layer.append(Noisy(index))
 
@@ -68,8 +77,8 @@ def drawn(layout: Layout, seed: int, repeat: int = 1) -> dict[str, Any]:
         trainer = make_trainer(layout, callbacks=[losses], num_sanity_val_steps=0)
         trainer.fit(module, loader(8, 32), loader(8, 16))
         result = {
-            "before": list(module._before),
-            "after": list(module._after),
+            "before": module._before.values,
+            "after": module._after.values,
             "layers": {layer[-1].index: layer[-1].draws for layer in module.body if layer[-1].draws},
             "losses": losses.values,
             "weights": weights(module),
@@ -119,7 +128,8 @@ def dropped(layout: Layout, seed: int) -> dict[str, Any]:
 
     def keep(index: int) -> Any:
         def hook(layer: nn.Module, inputs: Any, output: Tensor) -> None:
-            masks.setdefault(index, []).append((output == 0).flatten().tolist())
+            if not isinstance(output, FakeTensor):  # without values when the step is followed
+                masks.setdefault(index, []).append((output == 0).flatten().tolist())
 
         return hook
 

@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.pipeline_parallel.body import body_call_text
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode, FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
@@ -85,7 +84,10 @@ class ChainUse(FrameCut):
                 graph = self._discover(step, arguments, seed)
             numbers = [number for number, call in enumerate(graph.calls) if call.unit is not None]
             if len(numbers) != 1:
-                raise WrongUseError(f"it calls the layers {len(numbers)} times")
+                number = f"{graph.needed} needs a number" if graph.needed else "it does not call them once"
+                raise WrongUseError(f"before it has called the layers {number}")
+            if any(call.is_made_again for call in graph.calls[: numbers[0]]):
+                raise WrongUseError("`torch.utils.checkpoint` runs what comes before the layers again")
             graph.read(self.holders.keys())
             routes = find_routes_around(graph, numbers[0], self._num_stages, self.holders)
             sent = next(iter(routes[0].sent), None)
@@ -104,7 +106,7 @@ class ChainUse(FrameCut):
 
 
 class CodeBefore(TorchFunctionMode):
-    """The code before a chain, on the last stage, which lacks some of the parameters that it uses.
+    """The code before a chain, on a stage that lacks some of the parameters around it.
 
     ::
 
@@ -112,7 +114,7 @@ class CodeBefore(TorchFunctionMode):
         other parameters                    absent    calls with one of these, or with what such a call made, are not
 
     So it may take any path, another one in each step. A call that is not made draws its random numbers all the same, so
-    that those after it are the ones that the first stage draws.
+    that those after it are the ones that the other stage draws.
 
     Args:
         device: Where this rank computes.
@@ -124,9 +126,24 @@ class CodeBefore(TorchFunctionMode):
         self._fakes, self._operators = FakeMode(allow_non_fake_inputs=True), Operators()
         self._is_over = self._is_paused = False
 
-    def end(self) -> None:
-        """The chain is called: what is absent is used no more."""
+    def run(self, layers: Callable[[Any], Any], x: Any) -> Any:
+        """The chain is called: its layers are no code around it, and what is absent is used no more.
+
+        Args:
+            layers: Runs those of this stage.
+            x: What they are given.
+
+        Raises:
+            WrongUseError: If that has no value.
+        """
         self._is_over = self._fakes.is_over = True
+        if any(isinstance(leaf, FakeTensor) for leaf in flatten(x)[0]):
+            raise WrongUseError(_text("What the chain is called with", "is computed from"))
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            return layers(x)
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -140,10 +157,10 @@ class CodeBefore(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A call."""
         kwargs = kwargs or {}
-        if self._is_over or self._is_paused:
-            return self._after(func, args, kwargs)
         if func in METADATA:
             return self._device if func in _DEVICE and is_placeholder(args[0]) else func(*args, **kwargs)
+        if self._is_over or self._is_paused:
+            return self._after(func, args, kwargs)
         leaves, spec = flatten((args, kwargs))
         if not any(isinstance(leaf, FakeTensor) or is_placeholder(leaf) for leaf in leaves):
             return func(*args, **kwargs)
@@ -168,12 +185,13 @@ class CodeBefore(TorchFunctionMode):
                 real.append(fakes[-1])
         name = f"`{function_name(func)}`"
         try:
-            with torch.no_grad(), self._operators.watch() as seen:
+            # In the fake mode, so that what the function makes by itself, such as a mask of dropout, is drawn once.
+            with torch.no_grad(), self._fakes, self._operators.watch() as seen:
                 result = apply(func, *unflatten(fakes, spec))
+            if seen.draws:
+                self._draw(func, fakes, spec)
         except Exception as error:
             raise WrongUseError(_text(name, f"({type(error).__name__}) needs the numbers of")) from error
-        if seen.draws:
-            self._draw(func, fakes, spec, name)
         if any(memory_of(fake) in seen.written for fake in real):
             raise WrongUseError(_text(name, "writes into a tensor that every stage has what comes of"))
         if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in fakes):
@@ -182,16 +200,20 @@ class CodeBefore(TorchFunctionMode):
                     leaf.requires_grad_()
         return result
 
-    def _draw(self, func: Any, fakes: list[Any], spec: Any, name: str) -> None:
-        """Draw what a call would have drawn: how many numbers depends on shapes, but for a few distributions."""
+    def _draw(self, func: Any, fakes: list[Any], spec: Any) -> None:
+        """Draw what a call would have drawn: how many numbers depends on shapes and strides, not on values."""
         if function_name(func) in _BY_VALUE:
-            raise WrongUseError(_text(name, "draws as many random numbers as follow from"))
-        zeros = [
-            torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device) if isinstance(fake, FakeTensor) else fake
+            raise ValueError("it draws until the numbers are right")
+        ones = [
+            torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).fill_(
+                1 if fake.is_floating_point() else 0
+            )
+            if isinstance(fake, FakeTensor)
+            else fake
             for fake in fakes
         ]
         with torch.no_grad():
-            apply(func, *unflatten(zeros, spec))
+            apply(func, *unflatten(ones, spec))
 
     def _fake(self, tensor: Tensor) -> Tensor:
         if not is_placeholder(tensor):
@@ -201,29 +223,11 @@ class CodeBefore(TorchFunctionMode):
         return fake.requires_grad_(tensor.requires_grad)
 
 
-@contextmanager
-def code_before_explained(step: str, name: str) -> Iterator[None]:
-    """On the first stage, an error that comes of a parameter of the last one says so.
-
-    Args:
-        step: The name of the step.
-        name: The dotted name of the chain.
-
-    Raises:
-        WrongUseError: In the place of torch's.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "meta" not in str(error):
-            raise
-        raise WrongUseError(f"{body_call_text(name, step, 0)} {_text('Before such a call it', 'used')}") from error
-
-
 def _text(what: str, how: str) -> str:
     return (
         f"{what} {how} a parameter around the chain that another stage has, where the first batch of training used it."
-        " Let the first batch of training use it here too, such as by adding `0 * parameter.sum()`; with"
+        " Let the first batch of training, or the sanity check before it, use it here too, such as by adding"
+        " `0 * parameter.sum()`; with"
         " HybridStrategy(dynamic_shapes=True) parameters around an `nn.Sequential` stay on the first and on the last"
         " stage."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -35,7 +35,7 @@ from lightning_hybrid.trainer.module_hooks import find_hook
 
 # A larger share of the parameters outside of the body is worth a warning.
 _LARGEST_REST = 0.2
-# Smaller parameters outside of the body, as a share of all, stay on every stage that runs the user's step.
+# Smaller parameters outside of units, as a share of all, stay on every stage.
 _LEAST_SHARE = 1e-3
 
 
@@ -142,14 +142,7 @@ def _follows_chain(module: nn.Module, settings: HybridConfig, stage_map: StageMa
     """Whether steps are followed around a chain: where something is gained by it, and once for all steps."""
     if settings.dynamic_shapes or not stage_map.body or FakeMode is None:
         return False
-    return any(is_large and stage_map.is_outside(name) for name, is_large in _large(module))
-
-
-def _large(module: nn.Module) -> Iterator[tuple[str, bool]]:
-    """All names of parameters; and whether they are large enough to leave stages that do not use them."""
-    total = sum(parameter.numel() for parameter in module.parameters())
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield name, parameter.numel() >= _LEAST_SHARE * total
+    return any(stage_map.is_outside(name) for name, _ in module.named_parameters())
 
 
 def _weights(module: nn.Module, settings: HybridConfig, body: Body) -> list[int]:
@@ -185,7 +178,7 @@ def find_own_layers(module: nn.Module, body: Body | None, stage_map: StageMap, r
 def find_outside(
     module: nn.Module, stage_map: StageMap, used: Mapping[str, Collection[int]]
 ) -> dict[str, frozenset[int]]:
-    """Where large parameters outside of the body are to live: on the stages that use them.
+    """Where parameters outside of the body are to live: on the stages that use them.
 
     Around units small ones stay everywhere, and so do those that no stage uses: who does may still be seen.
 
@@ -197,12 +190,13 @@ def find_outside(
     Returns:
         The stages by name, of those that are to leave one.
     """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    total = sum(parameter.numel() for parameter in module.parameters())
     names: dict[int, list[str]] = {}
-    for name, is_large in _large(module):
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         # Around a chain both ends would sum the gradient of a small one in each step.
-        if (is_large or stage_map.is_chain) and stage_map.is_outside(name):
-            names.setdefault(id(parameters[name]), []).append(name)
+        leaves = stage_map.is_chain or parameter.numel() >= _LEAST_SHARE * total
+        if leaves and stage_map.is_outside(name):
+            names.setdefault(id(parameter), []).append(name)
     outside: dict[str, frozenset[int]] = {}
     for tied in names.values():
         stages = {stage for name in tied for stage in used.get(name, ())}

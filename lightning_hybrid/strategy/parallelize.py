@@ -100,6 +100,7 @@ class ModuleParallelizer:
         if not self.is_done:
             self._plan_tensor_parallel()  # of the whole module: a block on a placeholder would be another one
             if self.num_stages > 1:
+                self._agree_on_following()
                 self._replace_with_placeholders()
             weights = None if self.source is None else agree(lambda: Weights(cast(Source, self.source)))
             if lacks:
@@ -132,14 +133,10 @@ class ModuleParallelizer:
             reshard_after_forward=self._settings.frees_early,
         )
 
-    def _expected_stages(self) -> StageMap:
-        """Which stage will hold what, as far as it is known."""
-        return layout.with_plan(self.stage_map, self.body, self.plan, self._module)
-
     @property
     def follows(self) -> bool:
         """Whether steps are followed."""
-        return self.body is not None and self._expected_stages().is_followed
+        return self.body is not None and self.stage_map.is_followed
 
     def own_layers(self) -> dict[int, list[nn.Module]]:
         """The layers of each stage of this rank."""
@@ -191,7 +188,7 @@ class ModuleParallelizer:
         """What this rank will hold; of optimizers those of torch can be tried, as they ask nothing of other ranks."""
         return estimate(
             self._module,
-            layout.expect_outside(self._module, self._expected_stages()),
+            layout.expect_outside(self._module, self.stage_map),
             self.own_layers(),
             optimizers if all(type(each).__module__.startswith("torch.optim.") for each in optimizers) else None,
             self._settings,
@@ -245,6 +242,14 @@ class ModuleParallelizer:
                     " ranks do the same work. Give a plan (`tensor_parallel_plan`), or use the ranks for the data."
                 )
             rank_zero_info(table if self.num_stages > 1 else f"{self.text()}\n{table}")
+
+    def _agree_on_following(self) -> None:
+        """Around a chain layers that are shared are not followed; a rank that has placeholders cannot see them all."""
+        if self._mesh.tensor_parallel_size > 1:
+            found: list[Any] = [None] * dist.get_world_size()
+            stage_map = layout.with_plan(self.stage_map, self.body, self.plan, self._module)
+            dist.all_gather_object(found, stage_map.is_followed)
+            self.stage_map = replace(self.stage_map, is_followed=all(found))
 
     def _find_plan(self, size: int) -> Plan:
         """The plan, the same on every rank: the automatic one is the first rank's, whose trials of blocks count."""
@@ -376,8 +381,7 @@ class ModuleParallelizer:
     def text(self) -> str:
         """The layout and the table of stages."""
         mesh = self._mesh
-        stage_map = self._expected_stages()
-        return layout.stages_text(self._module, self._settings, mesh.sizes, self.body, stage_map, hosts=mesh.hosts)
+        return layout.stages_text(self._module, self._settings, mesh.sizes, self.body, self.stage_map, hosts=mesh.hosts)
 
 
 def _shape(value: object) -> torch.Size | None:

@@ -105,7 +105,8 @@ class EvaluationStep:
         part = signature(arguments[0])
         context.desync.note_batch(_NAMES[coordinates[0]], version, [part])
         if context.module.trainer.state.fn == TrainerFn.FITTING:
-            context.frame.note_use(user_step, arguments, *coordinates, key=(version, signature(arguments)))
+            key_of_use = version, part, signature(arguments[2:])  # not the number of the batch
+            context.frame.note_use(user_step, arguments, *coordinates, key=key_of_use)
         (key,) = context.keys(version, [part])
         total = None if key in self._counts else find_batch_size(arguments[0])
         around = partial(context.frame.run_around, layers=lambda x: x)

@@ -24,7 +24,6 @@ from lightning_hybrid.pipeline_parallel.chain import (
     ChainUse,
     CodeBefore,
     NotFollowedError,
-    code_before_explained,
     stays_text,
     uses_of,
 )
@@ -120,7 +119,7 @@ class StepFrame:
         self._module, self._mesh, self._device, self._streams = module, mesh, device, streams
         self._num_ranks, self.remembers = mesh.pipeline_parallel_size, remembers
         self.body_cut = BodyCut(body.name, body.chain) if body and body.chain is not None else None
-        self.places, self._name = body is not None and follows, body.name if body else ""
+        self.places = body is not None and follows
         self.cut: FrameCut | None = None
         self._use: ChainUse | None = None
         self._uses: dict[Hashable, dict[str, set[int]]] = {}
@@ -279,23 +278,22 @@ class StepFrame:
             inputs: What the stage before made.
             layers: Runs the layers of the stage.
         """
-        assert self.body_cut is not None
-        if stage == 0:
-            with code_before_explained(step.__name__, self._name) if self._lacks else nullcontext():
-                return self.body_cut.until_body(step, arguments, layers)
         if not self._lacks:
-            return self.body_cut.around_body(step, arguments, layers, inputs)
+            return self._cut_at_body(stage, step, arguments, inputs, layers)
         before = self._before = CodeBefore(self._device)
-
-        def run(x: Any) -> Any:
-            before.end()
-            return layers(x)
-
         try:
             with before:
-                return self.body_cut.around_body(step, arguments, run, inputs)
+                return self._cut_at_body(stage, step, arguments, inputs, partial(before.run, layers))
         finally:
             self._before = None
+
+    def _cut_at_body(
+        self, stage: int, step: Callable[..., Any], arguments: Sequence[Any], inputs: Any, layers: Callable[[Any], Any]
+    ) -> Any:
+        assert self.body_cut is not None
+        if stage == 0:
+            return self.body_cut.until_body(step, arguments, layers)
+        return self.body_cut.around_body(step, arguments, layers, inputs)
 
     def fetch_parameters(self, step: str, plans: Sequence[FramePlan]) -> dict[str, Tensor]:
         """Values of parameters for stages that come before those that have them; only a step without gradients may.

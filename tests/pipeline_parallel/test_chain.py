@@ -41,7 +41,10 @@ def draws(module: Before, x: Tensor) -> list[Tensor]:
     hidden = F.dropout(module.embed(x), 0.5)
     second = torch.rand(3)
     hidden = torch.randn_like(hidden) + hidden.uniform_()
-    return [first, second, torch.rand(3)]
+    third = torch.rand(3)
+    wide = F.dropout2d(hidden.expand(2, 5, 4).transpose(1, 2), 0.5)  # not contiguous; its mask is made inside
+    torch.multinomial((wide + torch.randn_like(wide)).sum(1).softmax(-1), 1)
+    return [first, second, third, torch.rand(3), torch.randn(3)]
 
 
 def test_calls_that_are_not_made_draw_their_random_numbers() -> None:
@@ -71,7 +74,7 @@ def counts(module: Before, x: Tensor) -> Tensor:
     [
         (numbers, "`__bool__` (DataDependentOutputException) needs the numbers of a parameter around the chain"),
         (writes, "`batch_norm` writes into a tensor that every stage has what comes of a parameter around the chain"),
-        (counts, "`poisson` draws as many random numbers as follow from a parameter around the chain"),
+        (counts, "`poisson` (ValueError) needs the numbers of a parameter around the chain"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -88,7 +91,16 @@ def test_what_has_no_value_is_of_no_use_after_the_chain() -> None:
     module, before = lacking(), CodeBefore(CPU)
     with before:
         hidden = module.embed(torch.ones(5, 4))
-        before.end()
-        assert torch.ones(2).sum() == 2
+        assert module.embed.weight.device == CPU
+        assert before.run(lambda x: x + 1, torch.ones(2)).tolist() == [2, 2]
+        assert module.embed.weight.device == CPU
         with pytest.raises(WrongUseError, match="uses a value that is on another stage"):
             hidden.sum()
+        with pytest.raises(WrongUseError, match="`mul` uses a parameter around the chain that another stage has"):
+            torch.ones(4) * module.embed.bias
+
+
+def test_the_chain_is_not_called_with_what_has_no_value() -> None:
+    module, before = lacking(), CodeBefore(CPU)
+    with before, pytest.raises(WrongUseError, match="What the chain is called with is computed from a parameter"):
+        before.run(lambda x: x, module.embed(torch.ones(5, 4)))

@@ -233,13 +233,6 @@ def test_around_a_chain_that_is_not_followed_nothing_is_estimated() -> None:
     )
 
 
-def test_what_is_little_around_a_chain_stays_on_both_stages() -> None:
-    lines = described(Chain(4, 8, 48), 3)
-    assert lines[-1] == (
-        "outside: 80 parameters (0.2 % of the model), on the first and the last stage, which sum their gradients"
-    )
-
-
 def test_a_list_with_the_name_of_a_chain_puts_what_is_outside_where_it_is_used() -> None:
     lines = described(Chain(50, 8, 6), 3, body=["blocks"])
     assert lines[1:6] == described(Language(50, 8, 6), 3)[1:6]

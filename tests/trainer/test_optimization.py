@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_hybrid.config import accumulated_batches
@@ -62,7 +63,12 @@ def train(layout: Mapping[str, Any] | None, batch_size: int, num_samples: int = 
     former = trainer.accumulate_grad_batches
     trainer.fit(module, loader(batch_size, num_samples))
     assert trainer.accumulate_grad_batches == former
-    return weights(module), trainer.global_step, module.planned
+    found = {name: to_full(value) for name, value in weights(module).items()}
+    return found, trainer.global_step, module.planned
+
+
+def to_full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -112,6 +112,8 @@ def find_routes_around(
     router = _Router(graph, {0: num_stages - 1}, [Route() for _ in range(num_stages)], holders)
     router.need(graph.calls[number].operands, 0, number)
     router.routes[-1].computed.add(number)
+    for written in [n for n, call in enumerate(graph.calls[:number]) if call.is_absent and call.written]:
+        router.need([Value(written, 0)], num_stages - 1, None)  # a tensor that every stage has, or makes
     return router.finish(fetches=False)
 
 
