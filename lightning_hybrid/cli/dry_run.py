@@ -317,10 +317,10 @@ class DryRunStrategy(SingleDeviceStrategy):
         step = module.training_step, (microbatch, *args), lambda number: None
         with self.precision_plugin.train_step_context():
             if self._body.chain is not None:
-                return make_chain_use(*given, around_discovery=around_discovery).find(*step)
+                return stages_by_parameter([make_chain_use(*given, around_discovery=around_discovery).find(*step)])
             frame = make_frame(*given, remembers=False, around_discovery=around_discovery)
             with frame():
-                return stages_by_parameter([frame.find_plan(0, *step)])
+                return stages_by_parameter([frame.find_plan(0, *step).parameters])
 
     def _activations(self, microbatch: Any, args: Sequence[Any]) -> _Activations | None:
         """The bytes that autograd saves of a microbatch, and of a step."""

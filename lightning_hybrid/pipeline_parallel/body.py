@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import Self
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.module_names import join_names
@@ -276,7 +275,7 @@ class BodyCut:
             x = call.layers(x)
             if call.unwinds:
                 raise _Unwind(x)
-            call.refusal(given, x)
+            call.refuse_derivatives(self._name, given, x)
             return x
 
         self._body.forward = redirected  # type: ignore[method-assign]
@@ -304,8 +303,7 @@ class BodyCut:
         Raises:
             BodyCallError: If the step ends without having called the body.
         """
-        refusal = DerivativeRefusal(step.__name__, self._name)
-        self._call = _Call(step.__name__, layers, refusal, unwinds=True)
+        self._call = _Call(step.__name__, layers, unwinds=True)
         try:
             step(*arguments)
         except _Unwind as unwind:
@@ -336,13 +334,17 @@ class BodyCut:
             BodyCallError: If the step does not call the body exactly once.
             WrongUseError: If it differentiates through the body.
         """
-        refusal = DerivativeRefusal(step.__name__, self._name)
-        self._call = call = _Call(step.__name__, layers, refusal, inputs)
+        self._call = call = _Call(step.__name__, layers, inputs)
         try:
-            with refusal:
-                value = step(*arguments)
+            value = step(*arguments)
+        except RuntimeError as error:
+            if _NOT_IN_GRAPH in str(error):
+                raise WrongUseError(_derivative_text(step.__name__, self._name)) from error
+            raise
         finally:
             self._call = None
+            for hook in call.hooks:
+                hook.remove()
         if call.count != 1:
             raise BodyCallError(body_call_text(self._name, step.__name__, call.count))
         return value
@@ -354,73 +356,47 @@ class _Call:
 
     step: str
     layers: Callable[[Any], Any]
-    refusal: DerivativeRefusal
     inputs: Any = None
     unwinds: bool = False
     count: int = 0
+    hooks: list[RemovableHandle] = field(default_factory=list)
 
+    def refuse_derivatives(self, name: str, given: Any, output: Any) -> None:
+        """Refuse a backward that comes to the layers, or to what is before them, until the step ends.
 
-class DerivativeRefusal:
-    """While this is entered, a backward that comes to the body's layers, or to what is before them, is refused.
+        ::
 
-    ::
+            x --> code before --> given      inputs --> layers --> output --> code after --> y
+                                     `------------- around the layers ----------^
 
-        x --> code before --> given      inputs --> layers --> output --> code after --> y
-                                 `------------- around the layers ----------^
-
-    The graph of what is given does not go on in the layers, which got what another stage made of it: a derivative of
-    `y` with respect to `x` would be that of the way around them alone.
-
-    Args:
-        step: The user's step, such as ``"training_step"``.
-        name: The dotted name of the body.
-    """
-
-    def __init__(self, step: str, name: str) -> None:
-        self._step, self._name = step, name
-        self._hooks: list[RemovableHandle] = []
-
-    def __call__(self, given: Any, output: Any) -> None:
-        """The body was called.
+        The graph of what is given does not go on in the layers, which got what another stage made of it: a derivative
+        of `y` with respect to `x` would be that of the way around them alone.
 
         Args:
-            given: What it was called with.
+            name: The dotted name of the body.
+            given: What the body was called with.
             output: Of its last layer.
         """
 
         def refuse(*_: Any) -> None:
-            raise WrongUseError(self._text())
+            raise WrongUseError(_derivative_text(self.step, name))
 
         for value in (given, output):
             for leaf in (value,) if isinstance(value, Tensor) else flatten(value)[0]:
                 if not isinstance(leaf, Tensor):
                     continue
                 if leaf.grad_fn is not None:
-                    self._hooks.append(leaf.grad_fn.register_prehook(refuse))
+                    self.hooks.append(leaf.grad_fn.register_prehook(refuse))
                 elif leaf.requires_grad:
-                    self._hooks.append(leaf.register_hook(refuse))  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> Self:
-        """The step begins."""
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """The step is over, and the schedule's backward may come.
-
-        Raises:
-            WrongUseError: If it ended because layers of other stages are not in the graph of a derivative.
-        """
-        for hook in self._hooks:
-            hook.remove()
-        if isinstance(error, RuntimeError) and _NOT_IN_GRAPH in str(error):
-            raise WrongUseError(self._text()) from error
-
-    def _text(self) -> str:
-        return (
-            f"`{self._step}` differentiates through the body {self._name!r} in the step, by `torch.autograd.grad` or"
-            " `backward`. Its layers live on several stages, and no rank has the whole graph: a loss of derivatives"
-            " needs pipeline_parallel_size=1."
-        )
+                    self.hooks.append(leaf.register_hook(refuse))  # type: ignore[no-untyped-call]
 
 
 _NOT_IN_GRAPH = "to not have been used in the graph"  # as torch says it
+
+
+def _derivative_text(step: str, name: str) -> str:
+    return (
+        f"`{step}` differentiates through the body {name!r} in the step, by `torch.autograd.grad` or `backward`. Its"
+        " layers live on several stages, and no rank has the whole graph: a loss of derivatives needs"
+        " pipeline_parallel_size=1."
+    )

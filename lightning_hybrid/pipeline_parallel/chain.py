@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,8 +67,8 @@ class ChainUse(FrameCut):
 
     def find(
         self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]
-    ) -> dict[str, set[int]]:
-        """The stages that use each parameter outside of the chain, by its name.
+    ) -> tuple[frozenset[str], ...]:
+        """The names of the parameters outside of the chain that each stage uses.
 
         Args:
             step: The user's step.
@@ -98,11 +99,7 @@ class ChainUse(FrameCut):
         finally:
             if redirected is not None:
                 vars(self._chain)["forward"] = redirected
-        used: dict[str, set[int]] = {}
-        for stage, names in enumerate(self._parameters_of(graph, routes)):
-            for name in names:
-                used.setdefault(name, set()).add(stage)
-        return used
+        return self._parameters_of(graph, routes)
 
 
 class CodeBefore(TorchFunctionMode):
@@ -123,8 +120,12 @@ class CodeBefore(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._fakes, self._operators = FakeMode(allow_non_fake_inputs=True), Operators()
         self._is_over = self._is_paused = False
+
+    @cached_property
+    def _fakes(self) -> Any:
+        """Made where something is absent: to make it takes as long as some calls."""
+        return FakeMode(allow_non_fake_inputs=True)
 
     def run(self, layers: Callable[[Any], Any], x: Any) -> Any:
         """The chain is called: its layers are no code around it, and what is absent is used no more.
@@ -136,7 +137,9 @@ class CodeBefore(TorchFunctionMode):
         Raises:
             WrongUseError: If that has no value.
         """
-        self._is_over = self._fakes.is_over = True
+        self._is_over = True
+        if "_fakes" in vars(self):
+            self._fakes.is_over = True
         if any(isinstance(leaf, FakeTensor) for leaf in flatten(x)[0]):
             raise WrongUseError(_text("What the chain is called with", "is computed from"))
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -186,7 +189,7 @@ class CodeBefore(TorchFunctionMode):
         name = f"`{function_name(func)}`"
         try:
             # In the fake mode, so that what the function makes by itself, such as a mask of dropout, is drawn once.
-            with torch.no_grad(), self._fakes, self._operators.watch() as seen:
+            with torch.no_grad(), self._fakes, Operators().watch() as seen:
                 result = apply(func, *unflatten(fakes, spec))
             if seen.draws:
                 self._draw(func, fakes, spec)
@@ -244,13 +247,3 @@ def stays_text(step: str, error: NotFollowedError) -> str:
         f"`{step}` cannot be followed without values, so parameters around the body stay on the first and on the last"
         f" stage, which sum their gradients: {error}"
     )
-
-
-def uses_of(uses: Sequence[Mapping[str, Collection[int]]]) -> dict[str, set[int]]:
-    """The stages that use each parameter in any of some steps, by its name.
-
-    Args:
-        uses: As :meth:`ChainUse.find` gives them.
-    """
-    names = {name for use in uses for name in use}
-    return {name: {stage for use in uses for stage in use.get(name, ())} for name in names}

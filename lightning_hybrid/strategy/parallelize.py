@@ -133,11 +133,6 @@ class ModuleParallelizer:
             reshard_after_forward=self._settings.frees_early,
         )
 
-    @property
-    def follows(self) -> bool:
-        """Whether steps are followed."""
-        return self.body is not None and self.stage_map.is_followed
-
     def own_layers(self) -> dict[int, list[nn.Module]]:
         """The layers of each stage of this rank."""
         return layout.find_own_layers(self._module, self.body, self.stage_map, self._mesh.pipeline_rank)

@@ -349,7 +349,6 @@ class Run:
             device=world.device,
             engine=world.engine,
             around_forwards=around_forwards,
-            follows=self._attached.parallelizer.follows,
             remembers=not config.dynamic_shapes,
             frees_early=config.zero_stage == 3 and config.frees_early,
         )

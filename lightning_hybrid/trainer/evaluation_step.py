@@ -104,7 +104,7 @@ class EvaluationStep:
         version = coordinates[0], context.version(gradients=False)
         part = signature(arguments[0])
         context.desync.note_batch(_NAMES[coordinates[0]], version, [part])
-        if context.module.trainer.state.fn == TrainerFn.FITTING:
+        if context.frame.is_followed and context.module.trainer.state.fn == TrainerFn.FITTING:
             key_of_use = version, part, signature(arguments[2:])  # not the number of the batch
             context.frame.note_use(user_step, arguments, *coordinates, key=key_of_use)
         (key,) = context.keys(version, [part])

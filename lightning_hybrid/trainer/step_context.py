@@ -53,7 +53,8 @@ class StepContext:
         device: Where this rank computes.
         engine: Runs the schedules; outlives this object.
         around_forwards: Around forwards: what layers keep for backward, and where.
-        following: Of :class:`StepFrame`: whether and how steps are followed.
+        remembers: Whether what is found out about a step holds for later ones with equal shapes.
+        frees_early: Whether a layer's parameters are let go of after each call.
 
     Attributes:
         num_stages: The number of stages, over all ranks.
@@ -82,7 +83,8 @@ class StepContext:
         device: torch.device,
         engine: Engine,
         around_forwards: Callable[[], AbstractContextManager[None]],
-        **following: bool,
+        remembers: bool,
+        frees_early: bool,
     ) -> None:
         self.module, self.mesh, self.device = module, mesh, device
         self.streams, self.engine = streams, engine
@@ -91,8 +93,9 @@ class StepContext:
         self.num_chunks = self.num_stages // self.num_ranks
         self.is_first = mesh.pipeline_rank == 0
         self.is_last = mesh.pipeline_rank == (self.num_stages - 1) % self.num_ranks
-        around: dict[str, Any] = {"around_discovery": self._around_discovery, **following}
-        self.frame = StepFrame(module, body, stage_map, mesh, device, streams, **around)
+        given = module, body, stage_map, mesh, device, streams
+        around = self._around_discovery
+        self.frame = StepFrame(*given, remembers=remembers, frees_early=frees_early, around_discovery=around)
         self.to_plain = to_plain_tensors if mesh.tensor_parallel_size > 1 else None
         self.in_step, self.is_following = False, False
         self.recorder: Recorder | None = None

@@ -25,7 +25,6 @@ from lightning_hybrid.pipeline_parallel.chain import (
     CodeBefore,
     NotFollowedError,
     stays_text,
-    uses_of,
 )
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, stages_by_parameter
@@ -90,7 +89,6 @@ class StepFrame:
         mesh: The ranks.
         device: Where this rank computes.
         streams: The random streams.
-        follows: Whether steps are followed.
         remembers: Whether what is found out about a step holds for later ones with equal shapes.
         frees_early: Whether a layer's parameters are let go of after each call.
         around_discovery: Around a step that is followed without values.
@@ -111,7 +109,6 @@ class StepFrame:
         device: torch.device,
         streams: RandomStreams,
         *,
-        follows: bool,
         remembers: bool,
         frees_early: bool,
         around_discovery: Callable[[], AbstractContextManager[object]],
@@ -119,10 +116,10 @@ class StepFrame:
         self._module, self._mesh, self._device, self._streams = module, mesh, device, streams
         self._num_ranks, self.remembers = mesh.pipeline_parallel_size, remembers
         self.body_cut = BodyCut(body.name, body.chain) if body and body.chain is not None else None
-        self.places = body is not None and follows
+        self.places = stage_map.is_followed
         self.cut: FrameCut | None = None
         self._use: ChainUse | None = None
-        self._uses: dict[Hashable, dict[str, set[int]]] = {}
+        self._uses: dict[Hashable, tuple[frozenset[str], ...]] = {}
         self._can_use = True
         self._before: CodeBefore | None = None
         self._lacks = self._lacks_parameters(stage_map)
@@ -162,6 +159,11 @@ class StepFrame:
             return self._before.paused()
         followed = self.cut or self._use
         return nullcontext() if followed is None else followed.unfollowed()
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether this rank follows steps now: around a chain only until parameters have a place."""
+        return self.cut is not None or self._use is not None
 
     def place_parameters(self, stage_map: StageMap) -> None:
         """Parameters outside of the layers have come to live where they are used.
@@ -206,10 +208,11 @@ class StepFrame:
         Returns:
             The stages by name; ``None`` if some step cannot be followed.
         """
-        self._use, uses = None, self._uses.values()
+        self._use = None
         if not self._can_use:
             return None
-        return uses_of(list(uses)) if self.cut is None else stages_by_parameter([*plans, *self.cut.plans])
+        known = [*plans, *([] if self.cut is None else self.cut.plans)]  # an evaluation may have come before
+        return stages_by_parameter([*self._uses.values(), *(plan.parameters for plan in known)])
 
     def _compare_calls(self, calls: list[str]) -> None:
         """A step is followed on every rank of the model group, and must be the same there.

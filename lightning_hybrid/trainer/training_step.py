@@ -126,7 +126,7 @@ class TrainingStep:
         if windowed and is_first:  # whatever came before: an epoch may have been broken off
             self._window = AccumulationWindow(context.device)
         places = context.frame.places and not self._is_placed
-        if context.frame.cut is not None or places:  # what is followed has to be where the parameters are
+        if context.frame.is_followed:  # its batch has to be where its parameters are
             microbatches = list(map(self._to_device, microbatches))
         shares, factors = self._shares(counts, weights, windowed=windowed)
         outputs: list[Any] = []
@@ -203,9 +203,8 @@ class TrainingStep:
     ) -> Compute:
         """The forward of a stage: the user's step until the body, its layers, or the step around its last layers."""
         context, zero, user_step = self._context, self._grad_sync.zero, self._context.module.training_step
-        frame = context.frame
-        casts = self._casts
-        fetched = context.frame.fetch_parameters("training_step", plans)
+        frame, casts = context.frame, self._casts
+        fetched = frame.fetch_parameters("training_step", plans)
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             if zero.is_active:
@@ -250,6 +249,8 @@ class TrainingStep:
     ) -> list[FramePlan]:
         """What the stages do of the user's step, for each microbatch; nothing where only the body is cut."""
         context, plans = self._context, list[FramePlan]()
+        if not context.frame.is_followed:
+            return []
         user_step, of_others = context.module.training_step, signature(arguments)
         with precision():
             for number, (microbatch, part) in enumerate(zip(microbatches, parts, strict=True)):

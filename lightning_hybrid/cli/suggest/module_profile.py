@@ -29,6 +29,7 @@ from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout as layouts
 from lightning_hybrid.strategy.summary import divided_share
+from lightning_hybrid.tensor_parallel.plan import Plan
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.training_step import split_into
 
@@ -242,21 +243,21 @@ class _Recorder(DryRunStrategy):
     def setup(self, trainer: Any) -> None:
         """Find all cuts before layers are shared: they are those of the whole module."""
         module, config, (data, tensor, _) = self._module, self._config, self.sizes
+        plan = layouts.find_plan(module, config, tensor, None) if tensor > 1 else None
+        self.divided_share = 0.0 if plan is None else divided_share(plan, module)
         self._cuts: dict[tuple[int, int], Cut | str] = {}
         for pipeline in (size for size in range(1, data + 1) if data % size == 0):
             for chunks in range(1, (MOST_CHUNKS if pipeline > 1 else 1) + 1):
-                self._cuts[pipeline, chunks] = self._find_cut(replace(config, num_chunks=chunks), pipeline)
-        self.divided_share = 0.0
-        if tensor > 1:
-            self.divided_share = divided_share(layouts.find_plan(module, config, tensor, None), module)
+                self._cuts[pipeline, chunks] = self._find_cut(replace(config, num_chunks=chunks), pipeline, plan)
         super().setup(trainer)
 
-    def _find_cut(self, config: HybridConfig, pipeline: int) -> Cut | str:
+    def _find_cut(self, config: HybridConfig, pipeline: int, plan: Plan | None) -> Cut | str:
         module, tensor = self._module, self.sizes[1]
         try:
             if pipeline > 1:
                 body, stage_map = layouts.find_stages(module, config, pipeline)
-                plan = layouts.find_plan(module, config, tensor, body) if tensor > 1 else None
+                if tensor > 1 and body.chain is None:
+                    layouts.find_plan(module, config, tensor, body)
                 return Cut(body, layouts.expect_outside(module, layouts.with_plan(stage_map, body, plan, module)))
         except (ValueError, TypeError) as error:
             return str(error)

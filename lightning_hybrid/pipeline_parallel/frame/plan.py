@@ -56,11 +56,15 @@ def find_kept(graph: Graph, routes: Sequence[Route], excluded: Collection[int]) 
     return tuple((graph.states[state], call) for state, call in first.items() if state not in excluded)
 
 
-def stages_by_parameter(plans: Iterable[FramePlan]) -> dict[str, set[int]]:
-    """The stages that use each parameter outside of units, by its name."""
+def stages_by_parameter(parameters: Iterable[Sequence[frozenset[str]]]) -> dict[str, set[int]]:
+    """The stages that use each parameter outside of units, by its name.
+
+    Args:
+        parameters: Of each of some steps, the names of what each stage uses.
+    """
     stages: dict[str, set[int]] = {}
-    for plan in plans:
-        for stage, names in enumerate(plan.parameters):
+    for of_stages in parameters:
+        for stage, names in enumerate(of_stages):
             for name in names:
                 stages.setdefault(name, set()).add(stage)
     return stages
