@@ -365,6 +365,8 @@ def test_plan_counts_the_devices_that_there_are(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", DeprecationWarning)  # of third parties
+        warnings.filterwarnings("ignore", "The `srun` command is available")  # where SLURM is installed
         main(["plan", "--config", str(DEMO), "--trainer.accelerator=gpu", "--trainer.devices=auto"])
     assert "= 16 processes" in capsys.readouterr().out
 

@@ -111,9 +111,12 @@ class Slurm:
 
     def wait(self, job: str) -> str:
         """The state in which a job has ended, such as ``COMPLETED``."""
-        running = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
-        self._wait(lambda: not self._state(job).startswith(running), f"job {job}")
+        self._wait(lambda: not self.runs(job), f"job {job}")
         return self._state(job)
+
+    def runs(self, job: str) -> bool:
+        """Whether a job waits, runs, or is about to run again."""
+        return self._state(job).startswith(("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING"))
 
     def _state(self, job: str) -> str:
         return self.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip()
