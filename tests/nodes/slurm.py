@@ -106,12 +106,12 @@ class Slurm:
     def _start(self, number: int, words: Sequence[str]) -> subprocess.Popen[str]:
         return self._machines.start(number, words, SLURM_CONF=str(self._folder / "slurm.conf"))
 
-    def _wait(self, is_reached: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + SECONDS
+    def _wait(self, is_reached: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
+        end = time.monotonic() + seconds
         while not is_reached():
             if time.monotonic() > end:
                 log = (self._folder / "slurmctld.log").read_text()
-                raise TimeoutError(f"SLURM: waited {SECONDS:.0f} s for {what}; its controller says:\n{log}")
+                raise TimeoutError(f"SLURM: waited {seconds:.0f} s for {what}; its controller says:\n{log}")
             time.sleep(0.2)
 
     def run(self, *words: str) -> str:
@@ -152,8 +152,8 @@ class Slurm:
         return self.submit(folder / "job.sh")
 
     def wait(self, job: str) -> str:
-        """The state in which a job has ended, such as ``COMPLETED``."""
-        self._wait(lambda: not self.runs(job), f"job {job}")
+        """The state in which a job has ended, such as ``COMPLETED``; it may have been requeued before."""
+        self._wait(lambda: not self.runs(job), f"job {job}", 3 * SECONDS)
         return self._state(job)
 
     def runs(self, job: str) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +12,10 @@ import pytest
 import torch
 
 from tests.nodes import requeues
-from tests.nodes.machines import Machines
+from tests.nodes.machines import ROOT, Machines
 from tests.nodes.slurm import Slurm, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -30,3 +33,24 @@ def test_a_requeued_job_ends_as_the_undisturbed_one(slurm: Slurm, tmp_path: Path
     found, _ = requeues.run(slurm, tmp_path / "disturbed", [[2.0]])
     assert len(requeues.starts(tmp_path / "disturbed")) == 2
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("stopped", ["its time is up", "another job is more urgent"])
+def test_the_job_file_goes_on(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str) -> None:
+    """SLURM looks every 30 s for jobs whose time is up; and it tells those that others need the machines by SIGTERM."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    limit, epochs = (["--time=2", "--signal=USR1@60"], 4) if stopped == "its time is up" else ([], 2)
+    slow = ["--trainer.callbacks+=tests.nodes.preempted.Slow", f"--trainer.callbacks.folder={tmp_path}"]
+    words = [str(ROOT / "configs" / "vit_elastic.yaml"), f"--trainer.max_epochs={epochs}", *slow]
+    options = [*limit, f"--chdir={tmp_path}", "--output=job.log"]
+    job = slurm.submit(ROOT / "examples" / "slurm" / "train.sh", *words, options=options)
+    if not limit:
+        requeues.wait_until(lambda: re.search(r" [1-9]", requeues.now(tmp_path)) is not None, slurm, job, tmp_path)
+        (tmp_path / "urgent.sh").write_text("#!/bin/bash\n")
+        urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
+        slurm.submit(tmp_path / "urgent.sh", options=urgent)
+    state, text = slurm.wait(job), (tmp_path / "job.log").read_text()
+    assert state == "COMPLETED", text
+    assert f"`Trainer.fit` stopped: `max_epochs={epochs}` reached" in text
+    first, second, *_ = requeues.starts(tmp_path)
+    assert first == 0 < second
