@@ -30,6 +30,20 @@ from typing_extensions import Self
 ROOT = Path(__file__).parents[2]
 SECONDS = 150.0
 _NUMBERS = itertools.count()
+_ENTER = """#!/bin/bash
+number=${{1#node}}; shift
+exec ip netns exec {name}n$number unshare --uts --mount bash -c '
+    hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/disk" {disk}; shift 2; exec "$@"
+' - node$number {folder}/$number "$@"
+"""
+_REMOTE_SHELL = """#!/bin/bash
+exec {folder}/enter "$1" bash -c "${{*:2}}"
+"""
+_RANKS_OF_MPI = """
+export LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK
+export NODE_RANK=$((OMPI_COMM_WORLD_RANK / OMPI_COMM_WORLD_LOCAL_SIZE))
+exec "$@"
+"""
 
 
 @cache
@@ -70,6 +84,8 @@ class Machines:
             self.disk.mkdir(parents=True)
             for number in self.numbers:
                 self._make(number, undo)
+            self._write("enter", _ENTER)
+            self._write("remote_shell", _REMOTE_SHELL)
             self._connect(undo)
             self._undo = undo.pop_all()
         return self
@@ -89,6 +105,11 @@ class Machines:
         others = [f"{self.address(other)} node{other}" for other in self.numbers if other != number]
         # As Debian and Ubuntu write it: the machine's own name is its loopback device.
         (own / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 node{number}", *others, ""]))
+
+    def _write(self, program: str, text: str) -> None:
+        path = self._folder / "machines" / program
+        path.write_text(text.format(name=self._name, disk=self.disk, folder=path.parent))
+        path.chmod(0o755)
 
     def _connect(self, undo: ExitStack) -> None:
         places = [f"{self._space(number)}={self.address(number)}/24" for number in self.numbers]
@@ -147,11 +168,8 @@ class Machines:
             words: The program and its arguments.
             environment: Variables, beside those of this process.
         """
-        own = self._folder / "machines" / str(number)
-        script = 'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/disk" "$3"; shift 3; exec "$@"'
-        inside = ["unshare", "--uts", "--mount", "bash", "-c", script, "-", f"node{number}", str(own), str(self.disk)]
         return subprocess.Popen(
-            ["ip", "netns", "exec", self._space(number), *inside, *words],
+            [str(self._folder / "machines" / "enter"), str(number), *words],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
             stdout=subprocess.PIPE,
@@ -194,6 +212,24 @@ class Machines:
             for number in self.numbers
             if only in (0, number)
         ]
+
+    def mpirun(self, words: Sequence[str], *, processes: int, has_mpi4py: bool = False) -> list[Any]:
+        """Start a script on all machines by Open MPI, from the first.
+
+        Args:
+            words: The script, and its arguments.
+            processes: On each machine.
+            has_mpi4py: Whether Lightning asks MPI for the ranks. Otherwise a shell says them.
+        """
+        hosts = ",".join(f"node{number}:{processes}" for number in self.numbers)
+        launch = ["mpirun", "--allow-run-as-root", "--host", hosts]
+        launch += ["--mca", "plm_rsh_agent", str(self._folder / "machines" / "remote_shell")]
+        sizes = {"LOCAL_WORLD_SIZE": str(processes), "GROUP_WORLD_SIZE": str(len(self.numbers))}
+        meeting = {} if has_mpi4py else {"MASTER_ADDR": self.address(1), "MASTER_PORT": "29513"}
+        variables = [word for name in (*sizes, *meeting) for word in ("-x", name)]
+        ranks = [] if has_mpi4py else ["bash", "-c", _RANKS_OF_MPI, "-"]
+        train = [*ranks, sys.executable, "-W", "ignore", *words]
+        return [self.start(1, [*launch, *variables, *train], **sizes, **meeting)]
 
 
 def outputs(started: Sequence[subprocess.Popen[str]]) -> list[tuple[int | None, str]]:

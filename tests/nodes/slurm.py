@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -32,15 +34,33 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=2
 MpiDefault=none
 ReturnToService=2
 JobRequeue=1
 SlurmdParameters=config_overrides
 MailProg=/bin/true
 {nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=120
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
 _NODE = "NodeName=node{number} NodeAddr={address} CPUs=8 SocketsPerBoard=1 CoresPerSocket=8 RealMemory=1000"
+_JOB = """#!/bin/bash
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={processes}
+#SBATCH --output={folder}/job.log
+#SBATCH --chdir={folder}
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@90
+#SBATCH --requeue
+export LOCAL_WORLD_SIZE={processes} GROUP_WORLD_SIZE={nodes}
+srun {words}
+status=$?
+[ $status = 138 ] && scontrol requeue "$SLURM_JOB_ID"  # SIGUSR1 came before anyone listened
+exit $status
+"""
 _MUNGE_FILES = {"socket": "", "pid-file": ".pid", "log-file": ".log", "seed-file": ".seed"}
 
 
@@ -86,37 +106,59 @@ class Slurm:
     def _start(self, number: int, words: Sequence[str]) -> subprocess.Popen[str]:
         return self._machines.start(number, words, SLURM_CONF=str(self._folder / "slurm.conf"))
 
-    def _wait(self, is_reached: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + SECONDS
+    def _wait(self, is_reached: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
+        end = time.monotonic() + seconds
         while not is_reached():
             if time.monotonic() > end:
                 log = (self._folder / "slurmctld.log").read_text()
-                raise TimeoutError(f"SLURM: waited {SECONDS:.0f} s for {what}; its controller says:\n{log}")
+                raise TimeoutError(f"SLURM: waited {seconds:.0f} s for {what}; its controller says:\n{log}")
             time.sleep(0.2)
 
     def run(self, *words: str) -> str:
         """What a command of SLURM says, such as ``squeue``, on the first machine."""
         return self._start(1, words).communicate(timeout=SECONDS)[0]
 
-    def submit(self, job: Path, *options: str) -> str:
+    def submit(self, job: Path, *words: str, options: Sequence[str] = ()) -> str:
         """Submit a job file.
+
+        Args:
+            job: The file.
+            words: Its arguments.
+            options: Of sbatch, in the place of those in the file.
 
         Returns:
             The number of the job.
         """
-        said = self.run("sbatch", "--parsable", *options, str(job))
+        said = self.run("sbatch", "--parsable", *options, str(job), *words)
         if not said.strip().isdecimal():
             raise OSError(f"sbatch {job}: {said}")
         return said.strip()
 
+    def start(self, words: Sequence[str], folder: Path, *, processes: int) -> str:
+        """Submit a job of a script that may be requeued.
+
+        Args:
+            words: The script, and its arguments.
+            folder: Where it runs, and prints into ``job.log``.
+            processes: On each machine.
+
+        Returns:
+            The number of the job.
+        """
+        folder.mkdir(exist_ok=True)
+        sizes = {"nodes": len(self._machines.numbers), "processes": processes}
+        command = shlex.join([sys.executable, "-W", "ignore", *words])
+        (folder / "job.sh").write_text(_JOB.format(folder=folder, words=command, **sizes))
+        return self.submit(folder / "job.sh")
+
     def wait(self, job: str) -> str:
-        """The state in which a job has ended, such as ``COMPLETED``."""
-        self._wait(lambda: not self.runs(job), f"job {job}")
+        """The state in which a job has ended, such as ``COMPLETED``; it may have been requeued before."""
+        self._wait(lambda: not self.runs(job), f"job {job}", 3 * SECONDS)
         return self._state(job)
 
     def runs(self, job: str) -> bool:
         """Whether a job waits, runs, or is about to run again."""
-        return self._state(job).startswith(("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING"))
+        return self._state(job).startswith(("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED", "CONFIGURING"))
 
     def _state(self, job: str) -> str:
         return self.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip()
