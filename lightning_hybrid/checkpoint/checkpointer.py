@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,6 +28,7 @@ from lightning_hybrid.checkpoint.state_dict_match import load_module_state
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
 from lightning_hybrid.checkpoint.storage.checksums import verify
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
+from lightning_hybrid.checkpoint.storage.disks import check_shared
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import to_local
@@ -78,8 +80,18 @@ class Checkpointer:
         self._is_in_run = False
 
     def open(self) -> None:
-        """A run begins: until :meth:`close` there is somebody who waits for what is written in the background."""
+        """A run begins: until :meth:`close` there is somebody who waits for what is written in the background.
+
+        Raises:
+            ValueError, OSError: If directories are going to be written where not all machines see them; on every rank.
+        """
         self._is_in_run = True
+        trainer = self._module.trainer
+        saves = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if self._settings.save_distributed_checkpoint and saves:
+            places = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
+            folders = (local_path(place) for place in places if place is not None)
+            check_shared(list(dict.fromkeys(filter(None, folders))), self._mesh.hosts)
 
     def place_parameters(self, stage_map: StageMap, placeholders: Mapping[int, Tensor]) -> None:
         """Parameters live on other stages from here on.

@@ -239,12 +239,12 @@ def test_samples_and_steps_stay_when_a_machine_goes_and_comes_back(
 
 
 @pytest.mark.thorough
-def test_a_directory_on_disks_of_their_own_is_refused(machines: Machines, tmp_path: Path) -> None:
+def test_a_directory_on_disks_of_their_own_is_refused_before_training(machines: Machines, tmp_path: Path) -> None:
     layout = {**PP2, "save_distributed_checkpoint": True}
     ended = outputs(machines.torchrun(words(layout, tmp_path, str(machines.disk)), processes=1))
     assert all(code for code, _ in ended)
     for _, text in ended:
-        assert "node2 does not see the folder" in text
+        assert f"node1 does not see what node2 has written into the folder '{machines.disk}'" in text
         assert "its disk must be one that all machines share" in text
 
 

@@ -54,16 +54,11 @@ from torch.futures import Future
 from lightning_hybrid.checkpoint.storage.atomic import MARK, commit, recover, resolve, rollback, unfinished, wait_for
 from lightning_hybrid.checkpoint.storage.checksums import verify
 from lightning_hybrid.checkpoint.storage.chunks import local_chunks
+from lightning_hybrid.checkpoint.storage.disks import NOT_SHARED
 from lightning_hybrid.checkpoint.storage.unpickle import read_harmless
 from lightning_hybrid.distributed.pytree import TreePath
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"  # what Lightning calls them in a checkpoint
-
-NOT_SHARED = (
-    "Every rank writes a part of a directory, so its disk must be one that all machines share: let it be there"
-    " (`ModelCheckpoint(dirpath=...)`, `Trainer(default_root_dir=...)`), or use save_distributed_checkpoint=False,"
-    " with which rank 0 writes one file."
-)
 
 _EXTRA = "meta.pt"
 _MODEL_OF_FSDP = "model"  # what Lightning's FSDP strategy calls the state of the module in a directory
