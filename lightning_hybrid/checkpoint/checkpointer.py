@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from lightning_hybrid.checkpoint.state_dict_match import load_module_state
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
 from lightning_hybrid.checkpoint.storage.checksums import verify
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
-from lightning_hybrid.checkpoint.storage.disks import check_shared
+from lightning_hybrid.checkpoint.storage.disks import at_hand, check_shared
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import to_local
@@ -227,40 +227,40 @@ class Checkpointer:
             RuntimeError: If a directory is one of another model; on every rank.
         """
         self.finish()
-
-        def read() -> dict[str, Any]:
+        place, is_usual = local_path(path), type(plugin) in FILE_PLUGINS
+        hosts, group = self._mesh.hosts, self._mesh.world_group
+        with nullcontext(place) if place is None or not is_usual else at_hand(place, hosts, group) as found:
             load = partial(plugin.load_checkpoint, weights_only=weights_only)
-            local, is_usual = local_path(path), type(plugin) in FILE_PLUGINS
-            if local is not None and DistributedCheckpoint.is_at(local, or_unfinished=is_usual):
-                strict, load_value = self._module.strict_loading, partial(torch.load, weights_only=weights_only)
-                return self._sharded.load(local, strict=strict, read_extra=load, load_value=load_value)
-            if local is not None and is_usual:
-                self._check_file(local, path)
-            return load(path)
-
-        def read_checkpoint() -> dict[str, Any]:
-            found = read()
-            check_kind(found, path)
-            return found
-
-        checkpoint = agree(read_checkpoint)
+            checkpoint = agree(lambda: self._read(found, path, load, is_usual=is_usual, weights_only=weights_only))
         self._training_state.load(checkpoint, checkpoint.get(METADATA, {}), path, self._module.trainer)
         return checkpoint
 
-    def _check_file(self, file: Path, path: Any) -> None:
-        """Make sure that a checkpoint of one file is here, and as it was written.
+    def _read(
+        self, file: Path | None, path: Any, load: Callable[[Any], Any], *, is_usual: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """Read a checkpoint.
 
-        Raises:
-            FileNotFoundError: If it is not here.
-            ValueError: If it is damaged.
+        Args:
+            file: Where it is on the disk of this machine; ``None`` if it is on none.
+            path: Where it was said to be.
+            load: Reads files.
+            is_usual: Whether these are the usual ones, which are on a disk as they are.
+            weights_only: As for `torch.load`.
         """
-        if not file.exists():
-            raise FileNotFoundError(
-                f"Checkpoint file not found: {path}, on {socket.gethostname()}. All machines must see it: it is read on"
-                " each of them."
-            )
-        trainer = self._module.trainer
-        verify(file, share=(trainer.local_rank, trainer.num_devices))  # of the processes of this machine
+        if file is not None and DistributedCheckpoint.is_at(file, or_unfinished=is_usual):
+            strict, load_value = self._module.strict_loading, partial(torch.load, weights_only=weights_only)
+            found = self._sharded.load(file, strict=strict, read_extra=load, load_value=load_value)
+        elif file is None or not is_usual:
+            found = load(path)
+        else:
+            if not file.exists():
+                machines = ", ".join(dict.fromkeys(self._mesh.hosts))
+                raise FileNotFoundError(f"Checkpoint file not found: {path}, on none of these machines: {machines}.")
+            trainer = self._module.trainer
+            verify(file, share=(trainer.local_rank, trainer.num_devices))  # of the processes of this machine
+            found = load(file)
+        check_kind(found, path)
+        return found
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Take this rank's part of the full state dict of the module.

@@ -315,7 +315,7 @@ def damaged(path: Path, fault: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        ("missing shard", ValueError, "lacks the file '__1_0.distcp'"),
+        ("missing shard", ValueError, "lacks the file '__1_0.distcp', .* bytes or more, on "),
         ("short shard", ValueError, "'__1_0.distcp' has .* bytes of"),
         ("unfinished", ValueError, "no complete checkpoint"),
         ("short metadata", ValueError, "metadata cannot be read"),

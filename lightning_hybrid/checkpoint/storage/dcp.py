@@ -279,7 +279,10 @@ class DistributedCheckpoint:
         for name, size in sorted(_file_sizes(self._metadata.storage_data.values()).items()):
             file = self.path / name
             if not file.is_file():
-                raise ValueError(f"The checkpoint {self.path} lacks the file {name!r}, {size} bytes or more.")
+                raise ValueError(
+                    f"The checkpoint {self.path} lacks the file {name!r}, {size} bytes or more, on"
+                    f" {socket.gethostname()}."
+                )
             if file.stat().st_size < size:
                 raise ValueError(
                     f"The checkpoint {self.path} is damaged: the file {name!r} has {file.stat().st_size} bytes of"
