@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.callback_state import check_values, full_finetuning_groups, gather_callback_tensors
-from lightning_hybrid.checkpoint.file_io import FILE_PLUGINS, local_path
+from lightning_hybrid.checkpoint.file_io import FILE_PLUGINS
 from lightning_hybrid.checkpoint.full import FullCheckpoint
 from lightning_hybrid.checkpoint.metadata import METADATA, check_kind, make_metadata
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
@@ -27,8 +27,8 @@ from lightning_hybrid.checkpoint.snapshot import snapshot
 from lightning_hybrid.checkpoint.state_dict_match import load_module_state
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
 from lightning_hybrid.checkpoint.storage.checksums import verify
-from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from lightning_hybrid.checkpoint.storage.disks import at_hand, check_shared
+from lightning_hybrid.checkpoint.storage.remote import Place, is_directory, place_of
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import to_local
@@ -90,8 +90,8 @@ class Checkpointer:
         saves = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run  # type: ignore[attr-defined]
         if self._settings.save_distributed_checkpoint and saves:
             places = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
-            folders = (local_path(place) for place in places if place is not None)
-            check_shared(list(dict.fromkeys(filter(None, folders))), self._mesh.hosts)
+            folders = (place_of(place) for place in places if place is not None)
+            check_shared([folder for folder in dict.fromkeys(folders) if isinstance(folder, Path)], self._mesh.hosts)
 
     def place_parameters(self, stage_map: StageMap, placeholders: Mapping[int, Tensor]) -> None:
         """Parameters live on other stages from here on.
@@ -168,9 +168,7 @@ class Checkpointer:
     def _prepare(self, checkpoint: dict[str, Any], path: Any, plugin: CheckpointIO, options: Any) -> Callable[[], None]:
         """What writes this rank's part of a checkpoint."""
         if self._settings.save_distributed_checkpoint:
-            directory = local_path(path)
-            assert directory is not None, "others are refused"
-            return self._sharded.prepare(checkpoint, directory)
+            return self._sharded.prepare(checkpoint, place_of(path))
         if self._mesh.is_first:
             return lambda: plugin.save_checkpoint(checkpoint, path, storage_options=options)
         return lambda: None
@@ -227,40 +225,40 @@ class Checkpointer:
             RuntimeError: If a directory is one of another model; on every rank.
         """
         self.finish()
-        place, is_usual = local_path(path), type(plugin) in FILE_PLUGINS
+        place, is_usual = place_of(path), type(plugin) in FILE_PLUGINS
         hosts, group = self._mesh.hosts, self._mesh.world_group
-        with nullcontext(place) if place is None or not is_usual else at_hand(place, hosts, group) as found:
+        with at_hand(place, hosts, group) if is_usual else nullcontext(place) as found:
             load = partial(plugin.load_checkpoint, weights_only=weights_only)
             checkpoint = agree(lambda: self._read(found, path, load, is_usual=is_usual, weights_only=weights_only))
         self._training_state.load(checkpoint, checkpoint.get(METADATA, {}), path, self._module.trainer)
         return checkpoint
 
     def _read(
-        self, file: Path | None, path: Any, load: Callable[[Any], Any], *, is_usual: bool, weights_only: bool | None
+        self, found: Place, path: Any, load: Callable[[Any], Any], *, is_usual: bool, weights_only: bool | None
     ) -> dict[str, Any]:
         """Read a checkpoint.
 
         Args:
-            file: Where it is on the disk of this machine; ``None`` if it is on none.
+            found: Where this rank finds it.
             path: Where it was said to be.
             load: Reads files.
-            is_usual: Whether these are the usual ones, which are on a disk as they are.
+            is_usual: Whether these are the usual ones.
             weights_only: As for `torch.load`.
         """
-        if file is not None and DistributedCheckpoint.is_at(file, or_unfinished=is_usual):
+        if is_directory(found, or_unfinished=is_usual):
             strict, load_value = self._module.strict_loading, partial(torch.load, weights_only=weights_only)
-            found = self._sharded.load(file, strict=strict, read_extra=load, load_value=load_value)
-        elif file is None or not is_usual:
-            found = load(path)
-        else:
-            if not file.exists():
-                machines = ", ".join(dict.fromkeys(self._mesh.hosts))
-                raise FileNotFoundError(f"Checkpoint file not found: {path}, on none of these machines: {machines}.")
+            checkpoint = self._sharded.load(found, strict=strict, read_extra=load, load_value=load_value)
+        elif not is_usual:
+            checkpoint = load(path)
+        elif isinstance(found, Path) and found.exists():
             trainer = self._module.trainer
-            verify(file, share=(trainer.local_rank, trainer.num_devices))  # of the processes of this machine
-            found = load(file)
-        check_kind(found, path)
-        return found
+            verify(found, share=(trainer.local_rank, trainer.num_devices))  # of the processes of this machine
+            checkpoint = load(found)
+        else:
+            machines = ", ".join(dict.fromkeys(self._mesh.hosts))
+            raise FileNotFoundError(f"Checkpoint file not found: {path}, on none of these machines: {machines}.")
+        check_kind(checkpoint, path)
+        return checkpoint
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Take this rank's part of the full state dict of the module.

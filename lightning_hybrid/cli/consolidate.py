@@ -26,6 +26,7 @@ from lightning_hybrid.checkpoint.metadata import METADATA
 from lightning_hybrid.checkpoint.optimizer_state import numbered
 from lightning_hybrid.checkpoint.storage.atomic import new_file, reserve
 from lightning_hybrid.checkpoint.storage.dcp import MODEL, OPTIMIZERS, DistributedCheckpoint
+from lightning_hybrid.checkpoint.storage.remote import Place
 from lightning_hybrid.checkpoint.tree_paths import insert, tree_of
 from lightning_hybrid.distributed.pytree import TreePath
 
@@ -115,7 +116,7 @@ def _merged(extra: dict[str, Any], values: Mapping[TreePath, Any], directory: Di
 
 
 def consolidate(
-    path: Path,
+    path: Place,
     file: Path,
     *,
     weights_only: bool = False,
@@ -220,5 +221,5 @@ def _read_extra(file: Path) -> Any:
         raise ValueError(_unreadable(file, error)) from error
 
 
-def _unreadable(path: Path, error: Exception) -> str:
+def _unreadable(path: Place, error: Exception) -> str:
     return f"{path} is damaged, or was not written completely: {type(error).__name__}: {error}"

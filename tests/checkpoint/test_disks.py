@@ -88,7 +88,7 @@ def begun(folder: str, checkpoints: bool, layout: dict[str, Any], fast: bool) ->
     )
     with (
         mock.patch.object(socket, "gethostname", return_value=f"node{rank + 1}"),
-        mock.patch.object(checkpointer, "local_path", lambda path: Path(path).with_name(f"of {rank}")),
+        mock.patch.object(checkpointer, "place_of", lambda path: Path(path).with_name(f"of {rank}")),
         mock.patch.object(atomic, "_LOOKS", 2),
     ):
         try:
@@ -206,7 +206,7 @@ def resumed(path: str, other: str, max_steps: int) -> dict[str, Tensor]:
     trainer = make_trainer(PP2, max_epochs=2, max_steps=max_steps)
     with (
         mock.patch.object(socket, "gethostname", return_value=f"node{rank + 1}"),
-        mock.patch.object(checkpointer, "local_path", lambda given: Path(other if rank else given)),
+        mock.patch.object(checkpointer, "place_of", lambda given: Path(other if rank else given)),
     ):
         trainer.fit(module, loader(), ckpt_path=path if max_steps > 2 else None)
         if max_steps == 2:

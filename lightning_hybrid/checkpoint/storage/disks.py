@@ -18,7 +18,8 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_hybrid.checkpoint.storage.atomic import reserve, resolve, wait_for
+from lightning_hybrid.checkpoint.storage.atomic import reserve, wait_for
+from lightning_hybrid.checkpoint.storage.remote import Place, is_directory
 from lightning_hybrid.distributed.agreement import agree
 
 NOT_SHARED = (
@@ -115,11 +116,11 @@ class _View:
 
 
 @contextmanager
-def at_hand(place: Path, hosts: Sequence[str], group: dist.ProcessGroup) -> Iterator[Path]:
+def at_hand(place: Place, hosts: Sequence[str], group: dist.ProcessGroup) -> Iterator[Place]:
     """Inside, a checkpoint that is one file is on a disk of this machine; called by every rank of the group.
 
-    A file that is on the disks of other machines only is handed on from one machine to the next, in messages that fit
-    into memory::
+    What is on no disk is fetched once by each machine. A file that is on the disks of other machines only is handed on
+    from one machine to the next, in messages that fit into memory::
 
         node1   last.ckpt --.
         node2   a copy    <-'--.      for as long as it is read
@@ -137,11 +138,13 @@ def at_hand(place: Path, hosts: Sequence[str], group: dist.ProcessGroup) -> Iter
         ValueError: If some machines see a directory there and others do not; on every rank.
         OSError: If there is no room for a copy; on every rank.
     """
-    if len(set(hosts)) == 1:
+    if isinstance(place, Path) and len(set(hosts)) == 1:
         yield place
         return
+    rank = dist.get_rank()
+    fetches = hosts.index(hosts[rank]) == rank
     with tempfile.TemporaryDirectory(prefix="lightning_hybrid-") as folder:
-        own = agree(lambda: _look(place, Path(folder)))
+        own = agree(lambda: _look(place, Path(folder), fetches=fetches))
         views: list[Any] = [None] * len(hosts)
         dist.all_gather_object(views, own, group=group)
         _check_directories(place, views, hosts)
@@ -152,18 +155,28 @@ def at_hand(place: Path, hosts: Sequence[str], group: dist.ProcessGroup) -> Iter
         yield _hand_on(place, views, hosts, views.index(source), group)
 
 
-def _look(place: Path, folder: Path) -> _View:
-    if resolve(place).is_dir():
+def _look(place: Place, folder: Path, *, fetches: bool) -> _View:
+    """What this rank sees.
+
+    Args:
+        place: Where.
+        folder: For a copy.
+        fetches: Whether this rank makes one of what is on no disk.
+    """
+    if is_directory(place):
         return _View(folder, is_directory=True)
-    if not place.is_file():
+    file = place if isinstance(place, Path) else folder / place.name
+    if not isinstance(place, Path) and fetches and place.is_file():
+        place.fetch(file)
+    if not file.is_file():
         return _View(folder)
-    with place.open("rb") as opened:
+    with file.open("rb") as opened:
         size = opened.seek(0, os.SEEK_END)
         opened.seek(max(0, size - _END))
-        return _View(folder, place, (size, zlib.crc32(opened.read())))
+        return _View(folder, file, (size, zlib.crc32(opened.read())))
 
 
-def _check_directories(place: Path, views: Sequence[_View], hosts: Sequence[str]) -> None:
+def _check_directories(place: Place, views: Sequence[_View], hosts: Sequence[str]) -> None:
     seeing = [host for host, view in zip(hosts, views, strict=True) if view.is_directory]
     others = [host for host in dict.fromkeys(hosts) if host not in seeing]
     if seeing and others:
@@ -175,7 +188,7 @@ def _check_directories(place: Path, views: Sequence[_View], hosts: Sequence[str]
         )
 
 
-def _hand_on(place: Path, views: Sequence[_View], hosts: Sequence[str], source: int, group: dist.ProcessGroup) -> Path:
+def _hand_on(place: Place, views: Sequence[_View], hosts: Sequence[str], source: int, group: dist.ProcessGroup) -> Path:
     """Send the file of a rank to the machines that lack it; where it is for this rank."""
     content, rank = views[source].content, dist.get_rank()
     files: dict[str, Path] = {}
