@@ -7,6 +7,7 @@ S3, where the extra `remote-tests` is installed.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,11 +22,13 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from lightning_hybrid.checkpoint.storage.remote import RemotePath, is_directory, place_of
+from lightning_hybrid.cli.main import main
 from tests.checkpoint.test_storage import read, write
 from tests.pool import Pools, RankError
 from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer, together, weights
@@ -290,6 +293,25 @@ def test_one_process_saves_to_memory(memory: str, sharded: bool) -> None:
     make_trainer(None, max_epochs=3, max_steps=7).fit(whole, loader())
     assert step == 4
     assert_same(found, weights(whole))
+
+
+def test_commands_read_what_is_not_on_a_disk(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for sharded, name in ((True, "directory"), (False, "file")):
+        with mock.patch.dict(os.environ, {"WORLD_SIZE": "1"}):
+            layout = {"num_microbatches": 2, "save_distributed_checkpoint": sharded}
+            _, expected = trained(layout, f"{memory}/{name}", {}, 2, None)
+        main(["inspect", f"{memory}/{name}/last.ckpt"])
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"memory://ckpts/{name}/last.ckpt: {name}")
+        assert re.search(r"progress +epoch 0, step 2", shown)
+        main(["export", f"{memory}/{name}/last.ckpt", str(tmp_path / name)])
+        assert_same(load_file(tmp_path / name / "model.safetensors"), expected)
+    main(["consolidate", f"{memory}/directory/last.ckpt", str(tmp_path / "one.ckpt")])
+    assert_same(torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"], expected)
+    with pytest.raises(SystemExit) as refused:
+        main(["consolidate", f"{memory}/directory/last.ckpt", f"{memory}/one.ckpt"])
+    assert refused.value.code == 2
+    assert "'memory://ckpts/one.ckpt' is not on a disk" in capsys.readouterr().err
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
