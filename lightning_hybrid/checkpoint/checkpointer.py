@@ -225,7 +225,8 @@ class Checkpointer:
             RuntimeError: If a directory is one of another model; on every rank.
         """
         self.finish()
-        place, is_usual = place_of(path), type(plugin) in FILE_PLUGINS
+        place, is_http = place_of(path), str(path).startswith("http")
+        is_usual = type(plugin) in FILE_PLUGINS and not is_http  # which Lightning downloads in a way of its own
         hosts, group = self._mesh.hosts, self._mesh.world_group
         with at_hand(place, hosts, group) if is_usual else nullcontext(place) as found:
             load = partial(plugin.load_checkpoint, weights_only=weights_only)
@@ -242,10 +243,10 @@ class Checkpointer:
             found: Where this rank finds it.
             path: Where it was said to be.
             load: Reads files.
-            is_usual: Whether these are the usual ones.
+            is_usual: Whether it reads the usual ones, so that the place can be looked at before.
             weights_only: As for `torch.load`.
         """
-        if is_directory(found, or_unfinished=is_usual):
+        if (is_usual or isinstance(found, Path)) and is_directory(found, or_unfinished=is_usual):
             strict, load_value = self._module.strict_loading, partial(torch.load, weights_only=weights_only)
             checkpoint = self._sharded.load(found, strict=strict, read_extra=load, load_value=load_value)
         elif not is_usual:

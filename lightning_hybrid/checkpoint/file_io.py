@@ -41,12 +41,13 @@ class FileIO(TorchCheckpointIO):
                     torch.save(checkpoint, new)
             else:
                 super().save_checkpoint(checkpoint, str(path))
-                remove_directory(place)
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             raise OSError(
                 f"The checkpoint {path} could not be written; what was there before is as it was."
                 f" rank 0: {type(error).__name__}: {error}"  # which writes files; its machine is to be looked at
             ) from error
+        if not isinstance(place, Path):
+            remove_directory(place)  # of an earlier save, which would be read instead
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; of weights and states of optimizers, a rank reads what it uses.

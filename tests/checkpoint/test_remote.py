@@ -22,6 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -300,6 +301,7 @@ def test_commands_read_what_is_not_on_a_disk(memory: str, tmp_path: Path, capsys
         with mock.patch.dict(os.environ, {"WORLD_SIZE": "1"}):
             layout = {"num_microbatches": 2, "save_distributed_checkpoint": sharded}
             _, expected = trained(layout, f"{memory}/{name}", {}, 2, None)
+        capsys.readouterr()
         main(["inspect", f"{memory}/{name}/last.ckpt"])
         shown = capsys.readouterr().out
         assert shown.startswith(f"memory://ckpts/{name}/last.ckpt: {name}")
@@ -332,3 +334,29 @@ def test_a_file_and_a_directory_take_each_others_places(ranks: Pools, place: tup
     assert RemotePath(path).sizes() == {}
     FileIO().remove_checkpoint(path)
     assert not RemotePath(path).exists()
+
+
+class Database(TorchCheckpointIO):
+    """A user's way, to places that nobody else knows."""
+
+    saved: Any = None
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        """Keep it."""
+        Database.saved = checkpoint
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        """Give it."""
+        return Database.saved
+
+
+def test_places_that_a_plugin_knows_are_its_own() -> None:
+    def trainer(**arguments: Any) -> Any:
+        with mock.patch.dict(os.environ, {"WORLD_SIZE": "1"}):
+            return make_trainer({"num_microbatches": 2}, plugins=[Database()], max_epochs=2, **arguments)
+
+    first, second = trainer(max_steps=2), trainer(max_steps=4)
+    first.fit(Regression(), loader())
+    first.save_checkpoint("database://row/1")
+    second.fit(Regression(), loader(), ckpt_path="database://row/1")
+    assert (Database.saved["global_step"], second.global_step) == (2, 4)

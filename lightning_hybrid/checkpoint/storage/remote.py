@@ -63,7 +63,7 @@ class RemotePath:
     def is_dir(self) -> bool:
         """Whether there are files below, and none of this name, which object stores allow beside them."""
         files, path = self._find()
-        return bool(files.isdir(path) and not files.isfile(path))
+        return bool(not files.isfile(path) and files.isdir(path))
 
     def open(self, mode: str) -> Any:
         """The file, for reading or writing; what is written is there when it is closed."""
@@ -106,7 +106,7 @@ class RemotePath:
     def remove_folder(self) -> None:
         """Remove the folder that has become empty, of a file system that has folders."""
         files, path = self._find()
-        if files.isdir(path) and not files.isfile(path):
+        if not files.isfile(path) and files.isdir(path):
             files.rmdir(path)
 
     def remove_below(self, *, keep: Collection[str] = ()) -> None:
