@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -833,6 +834,24 @@ def test_choose_checkpoint(tmp_path: Path) -> None:
     internals.restore_checkpoint_choice(again)
     again.predict(Small(), data)
     assert len(found) == 1
+
+
+def test_find_last_remotely() -> None:
+    original, files = ModelCheckpoint._find_last_checkpoints, fsspec.filesystem("memory")
+    data = DataLoader(torch.ones(4, 1), 1)
+    try:
+        for _ in range(2):  # as by two strategies
+            internals.find_last_remotely(lambda url: f"{url}/inside" if url.endswith("2.ckpt") else None)
+        trainer = quiet_trainer(callbacks=[ModelCheckpoint("memory://find")], enable_checkpointing=True)
+        for name in ("last-v1.ckpt", "last-v2.ckpt/inside"):
+            files.pipe_file(f"/find/{name}", b"")
+        (callback,) = trainer.checkpoint_callbacks
+        assert callback._find_last_checkpoints(trainer) == {"memory://find/last-v2.ckpt/inside"}  # type: ignore[attr-defined]
+        with pytest.raises(EOFError):  # it is read
+            trainer.fit(Small(), data, ckpt_path="last")
+    finally:
+        ModelCheckpoint._find_last_checkpoints = original  # type: ignore[method-assign]
+        files.rm("/find", recursive=True)
 
 
 def test_connect_processes(monkeypatch: pytest.MonkeyPatch) -> None:

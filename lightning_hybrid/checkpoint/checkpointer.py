@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.callback_state import check_values, full_finetuning_groups, gather_callback_tensors
-from lightning_hybrid.checkpoint.file_io import FILE_PLUGINS, local_path
+from lightning_hybrid.checkpoint.file_io import FILE_PLUGINS
 from lightning_hybrid.checkpoint.full import FullCheckpoint
 from lightning_hybrid.checkpoint.metadata import METADATA, check_kind, make_metadata
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
@@ -26,7 +27,8 @@ from lightning_hybrid.checkpoint.snapshot import snapshot
 from lightning_hybrid.checkpoint.state_dict_match import load_module_state
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
 from lightning_hybrid.checkpoint.storage.checksums import verify
-from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
+from lightning_hybrid.checkpoint.storage.disks import at_hand, check_shared
+from lightning_hybrid.checkpoint.storage.remote import Place, is_directory, place_of
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import to_local
@@ -78,8 +80,18 @@ class Checkpointer:
         self._is_in_run = False
 
     def open(self) -> None:
-        """A run begins: until :meth:`close` there is somebody who waits for what is written in the background."""
+        """A run begins: until :meth:`close` there is somebody who waits for what is written in the background.
+
+        Raises:
+            ValueError, OSError: If directories are going to be written where not all machines see them; on every rank.
+        """
         self._is_in_run = True
+        trainer = self._module.trainer
+        saves = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if self._settings.save_distributed_checkpoint and saves:
+            places = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
+            folders = (place_of(place) for place in places if place is not None)
+            check_shared([folder for folder in dict.fromkeys(folders) if isinstance(folder, Path)], self._mesh.hosts)
 
     def place_parameters(self, stage_map: StageMap, placeholders: Mapping[int, Tensor]) -> None:
         """Parameters live on other stages from here on.
@@ -156,9 +168,7 @@ class Checkpointer:
     def _prepare(self, checkpoint: dict[str, Any], path: Any, plugin: CheckpointIO, options: Any) -> Callable[[], None]:
         """What writes this rank's part of a checkpoint."""
         if self._settings.save_distributed_checkpoint:
-            directory = local_path(path)
-            assert directory is not None, "others are refused"
-            return self._sharded.prepare(checkpoint, directory)
+            return self._sharded.prepare(checkpoint, place_of(path))
         if self._mesh.is_first:
             return lambda: plugin.save_checkpoint(checkpoint, path, storage_options=options)
         return lambda: None
@@ -215,40 +225,41 @@ class Checkpointer:
             RuntimeError: If a directory is one of another model; on every rank.
         """
         self.finish()
-
-        def read() -> dict[str, Any]:
+        place, is_http = place_of(path), str(path).startswith("http")
+        is_usual = type(plugin) in FILE_PLUGINS and not is_http  # which Lightning downloads in a way of its own
+        hosts, group = self._mesh.hosts, self._mesh.world_group
+        with at_hand(place, hosts, group) if is_usual else nullcontext(place) as found:
             load = partial(plugin.load_checkpoint, weights_only=weights_only)
-            local, is_usual = local_path(path), type(plugin) in FILE_PLUGINS
-            if local is not None and DistributedCheckpoint.is_at(local, or_unfinished=is_usual):
-                strict, load_value = self._module.strict_loading, partial(torch.load, weights_only=weights_only)
-                return self._sharded.load(local, strict=strict, read_extra=load, load_value=load_value)
-            if local is not None and is_usual:
-                self._check_file(local, path)
-            return load(path)
-
-        def read_checkpoint() -> dict[str, Any]:
-            found = read()
-            check_kind(found, path)
-            return found
-
-        checkpoint = agree(read_checkpoint)
+            checkpoint = agree(lambda: self._read(found, path, load, is_usual=is_usual, weights_only=weights_only))
         self._training_state.load(checkpoint, checkpoint.get(METADATA, {}), path, self._module.trainer)
         return checkpoint
 
-    def _check_file(self, file: Path, path: Any) -> None:
-        """Make sure that a checkpoint of one file is here, and as it was written.
+    def _read(
+        self, found: Place, path: Any, load: Callable[[Any], Any], *, is_usual: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """Read a checkpoint.
 
-        Raises:
-            FileNotFoundError: If it is not here.
-            ValueError: If it is damaged.
+        Args:
+            found: Where this rank finds it.
+            path: Where it was said to be.
+            load: Reads files.
+            is_usual: Whether it reads the usual ones, so that the place can be looked at before.
+            weights_only: As for `torch.load`.
         """
-        if not file.exists():
-            raise FileNotFoundError(
-                f"Checkpoint file not found: {path}, on {socket.gethostname()}. All machines must see it: it is read on"
-                " each of them."
-            )
-        trainer = self._module.trainer
-        verify(file, share=(trainer.local_rank, trainer.num_devices))  # of the processes of this machine
+        if (is_usual or isinstance(found, Path)) and is_directory(found, or_unfinished=is_usual):
+            strict, load_value = self._module.strict_loading, partial(torch.load, weights_only=weights_only)
+            checkpoint = self._sharded.load(found, strict=strict, read_extra=load, load_value=load_value)
+        elif not is_usual:
+            checkpoint = load(path)
+        elif isinstance(found, Path) and found.exists():
+            trainer = self._module.trainer
+            verify(found, share=(trainer.local_rank, trainer.num_devices))  # of the processes of this machine
+            checkpoint = load(found)
+        else:
+            machines = ", ".join(dict.fromkeys(self._mesh.hosts))
+            raise FileNotFoundError(f"Checkpoint file not found: {path}, on none of these machines: {machines}.")
+        check_kind(checkpoint, path)
+        return checkpoint
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Take this rank's part of the full state dict of the module.

@@ -1,4 +1,4 @@
-"""Checkpoint files of the local file system: replaced atomically, and mapped into memory where they are large."""
+"""Checkpoint files: replaced atomically, and on a disk mapped into memory where they are large."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_hybrid.checkpoint.storage.atomic import discard, new_file, telling_why
+from lightning_hybrid.checkpoint.storage.remote import place_of, remove_directory
 from lightning_hybrid.checkpoint.tree_paths import cloned, replaced
 
 _LARGE = 1 << 20  # bytes; what is smaller is read sooner than mapped
@@ -21,7 +21,7 @@ _MAPPED = ("state_dict", "optimizer_states")  # each rank takes a part of these
 class FileIO(TorchCheckpointIO):
     """Lightning's own files, written so that a kill at any moment leaves the old file or the new one.
 
-    On other than local file systems it is as in Lightning.
+    On other than local file systems they are written as in Lightning: object stores show a file when it is complete.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -31,18 +31,23 @@ class FileIO(TorchCheckpointIO):
             TypeError: If there are ``storage_options``.
             OSError: If it cannot be written; what was there is as it was.
         """
-        local = local_path(path)
-        if storage_options is not None or local is None:
+        place = place_of(path)
+        if storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         try:
-            with new_file(local) as new, telling_why(new):
-                torch.save(checkpoint, new)
+            if isinstance(place, Path):
+                with new_file(place) as new, telling_why(new):
+                    torch.save(checkpoint, new)
+            else:
+                super().save_checkpoint(checkpoint, str(path))
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             raise OSError(
                 f"The checkpoint {path} could not be written; what was there before is as it was."
                 f" rank 0: {type(error).__name__}: {error}"  # which writes files; its machine is to be looked at
             ) from error
+        if not isinstance(place, Path):
+            remove_directory(place)  # of an earlier save, which would be read instead
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; of weights and states of optimizers, a rank reads what it uses.
@@ -52,8 +57,8 @@ class FileIO(TorchCheckpointIO):
             ValueError: If the file is damaged, or is none of `torch.save`.
             UnpicklingError: If it holds objects that `weights_only` does not allow.
         """
-        file = local_path(path)
-        if file is None or not file.exists() or file.is_dir():
+        file = place_of(path)
+        if not isinstance(file, Path) or not file.exists() or file.is_dir():
             return super().load_checkpoint(path, map_location, weights_only)
         try:
             mapped = file.stat().st_size >= _LARGE and zipfile.is_zipfile(file)
@@ -80,18 +85,12 @@ class FileIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file or a directory; nobody sees half of it."""
-        local = local_path(path)
-        if local is not None:
-            discard(local)
+        place = place_of(path)
+        if isinstance(place, Path):
+            discard(place)
         else:
-            super().remove_checkpoint(path)
-
-
-def local_path(path: Any) -> Path | None:
-    """The place of a file of the local file system, given in any way that Lightning knows; ``None`` for others."""
-    if fsspec.utils.get_protocol(str(path)) != "file":
-        return None
-    return Path(fsspec.core.url_to_fs(str(path))[1])
+            place.remove()
+            remove_directory(place)
 
 
 FILE_PLUGINS = (FileIO, TorchCheckpointIO, AsyncCheckpointIO)  # they write files, so a directory is not theirs

@@ -19,7 +19,9 @@ from lightning_hybrid.checkpoint.metadata import METADATA
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates, check_number
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.state_dict_match import check_match, shape_of
-from lightning_hybrid.checkpoint.storage.dcp import MODEL, OPTIMIZERS, DistributedCheckpoint, write_directory
+from lightning_hybrid.checkpoint.storage.dcp import MODEL, OPTIMIZERS, DistributedCheckpoint
+from lightning_hybrid.checkpoint.storage.dcp_writer import write_directory
+from lightning_hybrid.checkpoint.storage.remote import Place
 from lightning_hybrid.checkpoint.tree_paths import insert, tree_of, value_at, without
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
@@ -82,7 +84,7 @@ class ShardedCheckpoint:
             metadata["layers"] = {name: dict(layer) for name, layer in state._metadata.items()}
         return metadata
 
-    def prepare(self, checkpoint: dict[str, Any], path: Path) -> Callable[[], None]:
+    def prepare(self, checkpoint: dict[str, Any], path: Place) -> Callable[[], None]:
         """Find out what this rank writes.
 
         Args:
@@ -145,7 +147,7 @@ class ShardedCheckpoint:
 
     def load(
         self,
-        path: Path,
+        path: Place,
         *,
         strict: bool,
         read_extra: Callable[[Path], dict[str, Any]],

@@ -9,10 +9,8 @@ So a checkpoint may be larger than the memory of the machine::
 
 from __future__ import annotations
 
-import errno
 import io
 import mmap
-import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -26,8 +24,9 @@ from torch import Tensor
 
 from lightning_hybrid.checkpoint.metadata import METADATA
 from lightning_hybrid.checkpoint.optimizer_state import numbered
-from lightning_hybrid.checkpoint.storage.atomic import new_file
+from lightning_hybrid.checkpoint.storage.atomic import new_file, reserve
 from lightning_hybrid.checkpoint.storage.dcp import MODEL, OPTIMIZERS, DistributedCheckpoint
+from lightning_hybrid.checkpoint.storage.remote import Place
 from lightning_hybrid.checkpoint.tree_paths import insert, tree_of
 from lightning_hybrid.distributed.pytree import TreePath
 
@@ -117,7 +116,7 @@ def _merged(extra: dict[str, Any], values: Mapping[TreePath, Any], directory: Di
 
 
 def consolidate(
-    path: Path,
+    path: Place,
     file: Path,
     *,
     weights_only: bool = False,
@@ -179,7 +178,7 @@ def _lay_out(outline: Outline, file: Path) -> dict[int, Tensor]:
     file.touch()  # an error of the system says more than torch's
     with torch.serialization.skip_data():
         torch.save(outline.checkpoint, file)
-    _reserve(file)
+    reserve(file)
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         in_file = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
     pairs = list(zip(_tensors(outline.checkpoint), _tensors(in_file), strict=True))
@@ -188,18 +187,6 @@ def _lay_out(outline: Outline, file: Path) -> dict[int, Tensor]:
         if id(tensor) not in without_values:
             target.detach().copy_(tensor.detach())
     return {id(tensor): target for tensor, target in pairs}
-
-
-def _reserve(file: Path) -> None:
-    """Take the room on the disk: where there is none, writing through a map ends the process."""
-    if not hasattr(os, "posix_fallocate"):
-        return
-    with file.open("r+b") as opened:
-        try:
-            os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that cannot
-                raise
 
 
 class _Finder(pickle.Pickler):
@@ -234,5 +221,5 @@ def _read_extra(file: Path) -> Any:
         raise ValueError(_unreadable(file, error)) from error
 
 
-def _unreadable(path: Path, error: Exception) -> str:
+def _unreadable(path: Place, error: Exception) -> str:
     return f"{path} is damaged, or was not written completely: {type(error).__name__}: {error}"

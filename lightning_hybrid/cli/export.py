@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_hybrid.checkpoint.storage.atomic import new_directory
 from lightning_hybrid.checkpoint.storage.dcp import MODEL, DistributedCheckpoint
+from lightning_hybrid.checkpoint.storage.remote import Place, fetched, is_directory
 from lightning_hybrid.checkpoint.storage.unpickle import load_lenient
 from lightning_hybrid.checkpoint.weights.hugging_face import CONFIG, INDEX_SUFFIX, WEIGHTS
 from lightning_hybrid.cli.consolidate import read_outline
@@ -52,7 +53,7 @@ class Export:
 
 
 def export(
-    path: Path,
+    path: Place,
     folder: Path,
     *,
     prefix: str | None = None,
@@ -125,12 +126,13 @@ def export(
     return Export(written, begin, tied, left_out, first_parts, settings is not None)
 
 
-def _open(path: Path) -> tuple[Mapping[str, Any], Callable[[Tensor], Tensor]]:
+def _open(path: Place) -> tuple[Mapping[str, Any], Callable[[Tensor], Tensor]]:
     """A checkpoint whose tensors were not read, and what reads one of them."""
-    if not DistributedCheckpoint.is_at(path):
+    if not is_directory(path):
         if not path.exists():
             raise FileNotFoundError(f"Checkpoint not found: {path}")
-        return read_mapped(path, trusted=True), lambda tensor: tensor
+        with fetched(path) as file:
+            return read_mapped(file, trusted=True), lambda tensor: tensor
     directory = DistributedCheckpoint(path, load_value=partial(load_lenient, trusted=True))
     directory.check_files()
     outline = read_outline(directory, device="meta", weights_only=True, read_extra=partial(read_mapped, trusted=True))
@@ -144,7 +146,7 @@ def _open(path: Path) -> tuple[Mapping[str, Any], Callable[[Tensor], Tensor]]:
     return outline.checkpoint, read
 
 
-def _state_of(checkpoint: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+def _state_of(checkpoint: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
     state = checkpoint.get(MODEL, checkpoint)
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(
@@ -153,7 +155,7 @@ def _state_of(checkpoint: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     return state
 
 
-def _find_prefix(names: Mapping[str, Any], prefix: str | None, path: Path) -> tuple[str, Counter[str]]:
+def _find_prefix(names: Mapping[str, Any], prefix: str | None, path: Place) -> tuple[str, Counter[str]]:
     """What is removed from names, and how many of them begin with what."""
     firsts = Counter(f"{first}." if rest else first for first, _, rest in (name.partition(".") for name in names))
     if prefix is None:

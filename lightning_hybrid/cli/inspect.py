@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_hybrid.checkpoint.metadata import METADATA
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
+from lightning_hybrid.checkpoint.storage.remote import Place, fetched, is_directory
 from lightning_hybrid.checkpoint.storage.unpickle import load_lenient
 from lightning_hybrid.cli.consolidate import read_outline
 from lightning_hybrid.distributed.module_names import fold_numbered
@@ -39,7 +40,7 @@ class Inspection:
         checkpoint: Its tree.
     """
 
-    path: Path
+    path: Place
     kind: str
     num_bytes: int
     checkpoint: Mapping[str, Any]
@@ -98,7 +99,7 @@ class Inspection:
         }
 
 
-def inspect_checkpoint(path: Path) -> Inspection:
+def inspect_checkpoint(path: Place) -> Inspection:
     """Look into a checkpoint.
 
     Args:
@@ -108,14 +109,15 @@ def inspect_checkpoint(path: Path) -> Inspection:
         FileNotFoundError: If there is nothing.
         ValueError: If it is no checkpoint, or damaged.
     """
-    if not DistributedCheckpoint.is_at(path):
+    if not is_directory(path):
         if not path.exists():
             raise FileNotFoundError(f"Checkpoint not found: {path}")
-        return Inspection(path, "file", path.stat().st_size, read_mapped(path))
+        with fetched(path) as file:
+            return Inspection(path, "file", file.stat().st_size, read_mapped(file))
     directory = DistributedCheckpoint(path, load_value=load_lenient)
     directory.check_files()
     outline = read_outline(directory, device="meta", read_extra=read_mapped)
-    sizes = [file.stat().st_size for file in directory.path.iterdir() if file.is_file()]
+    sizes = directory.file_sizes().values()
     return Inspection(path, f"directory of {len(sizes)} files", sum(sizes), outline.checkpoint)
 
 

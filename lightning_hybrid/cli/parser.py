@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from typing_extensions import override
@@ -111,6 +112,13 @@ class ConfigParser(Parser):
             metavar="FILE",
             help="the configuration; of several, later ones change earlier ones",
         )
+
+
+def on_disk(text: str) -> Path:
+    """A path to write to, as the type of an option."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not on a disk: write to one, and copy it")
+    return Path(text)
 
 
 def positive(text: str) -> int:

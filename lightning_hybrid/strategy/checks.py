@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
-from lightning_hybrid.checkpoint.file_io import local_path
 from lightning_hybrid.config import HybridConfig, choices
 from lightning_hybrid.distributed.agreement import agree, check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
@@ -461,27 +460,19 @@ def check_plugin(plugin: CheckpointIO | None, *, sharded: bool, beside: bool) ->
         )
 
 
-def check_storage(path: Any, options: Any, *, sharded: bool) -> None:
-    """Check where and how a checkpoint is to be written.
+def check_storage(options: Any, *, sharded: bool) -> None:
+    """Check how a checkpoint is to be written.
 
     Args:
-        path: The place.
         options: What `Trainer.save_checkpoint` was given.
         sharded: Whether the checkpoint is a directory.
 
     Raises:
         TypeError: If there is no use for options; as Lightning says it.
-        ValueError: If a directory is to be on another than the local file system.
     """
     if options is not None and sharded:
         raise TypeError(
             "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for"
             " `HybridStrategy(save_distributed_checkpoint=True)`. Use save_distributed_checkpoint=False, and a plugin"
             " of your own: Trainer(plugins=[MyCheckpointIO()])."
-        )
-    if sharded and local_path(path) is None:
-        raise ValueError(
-            f"HybridStrategy(save_distributed_checkpoint=True) cannot write to {path}: a directory appears complete by"
-            " being renamed, which needs a file system that is mounted. Save to one and copy it, or use"
-            " save_distributed_checkpoint=False."
         )

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.checkpoint.file_io import FileIO
+from lightning_hybrid.checkpoint.storage.remote import dated
 from lightning_hybrid.checkpoint.weights.weights import Source
 from lightning_hybrid.config import HybridConfig, preferred, resolve_sizes, usual_microbatches
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
@@ -187,6 +188,7 @@ class HybridStrategy(ReplicaCollectives):
         self._global_batch: GlobalBatch | None = None
         self._sync_blocked = False
         self.num_nodes = 1
+        lightning_internals.find_last_remotely(dated)
         super().__init__()
 
     @override
@@ -642,7 +644,7 @@ class HybridStrategy(ReplicaCollectives):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint: a file on rank 0, or a directory on every rank."""
         sharded = self.settings.save_distributed_checkpoint
-        checks.check_storage(filepath, storage_options, sharded=sharded)
+        checks.check_storage(storage_options, sharded=sharded)
         if self._attached is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:

@@ -18,6 +18,8 @@ from functools import partial
 from typing import Any, TypeGuard
 
 import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.utils import get_protocol  # type: ignore[import-untyped]
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import _init_dist_connection
@@ -792,6 +794,34 @@ def restore_checkpoint_choice(trainer: Trainer) -> None:
     Without: the next run asks ranks of a former one.
     """
     trainer._checkpoint_connector.__dict__.pop("resume_start", None)
+
+
+def find_last_remotely(dated: Callable[[str], str | None]) -> None:
+    """Have ``ckpt_path="last"`` find checkpoints that are not on a disk, from now on.
+
+    Lightning lists them without their protocol, and then looks on the disk. It takes the one that was changed last, and
+    a folder of an object store has no time.
+
+    Args:
+        dated: For where a checkpoint may be, the place with its time; ``None`` if there is no complete one.
+
+    Touches: ``ModelCheckpoint._find_last_checkpoints`` (replaced in the class, as the Trainer calls it before anything
+        of a strategy), ``ModelCheckpoint.__resolve_ckpt_dir``, ``ModelCheckpoint._fs``.
+
+    Without: a run with such a folder begins anew, each time.
+    """
+    original = getattr(ModelCheckpoint._find_last_checkpoints, "__wrapped__", ModelCheckpoint._find_last_checkpoints)
+
+    @functools.wraps(original)
+    def find_last_checkpoints(self: ModelCheckpoint, trainer: Trainer) -> set[str]:
+        folder = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        if get_protocol(folder) == "file":
+            return original(self, trainer)
+        self._fs = url_to_fs(folder)[0]
+        names = {path.rpartition("/")[2] for path in original(self, trainer)}
+        return {place for name in names if (place := dated(f"{folder.rstrip('/')}/{name}")) is not None}
+
+    ModelCheckpoint._find_last_checkpoints = find_last_checkpoints  # type: ignore[method-assign]
 
 
 def note_saved_step(callback: ModelCheckpoint, step: int) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.storage import atomic
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
+from lightning_hybrid.checkpoint.storage.remote import is_directory
 from tests.pool import Pools, RankError
 from tests.training_jobs import PP2, Regression, loader, make_trainer
 
@@ -63,7 +64,7 @@ def save_until_killed(path: str, sharded: bool, victims: tuple[int, ...], moment
 
 def weights_in(path: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint, all of them read."""
-    if not DistributedCheckpoint.is_at(path):
+    if not is_directory(path):
         return {name: value.clone() for name, value in FileIO().load_checkpoint(path)["state_dict"].items()}
     directory = DistributedCheckpoint(path)
     directory.check_files()

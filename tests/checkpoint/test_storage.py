@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_hybrid.checkpoint.storage import atomic, dcp
+from lightning_hybrid.checkpoint.storage import atomic, dcp_writer
 from lightning_hybrid.checkpoint.storage.atomic import discard, new_file
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
 from lightning_hybrid.checkpoint.storage.chunks import local_chunks
-from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint, write_directory
+from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
+from lightning_hybrid.checkpoint.storage.dcp_writer import write_directory
 from tests.pool import Pools
 
 # -- atomic ------------------------------------------------------------------------------------------------------------
@@ -258,9 +259,9 @@ def test_the_first_rank_alone_makes_the_directory(ranks: Pools, tmp_path: Path) 
 
 def write_on_own_disk(path: str, own: str, factor: float) -> str:
     """What a rank says whose machine has another disk under the same name, where there is a directory or not."""
-    unfinished = dcp.unfinished
+    unfinished = dcp_writer.unfinished
     with (
-        mock.patch.object(dcp, "unfinished", lambda path: Path(own) if dist.get_rank() else unfinished(path)),
+        mock.patch.object(dcp_writer, "unfinished", lambda path: Path(own) if dist.get_rank() else unfinished(path)),
         mock.patch.object(atomic, "_LOOKS", 2),
     ):
         try:
@@ -315,7 +316,7 @@ def damaged(path: Path, fault: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        ("missing shard", ValueError, "lacks the file '__1_0.distcp'"),
+        ("missing shard", ValueError, "lacks the file '__1_0.distcp', .* bytes or more, on "),
         ("short shard", ValueError, "'__1_0.distcp' has .* bytes of"),
         ("unfinished", ValueError, "no complete checkpoint"),
         ("short metadata", ValueError, "metadata cannot be read"),

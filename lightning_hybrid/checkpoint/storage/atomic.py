@@ -82,6 +82,26 @@ def telling_why(file: Path) -> Iterator[None]:
         raise
 
 
+def reserve(file: Path) -> None:
+    """Take the room on the disk for all bytes of a file: where there is none, writing through a map ends the process.
+
+    Args:
+        file: Of the length that it shall have; a part of it may not be on the disk yet.
+
+    Raises:
+        OSError: If there is no room.
+    """
+    length = file.stat().st_size
+    if not length or not hasattr(os, "posix_fallocate"):
+        return
+    with file.open("r+b") as opened:
+        try:
+            os.posix_fallocate(opened.fileno(), 0, length)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that cannot
+                raise
+
+
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Fill a directory under its hidden name, and commit it when its files are complete and on the disk.

@@ -56,20 +56,38 @@ def verify(
         mmap.mmap(opened.fileno(), offset + length - aligned, offset=aligned, access=mmap.ACCESS_READ) as mapped,
         memoryview(mapped) as view,
     ):
-        begin = offset - aligned
-        if view[begin : begin + len(_BEGINS)] != _BEGINS:
-            return
-        try:
-            file_like: Any = mapped  # it reads and seeks as a file does
-            with zipfile.ZipFile(file_like) as archive:
-                damaged = next(_damaged(archive, view, share), None)
-                if damaged is None:
-                    return
-                what = holds or _tensors_of(archive, view, damaged)
-        except zipfile.BadZipFile as error:
-            if holds is None:
-                return  # torch cannot read it either, and says so
-            damaged, what = str(error), holds
+        _verify(view, mapped, offset - aligned, file, share, holds)
+
+
+def verify_content(content: bytes, file: Any, holds: str) -> None:
+    """Make sure that an archive which has been read is what was written.
+
+    Args:
+        content: The archive.
+        file: Where it was read, as text or as something that has one.
+        holds: What it holds.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    with memoryview(content) as view:
+        _verify(view, io.BytesIO(content), 0, file, (0, 1), holds)
+
+
+def _verify(view: memoryview, file_like: Any, begin: int, file: Any, share: tuple[int, int], holds: str | None) -> None:
+    """Look at the archive that begins somewhere in a view of memory, which reads and seeks as a file does, too."""
+    if view[begin : begin + len(_BEGINS)] != _BEGINS:
+        return
+    try:
+        with zipfile.ZipFile(file_like) as archive:
+            damaged = next(_damaged(archive, view, share), None)
+            if damaged is None:
+                return
+            what = holds or _tensors_of(archive, view, damaged)
+    except zipfile.BadZipFile as error:
+        if holds is None:
+            return  # torch cannot read it either, and says so
+        damaged, what = str(error), holds
     raise ValueError(
         f"{file} is damaged: {what} is not what was written (CRC-32, {damaged}). The disk, or a copy on the way, has"
         " changed it; take another checkpoint, or copy it anew."

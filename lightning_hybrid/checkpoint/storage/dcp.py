@@ -8,14 +8,13 @@ The format is that of `torch.distributed.checkpoint`, arranged as Lightning's ow
         __1_0.distcp      what rank 1 wrote
         meta.pt           everything that is no tensor of the model or an optimizer
 
-So it can be opened with torch alone: `torch.distributed.checkpoint.format_utils.dcp_to_torch_save`.
+So it can be opened with torch alone: `torch.distributed.checkpoint.format_utils.dcp_to_torch_save`. Where nothing can
+be renamed, all but `.metadata` is in a folder below: see :mod:`lightning_hybrid.checkpoint.storage.remote`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import os
 import re
 import socket
 from collections.abc import Callable, Iterable, Mapping
@@ -23,16 +22,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
@@ -40,126 +35,23 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
     ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from lightning_hybrid.checkpoint.storage.atomic import MARK, commit, recover, resolve, rollback, unfinished, wait_for
-from lightning_hybrid.checkpoint.storage.checksums import verify
+from lightning_hybrid.checkpoint.storage.atomic import MARK, resolve
+from lightning_hybrid.checkpoint.storage.checksums import verify, verify_content
 from lightning_hybrid.checkpoint.storage.chunks import local_chunks
+from lightning_hybrid.checkpoint.storage.remote import Place, RemotePath, fetched
 from lightning_hybrid.checkpoint.storage.unpickle import read_harmless
 from lightning_hybrid.distributed.pytree import TreePath
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"  # what Lightning calls them in a checkpoint
 
-NOT_SHARED = (
-    "Every rank writes a part of a directory, so its disk must be one that all machines share: let it be there"
-    " (`ModelCheckpoint(dirpath=...)`, `Trainer(default_root_dir=...)`), or use save_distributed_checkpoint=False,"
-    " with which rank 0 writes one file."
-)
-
-_EXTRA = "meta.pt"
+EXTRA = "meta.pt"
 _MODEL_OF_FSDP = "model"  # what Lightning's FSDP strategy calls the state of the module in a directory
 
 
-def write_directory(path: Path, entries: Mapping[TreePath, Any], extra: Any, group: dist.ProcessGroup) -> None:
-    """Write a directory that appears under its name when it is complete; called by every rank of the group.
-
-    Args:
-        path: Where; what is there, a file or a directory, stays until then.
-        entries: What this rank has; values of different ranks under one name are equal, or shards of one tensor, and
-            are written once.
-        extra: What goes into ``meta.pt``; only the first rank's counts.
-        group: The ranks, over a backend that takes tensors of the host.
-
-    Raises:
-        OSError: If a rank could not write; on every rank.
-    """
-    names = {".".join(map(str, tree_path)): tree_path for tree_path in entries}
-    flat = {name: entries[tree_path] for name, tree_path in names.items()}
-    try:
-        # Under one name: of every name at the top torch makes a note in its log.
-        save({"": flat}, storage_writer=_Writer(path, extra), planner=_SavePlanner(names), process_group=group)
-    except CheckpointException as error:
-        if dist.get_rank(group) == 0:
-            rollback(path)
-        failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
-        raise OSError(
-            f"The checkpoint {path} could not be written; what was there before is as it was. {'; '.join(failures[:4])}"
-        ) from error
-
-
-class _Writer(FileSystemWriter):
-    """Writes into a hidden directory, which the first rank makes and renames when all have written.
-
-    The first rank's part is done where torch waits for it, and makes it fail on every rank.
-    """
-
-    def __init__(self, path: Path, extra: Any) -> None:
-        super().__init__(unfinished(path))
-        self._path, self._new, self._extra = path, unfinished(path), extra
-        self._is_first = False
-        self._hosts: list[str] = []  # by rank
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin: no rank writes before the first one has made its plan."""
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        self._is_first = is_coordinator
-        if is_coordinator:
-            recover(self._path)
-            rollback(self._path)
-            self._new.mkdir(parents=True, exist_ok=True)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan, with the name of this rank's host in ``storage_data``, which the first rank takes out again.
-
-        Torch's own is not called: it makes the directory, which may be one that the first rank is just removing.
-        """
-        return dataclasses.replace(plan, storage_data=socket.gethostname())
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Torch's own, which puts the names of files into ``storage_data``; keep the hosts."""
-        self._hosts = [plan.storage_data for plan in plans]
-        return super().prepare_global_plan([dataclasses.replace(plan, storage_data=None) for plan in plans])
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part; what is no tensor before it, so that the disk has it by the time it is asked for.
-
-        Raises:
-            OSError: If there is not the directory that the first rank has made.
-        """
-        if not wait_for(self._new.is_dir):
-            raise FileNotFoundError(
-                f"{socket.gethostname()} does not see the folder {str(self._new)!r} that rank 0 has made. {NOT_SHARED}"
-            )
-        if self._is_first:
-            with (self._new / _EXTRA).open("wb") as file:  # whose errors say what is wrong
-                torch.save(self._extra, file)
-        return super().write_data(plan, planner)
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        """End, on the first rank, after all have written.
-
-        Raises:
-            OSError: If what another rank has written is not here.
-        """
-        for host, parts in zip(self._hosts, results, strict=True):
-            for name, size in _file_sizes(part.storage_data for part in parts).items():
-                _check_seen(self._new / name, size, host)
-        with (self._new / _EXTRA).open("rb") as file:
-            os.fsync(file.fileno())
-        super().finish(metadata, results)
-        commit(self._path)
-
-
-def _file_sizes(places: Iterable[Any]) -> dict[str, int]:
+def sizes_at_least(places: Iterable[Any]) -> dict[str, int]:
     """The sizes that files have at least, by name.
 
     Args:
@@ -169,51 +61,6 @@ def _file_sizes(places: Iterable[Any]) -> dict[str, int]:
     for place in places:
         sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
     return sizes
-
-
-def _check_seen(file: Path, size: int, host: str) -> None:
-    """Make sure that what a host has written can be read here."""
-    if not wait_for(lambda: file.is_file() and file.stat().st_size >= size):
-        raise FileNotFoundError(
-            f"{socket.gethostname()} does not see {size} bytes of {str(file)!r}, which {host} has written. {NOT_SHARED}"
-        )
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """Writes the local chunks of every tensor; torch's own planner writes one rectangle per shard."""
-
-    def __init__(self, names: dict[str, TreePath]) -> None:
-        super().__init__(flatten_state_dict=True)  # that is, the plan has the path of each name
-        self.mappings = names
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        """Take what is to be written."""
-        self.state_dict, self.is_coordinator = state_dict[""], is_coordinator
-        self._chunks: dict[MetadataIndex, Tensor] = {}
-
-    def create_local_plan(self) -> SavePlan:
-        """One item for each chunk, and for each value that is no tensor."""
-        items = [item for name, value in self.state_dict.items() for item in self._items(name, value)]
-        self.plan = SavePlan(items, planner_data=self.mappings)
-        return self.plan
-
-    def _items(self, name: str, value: Any) -> list[WriteItem]:
-        if not isinstance(value, Tensor):
-            return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
-        items = []
-        for offset, chunk in local_chunks(value):
-            index = MetadataIndex(name, offset)
-            self._chunks[index] = chunk
-            rectangle = ChunkStorageMetadata(offset, chunk.size())
-            data = TensorWriteData(rectangle, TensorProperties.create_from_tensor(chunk), value.size())
-            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        return items
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """The chunk, or the value."""
-        return self._chunks[index] if index in self._chunks else self.state_dict[index.fqn]
 
 
 class DistributedCheckpoint:
@@ -234,19 +81,9 @@ class DistributedCheckpoint:
         ValueError: If it is no checkpoint, or not a complete one.
     """
 
-    @staticmethod
-    def is_at(path: Path, *, or_unfinished: bool = True) -> bool:
-        """Whether there is a directory that was written by :func:`write_directory`.
-
-        Args:
-            path: Where.
-            or_unfinished: Whether one that is not complete, or is no checkpoint at all, counts too.
-        """
-        found = resolve(path)
-        return found.is_dir() and (or_unfinished or (found / MARK).is_file())
-
-    def __init__(self, path: Path, *, load_value: Callable[[BinaryIO], Any] = torch.load) -> None:
-        self.path, self._load_value = resolve(path), load_value
+    def __init__(self, path: Place, *, load_value: Callable[[BinaryIO], Any] = torch.load) -> None:
+        self.path: Place = resolve(path) if isinstance(path, Path) else path
+        self._load_value = load_value
         if not self.path.exists():
             raise FileNotFoundError(f"Checkpoint not found: {path}")
         if not (self.path / MARK).is_file():
@@ -254,7 +91,6 @@ class DistributedCheckpoint:
                 f"{path} is no complete checkpoint: it has no file {MARK!r}, which is written last. A save that was"
                 " interrupted may have left it; take another one."
             )
-        self._reader = FileSystemReader(self.path)
         try:
             with (self.path / MARK).open("rb") as file:
                 metadata = read_harmless(file)
@@ -281,15 +117,25 @@ class DistributedCheckpoint:
         Raises:
             ValueError: If files are missing, or shorter than they were.
         """
-        for name, size in sorted(_file_sizes(self._metadata.storage_data.values()).items()):
-            file = self.path / name
-            if not file.is_file():
-                raise ValueError(f"The checkpoint {self.path} lacks the file {name!r}, {size} bytes or more.")
-            if file.stat().st_size < size:
+        found = self.file_sizes()
+        for name, size in sorted(sizes_at_least(self._metadata.storage_data.values()).items()):
+            if name not in found:
                 raise ValueError(
-                    f"The checkpoint {self.path} is damaged: the file {name!r} has {file.stat().st_size} bytes of"
-                    f" {size} or more."
+                    f"The checkpoint {self.path} lacks the file {name!r}, {size} bytes or more, on"
+                    f" {socket.gethostname()}."
                 )
+            if found[name] < size:
+                raise ValueError(
+                    f"The checkpoint {self.path} is damaged: the file {name!r} has {found[name]} bytes of {size} or"
+                    " more."
+                )
+
+    def file_sizes(self) -> dict[str, int]:
+        """The sizes of all files, by their names in the directory."""
+        if not isinstance(self.path, Path):
+            return self.path.sizes()
+        files = (file for file in self.path.rglob("*") if file.is_file())
+        return {file.relative_to(self.path).as_posix(): file.stat().st_size for file in files}
 
     def below(self, root: str) -> dict[TreePath, TensorStorageMetadata | None]:
         """The entries whose paths begin with this key, by the rest of the path."""
@@ -301,11 +147,15 @@ class DistributedCheckpoint:
         Args:
             read: Reads a file that `torch.save` has written.
         """
-        extra = self.path / _EXTRA
+        save_id = getattr(getattr(self._metadata, "storage_meta", None), "save_id", None)
+        extra = self.path / EXTRA
+        if not extra.is_file() and save_id is not None:  # as where nothing can be renamed, or a copy of that
+            extra = self.path / save_id / EXTRA
         if not extra.is_file():
             return {}
-        verify(extra)
-        found: dict[str, Any] = read(extra)
+        with fetched(extra) as file:
+            verify(file)
+            found: dict[str, Any] = read(file)
         return found
 
     def read(self, targets: Mapping[TreePath, Tensor | None]) -> dict[TreePath, Any]:
@@ -324,15 +174,46 @@ class DistributedCheckpoint:
         named = {self._names[path]: target for path, target in targets.items()}
         planner = _LoadPlanner(named, self._metadata, self._load_value)
         plan = planner.create_local_plan()
+        with torch.no_grad():
+            if isinstance(self.path, Path):
+                self._read_files(self.path, plan, planner)
+            else:
+                self._read_remote(self.path, plan, planner)
+        return {path: planner.values.get(self._names[path], target) for path, target in targets.items()}
+
+    def _read_files(self, path: Path, plan: LoadPlan, planner: _LoadPlanner) -> None:
         for index in {item.storage_index: None for item in plan.items}:
             place = self._metadata.storage_data[index]
-            offset = list(index.offset or ())
-            what = f"{index.fqn!r}{f' from {offset}' if any(offset) else ''}"
-            verify(self.path / place.relative_path, offset=place.offset, length=place.length, holds=what)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
-        with torch.no_grad():
-            self._reader.read_data(plan, planner).wait()
-        return {path: planner.values.get(self._names[path], target) for path, target in targets.items()}
+            verify(path / place.relative_path, offset=place.offset, length=place.length, holds=_described(index))
+        reader = FileSystemReader(path)
+        reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        reader.read_data(plan, planner).wait()
+
+    def _read_remote(self, path: RemotePath, plan: LoadPlan, planner: _LoadPlanner) -> None:
+        """As torch reads, but each chunk and value once, with its checksums compared: it has to come from far."""
+        items: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in plan.items:
+            items.setdefault(item.storage_index, []).append(item)
+        for index, wanted in items.items():
+            place = self._metadata.storage_data[index]
+            file = path / place.relative_path
+            content = file.read(place.offset, place.length)
+            verify_content(content, file, _described(index))
+            if wanted[0].type == LoadItemType.BYTE_IO:
+                planner.load_bytes(wanted[0], io.BytesIO(content))
+                continue
+            chunk = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            for item in wanted:
+                part = chunk
+                for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    part = part.narrow(dim, begin, length)
+                planner.resolve_tensor(item).copy_(part)
+
+
+def _described(index: MetadataIndex) -> str:
+    """What a place in a directory holds."""
+    offset = list(index.offset or ())
+    return f"{index.fqn!r}{f' from {offset}' if any(offset) else ''}"
 
 
 class _LoadPlanner(LoadPlanner):

@@ -18,6 +18,7 @@ from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
 from lightning_hybrid.checkpoint.state_dict_match import check_match, load_module_state, shape_of
 from lightning_hybrid.checkpoint.storage.checksums import verify
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
+from lightning_hybrid.checkpoint.storage.remote import is_directory
 from lightning_hybrid.checkpoint.weights.hugging_face import HuggingFaceFolder
 from lightning_hybrid.checkpoint.weights.tensor_files import SAFETENSORS, open_tensors, read_torch
 from lightning_hybrid.distributed.mesh import Mesh
@@ -44,8 +45,8 @@ class Weights:
     def __init__(self, source: Source) -> None:
         path = None if isinstance(source, Mapping) else Path(source)
         self._folder = HuggingFaceFolder(path) if path is not None and HuggingFaceFolder.is_at(path) else None
-        is_directory = path is not None and self._folder is None and DistributedCheckpoint.is_at(path)
-        self._directory = path if is_directory else None
+        may_be = path is not None and self._folder is None
+        self._directory = path if may_be and path is not None and is_directory(path) else None
         if self._directory is not None:
             _check_directory(self._directory)
         self._state = {} if self._folder or self._directory else _read(source)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from lightning_hybrid.cli.parser import Parser
+from lightning_hybrid.cli.parser import Parser, on_disk
 
 
 def run(args: Sequence[str]) -> None:
@@ -16,18 +15,19 @@ def run(args: Sequence[str]) -> None:
         " memory. Directories of Lightning's FSDPStrategy and ModelParallelStrategy are understood too.",
         epilog="It unpickles what it reads: only use checkpoints that you trust.",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
-    parser.add_argument("file", type=Path, metavar="FILE", help="the file to write")
+    parser.add_argument("directory", metavar="DIR", help="the checkpoint: a path, or a URL such as s3://...")
+    parser.add_argument("file", type=on_disk, metavar="FILE", help="the file to write")
     parser.add_argument("--weights-only", action="store_true", help="leave out optimizers, schedulers and callbacks")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     options = parser.parse_args(args)
 
+    from lightning_hybrid.checkpoint.storage.remote import place_of
     from lightning_hybrid.cli.byte_progress import byte_progress
     from lightning_hybrid.cli.consolidate import consolidate
 
     with parser.refusing(OSError, ValueError), byte_progress(options.file.name) as progress:
         consolidate(
-            options.directory,
+            place_of(options.directory),
             options.file,
             weights_only=options.weights_only,
             overwrite=options.overwrite,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_hybrid.cli.parser import Parser
+from lightning_hybrid.cli.parser import Parser, on_disk
 
 if TYPE_CHECKING:
     from lightning_hybrid.cli.export import Export
@@ -24,8 +24,8 @@ def run(args: Sequence[str]) -> None:
         " which `from_pretrained` and `safetensors.torch.load_file` open. It may be larger than the memory.",
         epilog="It unpickles what it reads: only use checkpoints that you trust.",
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="the checkpoint")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write: a new one, or an empty one")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the checkpoint: a path, or a URL such as s3://...")
+    parser.add_argument("folder", type=on_disk, metavar="FOLDER", help="the folder to write, new or empty")
     parser.add_argument(
         "--prefix",
         metavar="NAME",
@@ -45,12 +45,13 @@ def run(args: Sequence[str]) -> None:
 
     import torch
 
+    from lightning_hybrid.checkpoint.storage.remote import place_of
     from lightning_hybrid.cli.byte_progress import byte_progress
     from lightning_hybrid.cli.export import export
 
     with parser.refusing(OSError, ValueError), byte_progress(options.folder.name) as progress:
         result = export(
-            options.checkpoint,
+            place_of(options.checkpoint),
             options.folder,
             prefix=options.prefix,
             max_shard_size=options.max_shard_size,

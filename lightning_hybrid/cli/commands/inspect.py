@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from lightning_hybrid.cli.parser import Parser, print_json
 
@@ -16,15 +15,18 @@ def run(args: Sequence[str]) -> None:
         " read. Layers that are alike share a line.",
         epilog="No code of the checkpoint runs: what is neither a tensor nor a plain container is shown by its class.",
     )
-    parser.add_argument("path", type=Path, metavar="PATH", help="a file, or a directory of shards")
+    parser.add_argument(
+        "path", metavar="PATH", help="a file, or a directory of shards: a path, or a URL such as s3://..."
+    )
     parser.add_argument("--every-name", action="store_true", help="a line for each tensor")
     parser.add_json()
     options = parser.parse_args(args)
 
+    from lightning_hybrid.checkpoint.storage.remote import place_of
     from lightning_hybrid.cli.inspect import inspect_checkpoint
 
     with parser.refusing(OSError, ValueError):
-        inspection = inspect_checkpoint(options.path)
+        inspection = inspect_checkpoint(place_of(options.path))
         if options.json:
             print_json(inspection.as_dict())
         else:
