@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
@@ -26,6 +27,7 @@ from lightning_hybrid.strategy.summary import (
     outside_text,
     plan_rows,
     plan_table,
+    ranks_of_stages,
     stage_holders,
     stage_rows,
     stage_table,
@@ -74,13 +76,16 @@ def describe(
     return text if plan is None else f"{text}\n{plan_table(plan, module)}"
 
 
-def outline(module: LightningModule, settings: HybridConfig, sizes: tuple[int, int, int]) -> dict[str, Any]:
+def outline(
+    module: LightningModule, settings: HybridConfig, sizes: tuple[int, int, int], num_nodes: int
+) -> dict[str, Any]:
     """What :func:`describe` says, for programs: numbers, texts, lists and dictionaries.
 
     Args:
         module: The user's module, whole.
         settings: The settings.
         sizes: (data, tensor, pipeline) parallel size.
+        num_nodes: The number of machines, over which the ranks are dealt out in equal shares.
 
     Raises:
         ValueError, TypeError: As at the start of training.
@@ -91,6 +96,8 @@ def outline(module: LightningModule, settings: HybridConfig, sizes: tuple[int, i
     plan = None if tensor == 1 else find_plan(module, settings, tensor, body)
     expected = expect_outside(module, with_plan(stage_map, body, plan, module))
     stages = [] if body is None else stage_rows(module, body.layers, expected)
+    held = ranks_of_stages(dict(zip(("dp", "tp", "pp"), sizes, strict=True)), settings.rank_order)
+    of_node = math.prod(sizes) // num_nodes
     return {
         "data_parallel_size": data,
         "tensor_parallel_size": tensor,
@@ -100,7 +107,16 @@ def outline(module: LightningModule, settings: HybridConfig, sizes: tuple[int, i
         "num_chunks": schedule.num_chunks,
         "bubble": simulate(schedule).bubble,
         "body": None if body is None else body.name,
-        "stages": [asdict(row) | {"layers": list(row.layers), "num_parameters": row.num_parameters} for row in stages],
+        "stages": [
+            asdict(row)
+            | {
+                "layers": list(row.layers),
+                "num_parameters": row.num_parameters,
+                "ranks": held[row.rank],
+                "nodes": sorted({rank // of_node for rank in held[row.rank]}),
+            }
+            for row in stages
+        ],
         "tensor_parallel_plan": [] if plan is None else plan_rows(plan),
     }
 

@@ -86,17 +86,27 @@ def _short(text: str) -> str:
     return text if len(text) <= 48 else f"{text[:45]}..."
 
 
-def stage_holders(sizes: Mapping[str, int], rank_order: str, hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """Who holds the stages of each pipeline rank, as texts: global ranks, and their machines.
+def ranks_of_stages(sizes: Mapping[str, int], rank_order: str) -> list[list[int]]:
+    """The global ranks that hold the stages of each pipeline rank.
 
     Args:
         sizes: Of the axes ``"dp"``, ``"tp"`` and ``"pp"``.
         rank_order: The axes from the outermost to the innermost, joined by ``-``.
+    """
+    inside, world = rank_order.partition("pp")[2], math.prod(sizes.values())
+    distance = math.prod(size for axis, size in sizes.items() if axis in inside)  # from one pipeline rank to the next
+    return [[rank for rank in range(world) if rank // distance % sizes["pp"] == at] for at in range(sizes["pp"])]
+
+
+def stage_holders(sizes: Mapping[str, int], rank_order: str, hosts: Sequence[str]) -> list[tuple[str, str]]:
+    """Who holds the stages of each pipeline rank, as texts: global ranks, and their machines.
+
+    Args:
+        sizes: As of :func:`ranks_of_stages`.
+        rank_order: Likewise.
         hosts: The machine of each global rank.
     """
-    inside = rank_order.partition("pp")[2]
-    distance = math.prod(size for axis, size in sizes.items() if axis in inside)  # from one pipeline rank to the next
-    held = [[rank for rank in range(len(hosts)) if rank // distance % sizes["pp"] == at] for at in range(sizes["pp"])]
+    held = ranks_of_stages(sizes, rank_order)
     return [(_short(_ranges(ranks)), _short(", ".join(dict.fromkeys(hosts[rank] for rank in ranks)))) for ranks in held]
 
 

@@ -316,10 +316,11 @@ def test_plan_shows_which_stages_are_on_which_node(capsys: pytest.CaptureFixture
 
 
 def test_plan_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "--json", "--config", str(DEMO), "--trainer.devices", "8"])
+    main(["plan", "--json", "--config", str(DEMO), "--trainer.devices", "4", "--trainer.num_nodes", "2"])
     found = json.loads(capsys.readouterr().out)
     assert [found[f"{axis}_parallel_size"] for axis in ("data", "tensor", "pipeline")] == [2, 2, 2]
     assert [stage["layers"] for stage in found["stages"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [(stage["ranks"], stage["nodes"]) for stage in found["stages"]] == [([0, 1, 2, 3], [0]), ([4, 5, 6, 7], [1])]
     for stage in found["stages"]:  # a block: two norms, the attention's two layers and the MLP's
         block = 2 * (64 + 64) + (64 * 192 + 192) + (64 * 64 + 64) + (64 * 128 + 128) + (128 * 64 + 64)
         assert stage["in_layers"] == 4 * block

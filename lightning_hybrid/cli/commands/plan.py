@@ -26,7 +26,7 @@ def run(args: Sequence[str]) -> None:
         cli.model.configure_model()
     with parser.refusing(ValueError, TypeError):
         if options.json:
-            print_json(outline(cli.model, strategy.settings, strategy.sizes))
+            print_json(outline(cli.model, strategy.settings, strategy.sizes, strategy.num_nodes))
         else:
             size = math.prod(strategy.sizes)
             hosts = [str(rank * strategy.num_nodes // size) for rank in range(size)]
