@@ -19,16 +19,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from typing_extensions import Self
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 150.0
+_PATHS = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 _NUMBERS = itertools.count()
 _ENTER = """#!/bin/bash
 number=${{1#node}}; shift
@@ -171,7 +173,7 @@ class Machines:
         return subprocess.Popen(
             [str(self._folder / "machines" / "enter"), str(number), *words],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _PATHS, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -230,6 +232,34 @@ class Machines:
         ranks = [] if has_mpi4py else ["bash", "-c", _RANKS_OF_MPI, "-"]
         train = [*ranks, sys.executable, "-W", "ignore", *words]
         return [self.start(1, [*launch, *variables, *train], **sizes, **meeting)]
+
+    @contextmanager
+    def ray(self, *, processes: int) -> Iterator[str]:
+        """A cluster of Ray on all machines, while this is entered.
+
+        Args:
+            processes: As many workers may run on each machine.
+
+        Yields:
+            Its address.
+        """
+        address = f"{self.address(1)}:6379"
+        with TemporaryDirectory(prefix="ray") as folder:  # names of sockets are short
+            first = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={folder}"]
+            for number in self.numbers:
+                words = first if number == 1 else [f"--address={address}"]
+                words += [f"--node-ip-address={self.address(number)}", f"--num-cpus={processes}", "--block"]
+                words += ["--object-store-memory=100000000", "--disable-usage-stats"]
+                # Ray makes the group of all workers itself, and does not choose gloo's interface.
+                start = [sys.executable, "-m", "ray.scripts.scripts", "start", *words]
+                self.start(number, start, GLOO_SOCKET_IFNAME="eth0")
+                end = time.monotonic() + SECONDS
+                while number == 1 and not Path(folder, "session_latest", "sockets", "raylet").exists():
+                    assert time.monotonic() < end, "Ray does not start"
+                    time.sleep(0.2)
+            yield address
+            for number in self.numbers:
+                self.kill(number)
 
 
 def outputs(started: Sequence[subprocess.Popen[str]]) -> list[tuple[int | None, str]]:
