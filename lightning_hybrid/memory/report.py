@@ -13,8 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich import filesize
 from torch import Tensor
 
+from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.memory.account import MemoryUsage, storage_bytes
 
 _log = logging.getLogger("lightning.pytorch")
