@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates, check_number, numbered
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.tree_paths import cloned
+from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object, receive_tree, send_tree
 from lightning_hybrid.distributed.dtensor import full_tensor, is_zero_sharded
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.distributed.tree_broadcast import broadcast_object, receive_tree, send_tree
 
 
 class FullCheckpoint:

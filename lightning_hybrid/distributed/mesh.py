@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
+from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends, make_group, set_timeout
-from lightning_hybrid.distributed.tree_broadcast import PostedBroadcast, TreeBroadcast
 
 #: Short names, as in ``rank_order``, and the names of the axes, as Lightning spells them.
 AXES = {"dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel"}

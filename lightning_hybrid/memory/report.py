@@ -13,8 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich import filesize
 from torch import Tensor
 
+from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.memory.account import MemoryUsage, storage_bytes
 
 _log = logging.getLogger("lightning.pytorch")
@@ -42,7 +42,6 @@ class MemoryReport(Callback):
     ) -> None:
         self._estimate, self._table, self._mesh = estimate, table, mesh
         self._estimates: list[MemoryUsage] = []
-        self._own: MemoryUsage | None = None
         self._first_step: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -51,38 +50,41 @@ class MemoryReport(Callback):
             return
         if not broadcast_object(_log.isEnabledFor(logging.INFO), 0, self._mesh.control_group):
             return
-        estimate = None
-        try:
-            estimate = self._estimate()
-        except Exception:  # no reason to end a run
-            _log.debug("What this rank holds could not be estimated.", exc_info=True)
-        estimates = self._gather(estimate)
+        estimates = self._gather(self._try_estimate())
         if any(None in of_rank for of_rank in estimates):
             return
         self._estimates = [max(of_rank, key=_known_bytes) for of_rank in estimates]
         self._say("Memory of a rank, estimated", [])
-        self._own, self._first_step = estimate, trainer.global_step
+        self._first_step = trainer.global_step
+
+    def _try_estimate(self) -> MemoryUsage | None:
+        try:
+            return self._estimate()
+        except Exception:  # no reason to end a run
+            _log.debug("What this rank holds could not be estimated.", exc_info=True)
+            return None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """After the first optimizer step, compare what there is, and log the allocator's peaks."""
         if self._first_step in (None, trainer.global_step):
             return
         self._first_step = None
-        self._compare(trainer, pl_module)
+        own = self._try_estimate()  # anew: the first batch has shown where parameters around the layers live
+        if own is not None:
+            self._compare(own, trainer, pl_module)
         if trainer.strategy.root_device.type != "cuda":
             return
         peaks = self._gather(torch.cuda.max_memory_allocated(trainer.strategy.root_device))
         title = "Memory of a rank, estimated, and the peak of the CUDA allocator up to the first optimizer step"
         self._say(title, [max(of_rank) for of_rank in peaks])
 
-    def _compare(self, trainer: Trainer, module: LightningModule) -> None:
+    def _compare(self, own: MemoryUsage, trainer: Trainer, module: LightningModule) -> None:
         """Warn of what takes more than was estimated, such as views of tensors that were loaded whole."""
-        assert self._own is not None
         device = trainer.strategy.root_device
         states = (value for each in trainer.optimizers for state in each.state.values() for value in state.values())
         measured = {
-            "parameters": (self._own.parameters, module.parameters()),
-            "optimizer states": (self._own.optimizer, (each for each in states if isinstance(each, Tensor))),
+            "parameters": (own.parameters, module.parameters()),
+            "optimizer states": (own.optimizer, (each for each in states if isinstance(each, Tensor))),
         }
         for name, (expected, tensors) in measured.items():
             found = storage_bytes(each for each in tensors if each.device.type == device.type)

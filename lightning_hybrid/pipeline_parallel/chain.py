@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.distributed.broadcast.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode, FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
-from lightning_hybrid.pipeline_parallel.frame.graph import METADATA, function_name, getters
+from lightning_hybrid.pipeline_parallel.frame.graph import function_name
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, memory_of
 from lightning_hybrid.pipeline_parallel.frame.routes import find_routes_around
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
@@ -219,7 +221,7 @@ class CodeBefore(TorchFunctionMode):
             apply(func, *unflatten(ones, spec))
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        if not is_placeholder(tensor):
+        if not is_placeholder(tensor) and not isinstance(tensor, LazyTensor):
             return self._fakes.from_tensor(tensor)  # type: ignore[no-any-return]
         with self._fakes:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)

@@ -30,12 +30,13 @@ from lightning_hybrid.checkpoint.partial_state import warn_of_parts
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import agree
+from lightning_hybrid.distributed.broadcast.leaf_readers import LeafFetch
+from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.debug.stall import Position
 from lightning_hybrid.distributed.failure import FailureStore
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
-from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.distributed.watch.flight_recorder import read_collectives
 from lightning_hybrid.memory.offload import Offload
@@ -127,13 +128,16 @@ class World:
         with connections.opened():
             channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
         self.engine = Engine(self.mesh.pipeline_rank, channels)
+        fetch = LeafFetch(store, watched, self.failures.key, lambda: self.failures.failed)
         seen = self.mesh, self.engine, self.failures, watched, connections
-        self.watch = RunWatch(*seen, config, since=before, desync=self.desync, position=self._position)
+        self.watch = RunWatch(*seen, config, since=before, desync=self.desync, fetch=fetch, position=self._position)
         self.in_flight: WeakSet[_InFlight] = WeakSet()
         self._mixed_operations = ExitStack()
         self.exceptions = ExceptionCallback(self.failures, self.abandon, lambda: place_text(self.engine, self.mesh))
         self.resume = ResumeCallback(self.mesh, self.streams, device)
-        self.loaders = DataLoaderPreparer(self.mesh, device, self.resume, share=config.broadcast_batches)
+        selects = self.mesh.pipeline_parallel_size > 1 and not config.dynamic_shapes
+        given = self.mesh, device, self.resume
+        self.loaders = DataLoaderPreparer(*given, share=config.broadcast_batches, fetch=fetch if selects else None)
         self.batch_hooks = SeededBatchHooks(self.streams, alone=self.mesh.model_group.size() == 1)
 
     def open(self, trainer: Trainer) -> None:

@@ -102,8 +102,8 @@ class HybridStrategy(ReplicaCollectives):
             states) or a list of both. Where the device is the host it has no effect.
         float32_gradients: Whether gradients of parameters in half precision (``precision="bf16-true"``) are added up
             over microbatches, and over ranks, in float32.
-        broadcast_batches: Whether one rank of each model group loads and the others receive. Otherwise all load, and
-            checksums are compared.
+        broadcast_batches: Whether one rank of each model group loads and the others receive: of a training batch in a
+            pipeline what their steps read. Otherwise all load, and checksums are compared.
         loss_reduction: How the loss of ``training_step`` reduces over the samples of a batch: ``"mean"`` or ``"sum"``.
         dynamic_shapes: Whether shapes between layers depend on values, and not only on the shapes of the batch.
         save_distributed_checkpoint: Whether a checkpoint is a directory to which every rank adds its part, instead of

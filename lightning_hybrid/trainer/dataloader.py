@@ -20,13 +20,15 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from lightning_hybrid.distributed.broadcast.leaf_readers import LeafFetch, LeafReaders
+from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast, broadcast_object
 from lightning_hybrid.distributed.failure import is_transport
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
-from lightning_hybrid.distributed.tree_broadcast import TreeBroadcast, broadcast_object
 from lightning_hybrid.trainer import lightning_internals as internals
+from lightning_hybrid.trainer.batch_hooks import batch_reading_hooks
 from lightning_hybrid.trainer.resume.replay import LoaderWrapper, ReplayableLoader, ReplicaOrder, is_stateful
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
 
@@ -41,11 +43,14 @@ class DataLoaderPreparer:
         device: Of this process.
         resume: Goes on where a checkpoint was written.
         share: Whether one rank of each model group loads for all.
+        fetch: Gets what has not been sent to who does not read it; ``None`` if all is sent.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, resume: ResumeCallback, *, share: bool) -> None:
+    def __init__(
+        self, mesh: Mesh, device: torch.device, resume: ResumeCallback, *, share: bool, fetch: LeafFetch | None
+    ) -> None:
         self._mesh, self._device, self._resume = mesh, device, resume
-        self._share = share
+        self._share, self._fetch = share, fetch
         self._requested: bool | None = None  # `use_distributed_sampler` of the user's Trainer
 
     def attach(self, trainer: Trainer) -> None:
@@ -61,7 +66,11 @@ class DataLoaderPreparer:
         """A loader of this replica's samples that gives the same batches to all ranks of the model group."""
         divide, stage = bool(self._requested), trainer.state.stage
         pins = self._device.type == "cuda"
-        prepared = prepare_loader(loader, self._mesh, divide=divide, share=self._share, stage=stage, pin_memory=pins)
+        # What hooks read outside of steps is not noted; evaluation steps read whole batches on few stages.
+        selects = trainer.training and not batch_reading_hooks(trainer.lightning_module)
+        fetch = self._fetch if selects else None
+        given = loader, self._mesh
+        prepared = prepare_loader(*given, divide=divide, share=self._share, stage=stage, pin_memory=pins, fetch=fetch)
         if not trainer.training:
             return prepared
         order = replica_order(loader, self._mesh.data_parallel_size, divide=divide)
@@ -69,7 +78,14 @@ class DataLoaderPreparer:
 
 
 def prepare_loader(
-    loader: object, mesh: Mesh, *, divide: bool, share: bool, stage: RunningStage | None, pin_memory: bool = False
+    loader: object,
+    mesh: Mesh,
+    *,
+    divide: bool,
+    share: bool,
+    stage: RunningStage | None,
+    pin_memory: bool = False,
+    fetch: LeafFetch | None = None,
 ) -> object:
     """A loader of this replica's samples that gives the same batches to all ranks of its model group.
 
@@ -80,6 +96,7 @@ def prepare_loader(
         share: Whether one rank loads and the others receive; otherwise all load and compare.
         stage: What the Trainer is doing.
         pin_memory: Whether batches are received in page-locked memory.
+        fetch: Gets what has not been sent to who does not read it; ``None`` if all is sent.
     """
     if divide and isinstance(loader, DataLoader):
         # Where one rank of each model group loads, these ranks are a data-parallel group; otherwise all ranks load.
@@ -93,7 +110,8 @@ def prepare_loader(
         return loader
     if not share:
         return ComparedLoader(loader, mesh.control_group)
-    return SharedLoader(loader, mesh.tree_broadcast("batches", 0, torch.device("cpu"), pin_memory=pin_memory))
+    exchange = mesh.tree_broadcast("batches", 0, torch.device("cpu"), pin_memory=pin_memory)
+    return SharedLoader(loader, exchange, None if fetch is None else LeafReaders(mesh.control_group, 0, fetch))
 
 
 def replica_order(loader: object, num_replicas: int, *, divide: bool) -> ReplicaOrder | None:
@@ -209,11 +227,12 @@ class SharedLoader(LoaderWrapper):
     Args:
         loader: The loader, made on every rank, iterated on one.
         exchange: From the loading rank to its model group.
+        readers: Finds out who reads what; ``None`` if all is sent to all.
     """
 
-    def __init__(self, loader: Any, exchange: TreeBroadcast) -> None:
+    def __init__(self, loader: Any, exchange: TreeBroadcast, readers: LeafReaders | None = None) -> None:
         super().__init__(loader)
-        self._exchange = exchange
+        self._exchange, self._readers = exchange, readers
 
     def __iter__(self) -> Iterator[Any]:
         self._exchange.about += 1  # another iteration
@@ -229,22 +248,29 @@ class SharedLoader(LoaderWrapper):
         try:
             if error is not None:
                 raise error
+            self._settle()
             for number, batch in enumerate(batches):
                 recorded = internals.recorded_batch_indices(self._loader)
-                self._exchange((batch, None if recorded is None else recorded[number]))
+                self._exchange((batch, None if recorded is None else recorded[number]), self._readers)
                 yield batch
+                self._settle()
         except Exception as raised:
             if not is_transport(raised):  # of a rank that has left: the others here may be waiting for it elsewhere
                 self._exchange.fail(raised)
             raise
         self._exchange.end()
 
+    def _settle(self) -> None:
+        if self._readers is not None:
+            self._readers.settle()
+
     def _receive(self) -> Iterator[Any]:
         recorded: list[list[int]] = []
         internals.set_recorded_batch_indices(self._loader, recorded)
         with suppress(StopIteration):  # the rank that loads has no more
             while True:
-                batch, indices = self._exchange.receive()
+                self._settle()
+                batch, indices = self._exchange.receive(self._readers)
                 if indices is not None:
                     recorded.append(indices)
                 yield batch

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,22 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.report import MemoryReport
 from tests.pool import Pools
+from tests.training_jobs import Regression, loader, make_trainer
+
+
+@contextmanager
+def said(messages: list[str], level: int) -> Iterator[None]:
+    """Inside, what Lightning logs from a level on is added to messages."""
+    logger, handler = logging.getLogger("lightning.pytorch"), logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def report(device: str, level: int, fails: bool = False, optimizer: int | None = None) -> list[str]:
@@ -42,23 +60,13 @@ def report(device: str, level: int, fails: bool = False, optimizer: int | None =
     trainer: Any = SimpleNamespace(global_step=5, strategy=strategy, optimizers=[states])
     module: Any = torch.nn.Linear(5, 4)  # 96 bytes
     callback = MemoryReport(estimate, table, mesh)
-    logger = logging.getLogger("lightning.pytorch")
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(level if mesh.is_first else logging.ERROR)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 - rank)
-            callback.on_train_start(trainer, module)
+    with said(messages, level if mesh.is_first else logging.ERROR), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 - rank)
+        callback.on_train_start(trainer, module)
+        callback.on_train_batch_end(trainer, module)
+        assert not any("peak" in message for message in messages)
+        for trainer.global_step in (6, 7):
             callback.on_train_batch_end(trainer, module)
-            assert not any("peak" in message for message in messages)
-            for trainer.global_step in (6, 7):
-                callback.on_train_batch_end(trainer, module)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
     return messages
 
 
@@ -71,8 +79,14 @@ PEAKS = (
 
 @pytest.mark.distributed
 def test_the_estimate_is_logged_and_on_cuda_the_peak_of_the_allocator(ranks: Pools) -> None:
-    assert ranks(4).run(report, "cpu", logging.INFO) == [["estimated", ESTIMATED], *[["estimated"]] * 3]
-    assert ranks(4).run(report, "cuda", logging.INFO) == [["estimated", ESTIMATED, PEAKS], *[["estimated"]] * 3]
+    assert ranks(4).run(report, "cpu", logging.INFO) == [
+        ["estimated", ESTIMATED, "estimated"],
+        *[2 * ["estimated"]] * 3,
+    ]
+    assert ranks(4).run(report, "cuda", logging.INFO) == [
+        ["estimated", ESTIMATED, "estimated", PEAKS],
+        *[2 * ["estimated"]] * 3,
+    ]
 
 
 @pytest.mark.distributed
@@ -93,4 +107,16 @@ def test_a_rank_that_holds_more_than_estimated_says_so(ranks: Pools) -> None:
     of_first, *others = ranks(4).run(report, "cpu", logging.INFO, False, 40)
     assert of_first[-1].startswith("The optimizer states of rank 0 take 400 bytes, but should take 40 bytes:")
     assert all(not any("take" in message for message in messages) for messages in others)  # they log errors alone
-    assert ranks(4).run(report, "cpu", logging.INFO, False, 340)[0] == ["estimated", ESTIMATED]
+    assert ranks(4).run(report, "cpu", logging.INFO, False, 340)[0] == ["estimated", ESTIMATED, "estimated"]
+
+
+def warnings_of_a_run() -> list[str]:
+    messages: list[str] = []
+    with said(messages, logging.INFO):
+        make_trainer({"pipeline_parallel_size": 2, "num_microbatches": 4}).fit(Regression(), loader())
+    return [message for message in messages if "take" in message]
+
+
+def test_a_parameter_that_lives_elsewhere_than_the_rule_says_is_nothing_to_warn_of(ranks: Pools) -> None:
+    """A residual around the chain: the last stage needs the first layer too."""
+    assert ranks(2, lightning=True).run(warnings_of_a_run) == [[], []]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, is_unchanged
+from lightning_hybrid.distributed.tensor_metadata import getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import Decisions, is_in_place
 
 _OwnBackward: Any = torch.autograd.function.BackwardCFunction
@@ -290,26 +291,6 @@ def users_line() -> str:
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
-
-def getters(*names: str) -> frozenset[Callable[..., Any]]:
-    """What the attributes of tensors of these names call, where this version of torch has them."""
-    found: list[Any] = [getattr(Tensor, name, None) for name in names]
-    return frozenset(each.__get__ for each in found if hasattr(each, "__get__") and not callable(each))
-
-
-#: What only looks at a tensor's shape, dtype or place: too frequent to be followed, and the same for an absent one.
-METADATA: frozenset[Callable[..., Any]] = getters(
-    *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "names", "itemsize"),
-    *("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_nested", "_version"),
-    *("nbytes", "is_xla", "is_mkldnn", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "is_sparse_csr", "_base"),
-) | frozenset(
-    {
-        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__),
-        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.element_size, Tensor.is_signed),
-        *(Tensor.get_device, Tensor.storage_offset, Tensor.__hash__, Tensor.is_inference),
-        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_grad_enabled),
-    }
-)
 
 #: Results of these are cut off from the graph, whatever they are made from.
 DETACHES = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_}) | getters("data")

@@ -15,15 +15,14 @@ from typing_extensions import Self
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import LEAF, flatten, unflatten
+from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
 from lightning_hybrid.pipeline_parallel.frame.graph import (
-    METADATA,
     AbsentTensor,
     Argument,
     Call,
     call_unit,
     function_name,
-    getters,
 )
 from lightning_hybrid.pipeline_parallel.frame.plan import Action, Part
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder

@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.distributed.broadcast.leaf_readers import LeafFetch
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.debug.stall import Position, StallWatch
 from lightning_hybrid.distributed.failure import FailureStore, Store, close_groups
@@ -39,6 +40,7 @@ class RunWatch:
         config: How long nothing may finish, and how long a rank may be silent.
         since: The last collective of before the groups were made.
         desync: Compares what ranks do.
+        fetch: Answers what other ranks ask for.
         position: Says where the rank is, as for `StallWatch`.
 
     Attributes:
@@ -56,10 +58,11 @@ class RunWatch:
         *,
         since: int,
         desync: Desync,
+        fetch: LeafFetch,
         position: Callable[[Sequence[CodeType]], Position],
     ) -> None:
         self._mesh, self._engine, self._failures, self._connections = mesh, engine, failures, connections
-        self._others: list[Desync | StallWatch] = [desync]
+        self._others: list[Desync | StallWatch | LeafFetch] = [desync, fetch]
         rank, size = dist.get_rank(), dist.get_world_size()
         stall, lease = config.seconds_to_stall, config.seconds_of_lease
         if stall is not None:

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import (
     RandomStreams,
@@ -24,7 +25,6 @@ from lightning_hybrid.distributed.random import (
     seed_generators,
     set_generator_states,
 )
-from lightning_hybrid.distributed.tree_broadcast import broadcast_object
 from lightning_hybrid.trainer import lightning_internals as internals
 from lightning_hybrid.trainer.resume.dataloader_state import dataloader_state, load_dataloader_state, loaders_of
 from lightning_hybrid.trainer.resume.logged_state import (

@@ -12,8 +12,9 @@ from torchmetrics.classification import BinaryAUROC
 from torchmetrics.regression import MeanSquaredError, R2Score
 from torchmetrics.wrappers import Running
 
+from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
+from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.distributed.tree_broadcast import PostedBroadcast, TreeBroadcast
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from tests.pool import Pools
 

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Work, broadcast  # torch's own, also while the user's collectives are looked at
+from torch.distributed import broadcast  # torch's own, also while the user's collectives are looked at
 
+from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.failure import PeerFailedError, WrongUseError
-from lightning_hybrid.distributed.process_group import GroupRef, torch_profiles
+from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import TreeMeta, TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes, tell_autograd
 
 _NEW, _FAILED, _END = -1, -2, 0  # what comes, if it is no tree whose meta is known; the numbers of metas begin at 1
 _HEADER = struct.Struct("qqqq")  # of a packet: what comes, the bytes of its pickle, and of all, and what it is about
 _LEAST = 1 << 10  # bytes of a packet
-_SMALL = 1 << 20  # bytes of a tensor, up to which it is worth a second copy to save a message
+SMALL = 1 << 20  # bytes of a tensor, up to which it is worth a second copy to save a message
 _MOST_METAS = 4096  # that are remembered
-_MOST_PENDING = 8  # messages to one rank that are not known to be received
 
 
 def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
@@ -98,10 +97,27 @@ def _split(leaves: list[Any], spec: TreeSpec) -> tuple[TreeMeta, list[Any]]:
     return TreeMeta.of(tensors, spec), [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def _allocate(meta: TreeMeta, leaves: list[Any], device: torch.device, *, pin_memory: bool = False) -> list[Tensor]:
-    """Put empty tensors at their positions among the leaves, and return them: on the host those that were there."""
+def _allocate(
+    meta: TreeMeta,
+    leaves: list[Any],
+    device: torch.device,
+    *,
+    pin_memory: bool = False,
+    comes: Sequence[bool] = (),
+) -> list[Tensor]:
+    """Put empty tensors at their positions among the leaves, and return them: on the host those that were there.
+
+    Args:
+        meta: Of the tree.
+        leaves: The leaves that are no tensors.
+        device: Where those shall be that were on a device.
+        pin_memory: Whether those of the host are in page-locked memory.
+        comes: For each leaf whether it comes; nothing if all do.
+    """
     tensors = []
     for index, tensor in meta.tensors():
+        if comes and not comes[index]:
+            continue
         on_host = tensor.on_host or device.type == "cpu"
         where = torch.device("cpu") if on_host else device
         leaves[index] = torch.empty(tensor.shape, dtype=tensor.dtype, device=where, pin_memory=pin_memory and on_host)
@@ -109,129 +125,18 @@ def _allocate(meta: TreeMeta, leaves: list[Any], device: torch.device, *, pin_me
     return tensors
 
 
-class PostedBroadcast:
-    """Bytes from one rank to all of a group, again and again, by messages whose receives are posted ahead.
-
-    In a broadcast of gloo every rank waits, the source too: for the others to ask for it, which is one delay of the
-    link between them, and for the bytes, which is another one. Here only who reads waits, and for one delay::
-
-        source    send 1                send 2               the next step: nobody has waited
-                       `-------.             `-------.
-        others    post 1    receive 1, post 2     receive 2, post 3
-
-    The messages go along a binomial tree. A rank hands on what it reads, so the source of a large group does not send
-    to everyone, and neighbours, which are on one machine, mostly hear from neighbours::
-
-        ranks relative to the source    0 --> 4, 2, 1    4 --> 6, 5    2 --> 3    6 --> 7
-
-    A receive stays posted when a run is over, so one of these lives as long as its group.
-
-    Args:
-        group: The ranks, over gloo.
-        source: The rank inside the group that sends.
-        tag: Of these messages, and of no others between ranks of this group.
-        name: What is sent, for messages about ranks that wait.
-
-    Attributes:
-        source: The rank inside the group that sends.
-        is_source: Whether that is this rank.
-        awaited: What this rank waits for: the channel, the global rank that has to do something, and the number of the
-            message; ``None`` if it does not wait. Another thread may ask.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, source: int, tag: int, name: str) -> None:
-        self._group, self._tag = GroupRef(group), tag
-        rank, size, ranks = dist.get_rank(group), group.size(), dist.get_process_group_ranks(group)
-        self.source, self.is_source = source, rank == source
-        position = (rank - source) % size
-        span = position & -position or 1 << (size - 1).bit_length()
-        steps = (span >> bits for bits in range(1, span.bit_length()))
-        self._parent = None if self.is_source else (position - span + source) % size
-        self._children = [(position + step + source) % size for step in steps if position + step < size]
-        # (channel, global rank at its other end)
-        self._from = (
-            None if self._parent is None else (_channel(name, ranks[self._parent], ranks[rank]), ranks[self._parent])
-        )
-        self._to = {child: (_channel(name, ranks[rank], ranks[child]), ranks[child]) for child in self._children}
-        self._pending: deque[tuple[Work, Tensor, int, int]] = deque()
-        self._posted: deque[tuple[Work, Tensor]] = deque()
-        self._num_sent = self._num_posted = 0
-        self.awaited: tuple[str, int, int] | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PostedBroadcast:
-        """Itself, as a group: callbacks copy modules, and what refers to this."""
-        return self
-
-    def send(self, data: Tensor) -> None:
-        """On the source: send a message; it waits only where many are under way.
-
-        Args:
-            data: Contiguous. It must not be changed any more.
-        """
-        group: Any = self._group()
-        self._num_sent += 1
-        for child in self._children:
-            self._pending.append((group.send([data], child, self._tag), data, child, self._num_sent))
-        self.retire(0 if torch_profiles() else _MOST_PENDING * len(self._children))
-
-    def post(self, data: Tensor) -> None:
-        """On the others: receive one more message into a tensor, which is contiguous and as long as what is sent."""
-        group: Any = self._group()
-        self._num_posted += 1
-        self._posted.append((group.recv([data], self._parent, self._tag), data))
-
-    def post_ahead(self, num_bytes: int) -> None:
-        """On the others: post the receive of the next message, for :meth:`receive`.
-
-        Not while torch's profiler runs: see :data:`torch_profiles`.
-        """
-        if not torch_profiles():
-            self.post(torch.empty(num_bytes, dtype=torch.uint8))
-
-    def receive(self, num_bytes: int) -> Tensor:
-        """On the others: wait for the next message, of this length; its receive is posted now unless it has been."""
-        if not self._posted:
-            self.post(torch.empty(num_bytes, dtype=torch.uint8))
-        return self.wait()
-
-    def wait(self) -> Tensor:
-        """On the others: wait for the message of the first receive that was posted."""
-        work, data = self._posted.popleft()
-        assert self._from is not None
-        self.awaited = *self._from, self._num_posted - len(self._posted)
-        work.wait()
-        self.awaited = None
-        if self._children:
-            self.send(data.clone())  # what was received is the caller's
-        return data
-
-    def retire(self, most: int = 0) -> None:
-        """Wait until the latest ``most`` messages are all that may not have been received."""
-        while len(self._pending) > most:
-            work, _, child, number = self._pending[0]
-            channel, rank = self._to[child]
-            self.awaited = _receipt(channel), rank, number
-            work.wait()
-            self._pending.popleft()
-        self.awaited = None
-
-    def progress(self) -> dict[str, int]:
-        """How many messages this rank has sent, and how many receives it has posted, by channel; any thread may ask."""
-        sent = {channel: self._num_sent for channel, _ in self._to.values()}
-        return sent if self._from is None else {**sent, _receipt(self._from[0]): self._num_posted}
-
-    def abandon(self) -> None:
-        """Drop what is under way, after a failure: it keeps connections open."""
-        self._pending.clear()
-        self._posted.clear()
+#: For each leaf of a tree the ranks of the group that it is sent to; ``None`` for all.
+Readers = tuple[frozenset[int] | None, ...]
 
 
-def _channel(name: str, sender: int, receiver: int) -> str:
-    return f"{name} from rank {sender} to rank {receiver}"
+class Selection(Protocol):
+    """Who reads what of the trees of one kind."""
 
+    def choose(self, meta: TreeMeta, leaves: list[Any]) -> Readers | None:
+        """On the source, for each tree: who it goes to; ``None`` if all of it goes to all."""
 
-def _receipt(channel: str) -> str:
-    return f"receipt of {channel}"
+    def fill(self, meta: TreeMeta, readers: Readers | None, leaves: list[Any]) -> None:
+        """On the others, for each tree: put something in the places of tensors that have not come."""
 
 
 class TreeBroadcast:
@@ -244,6 +149,7 @@ class TreeBroadcast:
         [what comes | lengths | pickle of what is new and of values | small tensors | padding]  ---->
         [the rest, if it is longer]                                                             ---->
         larger tensors, and those of a device, one message each; numbers of a device together   ---->
+        (on the host: only to ranks that read it)
 
     The meta of a tree is sent when it is new, and then known by its number. What is on the host stays there: it travels
     through the host, so a number can be read where it arrives, and nobody waits for a device. The next packet's receive
@@ -278,26 +184,27 @@ class TreeBroadcast:
         self._is_sending = False
         self._length = _LEAST  # of the next packet, as far as it is one message
         self.about = 0
-        self._numbers: dict[TreeMeta, int] = {}
-        self._metas: list[TreeMeta] = []
+        self._numbers: dict[tuple[TreeMeta, Readers | None], int] = {}
+        self._metas: list[tuple[TreeMeta, Readers | None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeBroadcast:
         """Itself: what is known on both sides of the messages is known once."""
         return self
 
-    def __call__(self, tree: Any = None) -> Any:
+    def __call__(self, tree: Any = None, selection: Selection | None = None) -> Any:
         """Broadcast a tree.
 
         Args:
             tree: The tree; only the source's counts.
+            selection: Who reads what, on all ranks or on none; for tensors of the host.
 
         Returns:
             The source's tree. On the source it is the object that was given.
         """
         if self.is_source:
-            self._send(tree)
+            self._send(tree, selection)
             return tree
-        return self.receive()
+        return self.receive(selection)
 
     def fail(self, error: BaseException) -> None:
         """On the source, instead of a tree: the others raise this error's text as a :class:`PeerFailedError`.
@@ -313,31 +220,36 @@ class TreeBroadcast:
         """On the source, instead of a tree: the others raise `StopIteration`."""
         self._send_packet(_END)
 
-    def _send(self, tree: Any) -> None:
+    def _send(self, tree: Any, selection: Selection | None) -> None:
         self._messages.retire()  # of the tree before, which the others have used since
         leaves, spec = flatten(tree)
         leaves = [self._detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         meta, values = _split(leaves, spec)
-        number = self._numbers.get(meta)
+        readers = None if selection is None else selection.choose(meta, leaves)
+        number = self._numbers.get((meta, readers))
         is_new = number is None
         # Pickled before anything is sent: after an error :meth:`fail` still reaches the others.
-        pickled = pickle.dumps((meta if is_new else None, values)) if is_new or meta.has_values else b""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() > 0]
+        pickled = pickle.dumps(((meta, readers) if is_new else None, values)) if is_new or meta.has_values else b""
+        tensors, selected = self._sort(leaves, readers)
         self._is_sending = True
         self._send_packet(_NEW if number is None else number, pickled, list(filter(_is_small, tensors)))
         if is_new:
             if len(self._numbers) == _MOST_METAS:
                 self._numbers.clear()
-            self._numbers[meta] = len(self._numbers) + 1
+            self._numbers[meta, readers] = len(self._numbers) + 1
         self._exchange_tensors([tensor for tensor in tensors if not _is_small(tensor)])
+        self._exchange_selected(selected)
         self._is_sending = False
 
     def _detached(self, leaf: Tensor) -> Tensor:
         """Without a graph; and on the host, if all of a tree travels there."""
         return leaf.detach().cpu() if self._device.type == "cpu" else leaf.detach()
 
-    def receive(self) -> Any:
+    def receive(self, selection: Selection | None = None) -> Any:
         """Receive a tree that the source sends.
+
+        Args:
+            selection: As the source has it.
 
         Raises:
             StopIteration: If the source has no more.
@@ -353,16 +265,31 @@ class TreeBroadcast:
             if len(self._metas) == _MOST_METAS:
                 self._metas.clear()
             self._metas.append(new)
-        meta = self._metas[-1 if new is not None else code - 1]
+        meta, readers = self._metas[-1 if new is not None else code - 1]
         assert meta.spec is not None
         leaves = values or [None] * len(meta.leaves)
-        tensors = [each for each in _allocate(meta, leaves, self._device, pin_memory=self._pins) if each.numel() > 0]
+        comes = [self._messages.passes(each) for each in readers or ()]
+        _allocate(meta, leaves, self._device, pin_memory=self._pins, comes=comes)
+        tensors, selected = self._sort(leaves, readers)
         for tensor in filter(_is_small, tensors):
             as_bytes(tensor).copy_(packed[: tensor.nbytes])
             packed = packed[tensor.nbytes :]
         self._exchange_tensors([tensor for tensor in tensors if not _is_small(tensor)])
+        self._exchange_selected(selected)
         self._messages.post_ahead(self._length)
+        if selection is not None:
+            selection.fill(meta, readers, leaves)
         return unflatten(leaves, meta.spec)
+
+    def _sort(
+        self, leaves: list[Any], readers: Readers | None
+    ) -> tuple[list[Tensor], list[tuple[Tensor, frozenset[int]]]]:
+        """The tensors with numbers that go to all, and those that go to some, with these."""
+        whom = readers or (None,) * len(leaves)
+        pairs = [
+            (leaf, to) for leaf, to in zip(leaves, whom, strict=True) if isinstance(leaf, Tensor) and leaf.numel() > 0
+        ]
+        return [leaf for leaf, to in pairs if to is None], [(leaf, to) for leaf, to in pairs if to is not None]
 
     def _send_packet(self, code: int, pickled: bytes = b"", tensors: Sequence[Tensor] = ()) -> None:
         packed = [as_bytes(tensor).numpy().tobytes() for tensor in tensors]
@@ -416,13 +343,23 @@ class TreeBroadcast:
         for _ in on_host if not self.is_source else ():
             self._messages.wait()
 
+    def _exchange_selected(self, selected: list[tuple[Tensor, frozenset[int]]]) -> None:
+        """Send or receive tensors of the host, each for some ranks."""
+        for tensor, readers in selected:
+            if not self.is_source:
+                self._messages.post(as_bytes(tensor), readers)
+            elif readers:
+                self._messages.send(as_bytes(tensor).clone(), readers)
+        for _ in selected if not self.is_source else ():
+            self._messages.wait()
+
     def _broadcast(self, tensor: Tensor) -> None:
         broadcast(tensor, group_src=self._messages.source, group=self._group())
 
 
 def _is_small(tensor: Tensor) -> bool:
     """Whether a tensor travels together with others."""
-    return tensor.is_cpu and tensor.nbytes <= _SMALL
+    return tensor.is_cpu and tensor.nbytes <= SMALL
 
 
 def _fits_float64(tensor: Tensor) -> bool:

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.distributed import tree_broadcast
+from lightning_hybrid.distributed.broadcast import tree_broadcast
+from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
+from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast, broadcast_object, reduce_over
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.distributed.tree_broadcast import PostedBroadcast, TreeBroadcast, broadcast_object, reduce_over
 from tests.pool import Pools
 
 
@@ -215,7 +216,7 @@ def told() -> tuple[dict[str, int], Any]:
     work = mock.Mock(wait=lambda: seen.append(messages.awaited))
     seen: list[Any] = []
     posted = messages._posted.popleft()
-    messages._posted.append((work, posted[1]))
+    messages._posted.append((work, *posted[1:]))
     messages.wait()
     dist.barrier()
     return messages.progress(), seen[0]

@@ -1,0 +1,112 @@
+"""A tensor whose numbers are fetched once something reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.distributed.pytree import flatten, map_leaves, unflatten
+from lightning_hybrid.distributed.tensor_metadata import METADATA
+
+_NAMES = (
+    *("split", "chunk", "unbind", "narrow", "select", "view", "reshape", "flatten", "permute", "transpose", "movedim"),
+    *("unsqueeze", "squeeze", "detach", "contiguous", "float", "double", "half", "bfloat16", "long", "int", "bool"),
+)
+# What these make of a tensor is as lazy as that is: which numbers go where depends on its shape alone.
+_LAZY = {getattr(owner, name) for owner in (torch, Tensor) for name in _NAMES if callable(getattr(owner, name, None))}
+
+
+class LazyTensor(Tensor):
+    """A tensor that knows its shape, dtype and device, and gets its numbers when they are read.
+
+    ::
+
+        x.shape, len(x), x.device             as of any tensor
+        x.split(2), x.flatten(1), x.float()   lazy tensors
+        x + 1, layer(x), x.tolist()           the numbers are there from here on
+
+    What is written into it is seen in all that shares its memory, as it is written into the tensor with the numbers.
+
+    Args:
+        like: A tensor of its shape, strides and dtype, which may have no numbers.
+        device: Where it is said to be, and its numbers will be.
+        make: Gives the numbers; it is told whether something reads them, and not only looks.
+    """
+
+    _make: Callable[[bool], Tensor]
+    _value: Tensor | None
+    _is_read: bool
+
+    def __new__(cls, like: Tensor, device: torch.device, make: Callable[[bool], Tensor]) -> LazyTensor:
+        """Make one."""
+        made: LazyTensor = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        )
+        made._make, made._value, made._is_read = make, None, False
+        return made
+
+    def numbers(self, *, reads: bool = True) -> Tensor:
+        """A tensor with the numbers, always the same one.
+
+        Args:
+            reads: Whether something reads them, and not only looks.
+        """
+        if self._value is None or (reads and not self._is_read):
+            self._value, self._is_read = self._make(reads), reads
+        return self._value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A call: of what only looks at the shape, of what only moves numbers, or of anything else."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, LazyTensor):
+            if func is Tensor.to and len(args) == 2 and isinstance(args[1], (torch.device, str)):
+                return first if torch.device(args[1]) == first.device else _moved(first, torch.device(args[1]), kwargs)
+            if func in _LAZY and not any(isinstance(leaf, Tensor) for leaf in flatten((args[1:], kwargs))[0]):
+                return _later(first, partial(_apply, func, args[1:], kwargs))
+        args, kwargs = map_leaves(_with_numbers, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """An operator that was not called as a function of torch."""
+        args, kwargs = map_leaves(_with_numbers, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def looked_at(tensor: Tensor) -> Tensor:
+    """The tensor with numbers, without that they count as read."""
+    return tensor.numbers(reads=False) if isinstance(tensor, LazyTensor) else tensor
+
+
+def _with_numbers(leaf: Any) -> Any:
+    return leaf.numbers() if isinstance(leaf, LazyTensor) else leaf
+
+
+def _apply(func: Any, args: Any, kwargs: Any, tensor: Tensor) -> Any:
+    return func(tensor, *args, **kwargs)
+
+
+def _moved(tensor: LazyTensor, device: torch.device, kwargs: Any) -> LazyTensor:
+    return LazyTensor(tensor, device, lambda reads: tensor.numbers(reads=reads).to(device, **kwargs))
+
+
+def _later(tensor: LazyTensor, call: Callable[[Tensor], Any]) -> Any:
+    """What a call will make of a tensor: a lazy tensor, or several."""
+    shape, strides = tensor.shape, tensor.stride()
+    shaped, spec = flatten(call(torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")))
+
+    def make(position: int, reads: bool) -> Tensor:
+        made: Tensor = flatten(call(tensor.numbers(reads=reads)))[0][position]
+        return made
+
+    lazy = [LazyTensor(each, tensor.device, partial(make, position)) for position, each in enumerate(shaped)]
+    return unflatten(lazy, spec)

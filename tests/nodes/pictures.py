@@ -1,0 +1,59 @@
+"""A run whose batches are mostly pictures, for torchrun: python pictures.py STEPS. Only the first stage reads them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from tests.training_jobs import make_trainer
+
+SHAPE, BATCH = (3, 64, 64), 64
+
+
+class Pictures(Dataset[Any]):
+    """Pictures with labels."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(SHAPE, generator=torch.Generator().manual_seed(index)), torch.tensor(index % 10)
+
+
+class Classifier(LightningModule):
+    """Sees a picture in patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 16, stride=16)
+        self.body = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)])
+        self.head = nn.Linear(128, 10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss."""
+        pictures, labels = batch
+        return F.cross_entropy(self.head(self.body(self.patches(pictures).flatten(1))), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain descent."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def main(steps: int) -> None:
+    """Train."""
+    layout = {"pipeline_parallel_size": 2, "num_microbatches": 4}
+    trainer = make_trainer(layout, devices=1, num_nodes=2)
+    trainer.fit(Classifier(), DataLoader(Pictures(steps * BATCH), BATCH))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
