@@ -144,7 +144,8 @@ def received(base: str, hosts: list[str], victim: int | None) -> tuple[str, byte
         except (ValueError, OSError) as error:
             return f"{type(error).__name__}: {error}", None, False, []
     texts = [str(each.message) for each in warned if "is read on" in str(each.message)]
-    assert found == place or not found.exists()  # a copy goes
+    dist.barrier()
+    assert found == place or not found.exists()  # a copy goes, which ranks of one machine share
     return "", content, found != place, texts
 
 
