@@ -27,6 +27,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import Strategy as TrainersStrategy
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
@@ -841,7 +842,9 @@ def test_find_last_remotely() -> None:
     data = DataLoader(torch.ones(4, 1), 1)
     try:
         for _ in range(2):  # as by two strategies
-            internals.find_last_remotely(lambda url: f"{url}/inside" if url.endswith("2.ckpt") else None)
+            internals.find_last_remotely(
+                lambda url: f"{url}/inside" if url.endswith("2.ckpt") else None, TrainersStrategy
+            )
         trainer = quiet_trainer(callbacks=[ModelCheckpoint("memory://find")], enable_checkpointing=True)
         for name in ("last-v1.ckpt", "last-v2.ckpt/inside"):
             files.pipe_file(f"/find/{name}", b"")

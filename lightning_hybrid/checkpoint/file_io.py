@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_hybrid.checkpoint.storage.atomic import discard, new_file, telling_why
+from lightning_hybrid.checkpoint.storage.atomic import MARK, discard, new_file, telling_why
 from lightning_hybrid.checkpoint.storage.remote import place_of, remove_directory
 from lightning_hybrid.checkpoint.tree_paths import cloned, replaced
 
@@ -46,8 +46,15 @@ class FileIO(TorchCheckpointIO):
                 f"The checkpoint {path} could not be written; what was there before is as it was."
                 f" rank 0: {type(error).__name__}: {error}"  # which writes files; its machine is to be looked at
             ) from error
-        if not isinstance(place, Path):
-            remove_directory(place)  # of an earlier save, which would be read instead
+        if isinstance(place, Path) or not (place / MARK).is_file():
+            return
+        try:
+            remove_directory(place)
+        except Exception as error:  # of whatever kind a store's errors are
+            raise OSError(
+                f"The checkpoint {path} is written, but a directory of an earlier save is there, too, and would be read"
+                f" instead. Remove it: {place / MARK}. rank 0: {type(error).__name__}: {error}"
+            ) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; of weights and states of optimizers, a rank reads what it uses.

@@ -188,7 +188,7 @@ class HybridStrategy(ReplicaCollectives):
         self._global_batch: GlobalBatch | None = None
         self._sync_blocked = False
         self.num_nodes = 1
-        lightning_internals.find_last_remotely(dated)
+        lightning_internals.find_last_remotely(dated, HybridStrategy)
         super().__init__()
 
     @override

@@ -796,7 +796,7 @@ def restore_checkpoint_choice(trainer: Trainer) -> None:
     trainer._checkpoint_connector.__dict__.pop("resume_start", None)
 
 
-def find_last_remotely(dated: Callable[[str], str | None]) -> None:
+def find_last_remotely(dated: Callable[[str], str | None], strategy: type) -> None:
     """Have ``ckpt_path="last"`` find checkpoints that are not on a disk, from now on.
 
     Lightning lists them without their protocol, and then looks on the disk. It takes the one that was changed last, and
@@ -804,23 +804,26 @@ def find_last_remotely(dated: Callable[[str], str | None]) -> None:
 
     Args:
         dated: For where a checkpoint may be, the place with its time; ``None`` if there is no complete one.
+        strategy: For Trainers with such a strategy; others find what they find.
 
     Touches: ``ModelCheckpoint._find_last_checkpoints`` (replaced in the class, as the Trainer calls it before anything
         of a strategy), ``ModelCheckpoint.__resolve_ckpt_dir``, ``ModelCheckpoint._fs``.
 
     Without: a run with such a folder begins anew, each time.
     """
-    original = getattr(ModelCheckpoint._find_last_checkpoints, "__wrapped__", ModelCheckpoint._find_last_checkpoints)
+    present = ModelCheckpoint._find_last_checkpoints
+    original = getattr(present, "_before_hybrid", present)
 
     @functools.wraps(original)
     def find_last_checkpoints(self: ModelCheckpoint, trainer: Trainer) -> set[str]:
         folder = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
-        if get_protocol(folder) == "file":
+        if get_protocol(folder) == "file" or not isinstance(trainer.strategy, strategy):
             return original(self, trainer)
         self._fs = url_to_fs(folder)[0]
         names = {path.rpartition("/")[2] for path in original(self, trainer)}
         return {place for name in names if (place := dated(f"{folder.rstrip('/')}/{name}")) is not None}
 
+    find_last_checkpoints._before_hybrid = original  # type: ignore[attr-defined]
     ModelCheckpoint._find_last_checkpoints = find_last_checkpoints  # type: ignore[method-assign]
 
 

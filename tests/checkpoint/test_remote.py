@@ -166,6 +166,58 @@ def test_a_save_that_fails_leaves_the_former_one(ranks: Pools, place: tuple[str,
     assert ranks(2).run(found, path, environment)[0]["groups", 0, "lr"] == 0.1
 
 
+class StoreError(Exception):
+    """As stores have them: of no kind that Python knows."""
+
+
+def write_where_a_call_fails(path: str, call: str, is_done: bool) -> str:
+    """What a rank is told when a call of the store fails, which may have done what it was asked for."""
+    register({})
+    real = getattr(RemotePath, call)
+
+    def failing(place: RemotePath, *args: Any, **kwargs: Any) -> None:
+        if is_done:
+            real(place, *args, **kwargs)
+        raise StoreError("no answer")
+
+    with mock.patch.object(RemotePath, call, failing):
+        try:
+            written(path, 2.0, {})
+        except OSError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+@pytest.mark.parametrize("call", ["write", "remove_below"])
+def test_a_call_that_fails_at_the_end_leaves_a_checkpoint(
+    ranks: Pools, tmp_path: Path, call: str, is_done: bool
+) -> None:
+    """What says that the new files count may be there, whatever the store answers."""
+    register({})
+    path = f"folder://{tmp_path}/saved"
+    ranks(2).run(written, path, 1.0, {})
+    texts = ranks(2).run(write_where_a_call_fails, path, call, is_done)
+    fails = call == "write" and not is_done
+    assert texts[0] == texts[1]
+    assert ("the store has not said; both are whole. rank 0: NotAnsweredError" in texts[0]) is fails
+    for values in ranks(2).run(found, path, {}):
+        assert values["groups", 0, "lr"] == (0.1 if fails else 0.2)
+        assert torch.equal(values["model", "shared"], (1 if fails else 2) * torch.arange(4.0))
+    ranks(2).run(written, path, 3.0, {})
+    assert len({name.partition("/")[0] for name in RemotePath(path).sizes()}) == 2
+
+
+def test_a_directory_that_cannot_be_removed_beside_a_new_file_is_told(memory: str) -> None:
+    file = f"{memory}/saved.ckpt"
+    RemotePath(f"{file}/.metadata").write(b"")
+    with (
+        mock.patch.object(RemotePath, "remove", side_effect=StoreError("not allowed")),
+        pytest.raises(OSError, match=r"is written, but a directory of an earlier save is there, too"),
+    ):
+        FileIO().save_checkpoint({"epoch": 1}, file)
+
+
 def write_and_die(path: str) -> None:
     """Break a save off where its end would be written."""
     register({})

@@ -254,7 +254,8 @@ class Machines:
                 start = [sys.executable, "-m", "ray.scripts.scripts", "start", *words]
                 self.start(number, start, GLOO_SOCKET_IFNAME="eth0")
                 end = time.monotonic() + SECONDS
-                while number == 1 and not Path(folder, "session_latest", "sockets", "raylet").exists():
+                # One after the other: they share a folder.
+                while len(list(Path(folder, "session_latest", "sockets").glob("raylet*"))) < number:
                     assert time.monotonic() < end, "Ray does not start"
                     time.sleep(0.2)
             yield address

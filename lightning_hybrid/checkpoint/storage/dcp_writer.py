@@ -58,9 +58,14 @@ def write_directory(path: Place, entries: Mapping[TreePath, Any], extra: Any, gr
         if dist.get_rank(group) == 0:
             writer.rollback()
         failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
-        raise OSError(
-            f"The checkpoint {path} could not be written; what was there before is as it was. {'; '.join(failures[:4])}"
-        ) from error
+        before = "what was there before is as it was"
+        if any(isinstance(cause, NotAnsweredError) for cause, _ in error.failures.values()):
+            before = "whether it counts now or what was there before, the store has not said; both are whole"
+        raise OSError(f"The checkpoint {path} could not be written; {before}. {'; '.join(failures[:4])}") from error
+
+
+class NotAnsweredError(OSError):
+    """A store may have taken what says that a checkpoint counts, or not."""
 
 
 class _Writer(FileSystemWriter):
@@ -155,6 +160,7 @@ class _RemoteWriter(_Writer):
         super().__init__(path.url, extra)
         self.fs, self.path, self.sync_files = _RemoteFiles(), str(path), False
         self._place = path
+        self._may_count = False  # whether what says that these files count may have been written
 
     @property
     def _folder(self) -> RemotePath:
@@ -184,7 +190,7 @@ class _RemoteWriter(_Writer):
         """End, on the first rank, after all have written.
 
         Raises:
-            OSError: If what another rank has written is not here.
+            OSError: If what another rank has written is not here, or the store does not answer.
         """
         seen = self._place.sizes()
         for host, parts in zip(self._hosts, results, strict=True):
@@ -193,15 +199,29 @@ class _RemoteWriter(_Writer):
                     raise FileNotFoundError(_not_seen(self._place / name, size, host))
         metadata.storage_data = {part.index: part.storage_data for parts in results for part in parts}
         metadata.storage_meta = self.storage_meta()
-        (self._place / MARK).write(pickle.dumps(metadata))
-        with suppress(OSError):  # the checkpoint is complete, and the next save tries again
+        self._write_mark(pickle.dumps(metadata))
+        with suppress(Exception):  # of the store's own kind: the checkpoint is complete, and the next save tries again
             self._place.remove()
             self._place.remove_below(keep=(MARK, self.save_id))
 
+    def _write_mark(self, content: bytes) -> None:
+        """Let the files of this save be the checkpoint; it is one if the store has taken this and not answered, too."""
+        mark, self._may_count = self._place / MARK, True
+        try:
+            mark.write(content)
+        except Exception as error:
+            try:
+                is_written = mark.read(0, len(content) + 1) == content
+            except Exception:
+                is_written = False
+            if not is_written:
+                raise NotAnsweredError(f"{mark}: {type(error).__name__}: {error}") from error
+
     def rollback(self) -> None:
-        """Remove what is unfinished, as far as that is possible."""
-        with suppress(OSError):
-            self._folder.remove_below()
+        """Remove what is unfinished, unless it may count: the next save removes what does not."""
+        with suppress(Exception):
+            if not self._may_count:
+                self._folder.remove_below()
 
 
 class _RemoteFiles(FileSystem):

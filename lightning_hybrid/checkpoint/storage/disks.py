@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import tempfile
 import uuid
+import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ NOT_SHARED = (
 
 _MESSAGE = 1 << 24  # bytes
 _BLOCK = 1 << 30  # bytes between two moments at which all ranks meet, so that none of them waits too long for another
-_END = 1 << 16  # bytes at the end of a file; of what `torch.save` writes they have the checksums of all the rest
 
 
 # -- before training ---------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class _View:
     Attributes:
         folder: Where it would put one.
         file: The file, if it sees one.
-        content: What tells it from another one: its size, and a checksum of its end.
+        content: What tells it from another one: its size, and a checksum.
         is_directory: Whether it sees a directory.
     """
 
@@ -143,8 +143,9 @@ def at_hand(place: Place, hosts: Sequence[str], group: dist.ProcessGroup) -> Ite
         return
     rank = dist.get_rank()
     fetches = hosts.index(hosts[rank]) == rank
-    with tempfile.TemporaryDirectory(prefix="lightning_hybrid-") as folder:
-        own = agree(lambda: _look(place, Path(folder), fetches=fetches))
+    with ExitStack() as stack:
+        folder = partial(tempfile.TemporaryDirectory, prefix="lightning_hybrid-", ignore_cleanup_errors=True)
+        own = agree(lambda: _look(place, Path(stack.enter_context(folder())), fetches=fetches))
         views: list[Any] = [None] * len(hosts)
         dist.all_gather_object(views, own, group=group)
         _check_directories(place, views, hosts)
@@ -170,10 +171,21 @@ def _look(place: Place, folder: Path, *, fetches: bool) -> _View:
         place.fetch(file)
     if not file.is_file():
         return _View(folder)
+    return _View(folder, file, (file.stat().st_size, _checksum(file)))
+
+
+def _checksum(file: Path) -> int:
+    """Of the contents; of an archive, as checkpoints are, of its table, which has checksums of all that is in it."""
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
+        if any(checksum for *_, checksum in entries):
+            return zlib.crc32(repr(entries).encode())
+    checksum = 0
     with file.open("rb") as opened:
-        size = opened.seek(0, os.SEEK_END)
-        opened.seek(max(0, size - _END))
-        return _View(folder, file, (size, zlib.crc32(opened.read())))
+        while part := opened.read(_MESSAGE):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 def _check_directories(place: Place, views: Sequence[_View], hosts: Sequence[str]) -> None:
@@ -200,8 +212,9 @@ def _hand_on(place: Place, views: Sequence[_View], hosts: Sequence[str], source:
         lacking = _names([hosts[target] for target in targets])
         rank_zero_warn(
             f"{place}, {content[0]:,} bytes, is read on {hosts[source]} and sent to {lacking}, which"
-            f" {'does' if len(targets) == 1 else 'do'} not see this file. That takes time, and room for a copy in the"
-            " folder for temporary files (TMPDIR); a disk that all machines share needs neither."
+            f" {'does not see it, or sees' if len(targets) == 1 else 'do not see it, or see'} another one. That takes"
+            " time, and room for a copy in the folder for temporary files (TMPDIR); a disk that all machines share"
+            " needs neither."
         )
         files |= {hosts[target]: views[target].folder / place.name for target in targets}
         _send(files[hosts[rank]], content[0], [source, *targets], group)
