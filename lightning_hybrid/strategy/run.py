@@ -128,7 +128,7 @@ class World:
         with connections.opened():
             channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
         self.engine = Engine(self.mesh.pipeline_rank, channels)
-        fetch = LeafFetch(store, watched, self.failures.key, lambda: self.failures.failed)
+        fetch = LeafFetch(store, watched, self.failures.key, lambda: self.failures.failed or self.failures.is_over)
         seen = self.mesh, self.engine, self.failures, watched, connections
         self.watch = RunWatch(*seen, config, since=before, desync=self.desync, fetch=fetch, position=self._position)
         self.in_flight: WeakSet[_InFlight] = WeakSet()

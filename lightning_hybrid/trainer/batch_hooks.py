@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_hybrid.distributed import tensor_bytes
+from lightning_hybrid.distributed.broadcast.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.trainer.lightning_internals import unwrap_before_batch_transfer, wrap_before_batch_transfer
@@ -51,7 +52,7 @@ def batch_reading_hooks(module: LightningModule, *, training: bool = True) -> li
 
 def pinned(batch: Any) -> Any:
     """The batch in page-locked memory of the host, from which it moves without making the host wait."""
-    return map_leaves(tensor_bytes.pinned, batch)
+    return map_leaves(lambda leaf: leaf if isinstance(leaf, LazyTensor) else tensor_bytes.pinned(leaf), batch)
 
 
 class SeededBatchHooks(Callback):

@@ -246,9 +246,9 @@ class SharedLoader(LoaderWrapper):
 
     def _load(self, batches: Iterator[Any], error: Exception | None) -> Iterator[Any]:
         try:
+            self._settle()
             if error is not None:
                 raise error
-            self._settle()
             for number, batch in enumerate(batches):
                 recorded = internals.recorded_batch_indices(self._loader)
                 self._exchange((batch, None if recorded is None else recorded[number]), self._readers)

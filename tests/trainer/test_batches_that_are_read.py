@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -101,15 +102,23 @@ class Keeps(Chain):
         self.mean = float(self.last["picture"].mean())
 
 
-class ReadsTooLate(Chain):
+class ReadsOld(Chain):
     """In the second epoch the last stage reads pictures of a batch of long ago."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         if self.current_epoch == 1 and batch_idx == 0:
-            self.old = batch
+            self.old = batch["picture"]
         loss = super().training_step(batch, batch_idx)
         is_late = self.current_epoch == 1 and batch_idx == 4
-        return loss + self.old["picture"].mean() * self.head.bias.sum() if is_late else loss
+        return loss + self.old.mean() * self.head.bias.sum() if is_late else loss
+
+
+class Changes(Keeps):
+    """The first stage writes into pictures that the last one has not read yet."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.global_rank == 0:
+            self.last["picture"].add_(1)
 
 
 @contextmanager
@@ -177,12 +186,69 @@ def test_a_tensor_goes_to_the_tensor_parallel_ranks_of_its_stage(ranks: Pools) -
 def refused(kind: type[Chain]) -> str:
     try:
         trained(kind, LAYOUT)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return ""
 
 
-def test_what_is_gone_is_refused_on_every_rank(ranks: Pools) -> None:
-    for text in ranks(2, lightning=True).run(refused, ReadsTooLate):
+def test_what_has_been_changed_is_refused_on_every_rank(ranks: Pools) -> None:
+    for text in ranks(2, lightning=True).run(refused, Changes):
         assert "A tensor of shape (8, 3, 32, 32) in a batch is read on this rank, where no step has read it" in text
         assert "HybridStrategy(broadcast_batches=False)" in text
+
+
+KEPT: list[Any] = []
+
+
+class KeepsForGood(Chain):
+    """Keeps batches where nobody looks for them, two more while the step is followed, for whoever reads them later."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        KEPT.append(batch)
+        return super().training_step(batch, batch_idx)
+
+
+class Example(Chain):
+    """Keeps a batch of the second epoch as an example, in an attribute that nobody reads."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if self.current_epoch == 1 and batch_idx == 0:
+            self.example = batch
+        return super().training_step(batch, batch_idx)
+
+
+def means_afterwards(kind: type[Chain]) -> list[float]:
+    KEPT.clear()
+    module = kind()
+    make_trainer(LAYOUT, max_epochs=2).fit(module, DataLoader(Pictures(), BATCH))
+    return [float(batch["picture"].mean()) for batch in [*KEPT, *filter(None, [getattr(module, "example", None)])]]
+
+
+@pytest.mark.parametrize(("kind", "number"), [(KeepsForGood, 4 * BATCHES + 2), (Example, 1)])
+def test_what_is_kept_is_there_when_the_run_is_over(ranks: Pools, kind: type[Chain], number: int) -> None:
+    first, last = ranks(2, lightning=True).run(means_afterwards, kind)
+    assert first == last
+    assert len(first) == number
+
+
+def loaders_at_the_end() -> int:
+    trainer = make_trainer(LAYOUT, max_epochs=5, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Chain(), DataLoader(Pictures(), BATCH))
+    gc.collect()
+    return sum(isinstance(each, leaf_readers.LeafReaders) for each in gc.get_objects())
+
+
+def test_loaders_that_are_gone_keep_nothing(ranks: Pools) -> None:
+    assert max(ranks(2, lightning=True).run(loaders_at_the_end)) <= 2
+
+
+@pytest.mark.parametrize("kind", [Chain, ReadsLater])
+def test_forms_beyond_some_go_to_all(ranks: Pools, kind: type[Chain]) -> None:
+    (found, sent), _ = ranks(2, lightning=True).run(trained_without_forms, kind)
+    assert_same(found, trained(kind, None)[0])
+    assert sent > BATCHES * BYTES
+
+
+def trained_without_forms(kind: type[Chain]) -> tuple[dict[str, Tensor], int]:
+    with mock.patch.object(leaf_readers, "_MOST_FORMS", 0):
+        return trained(kind, LAYOUT)[:2]

@@ -27,26 +27,30 @@ class LazyTensor(Tensor):
 
         x.shape, len(x), x.device             as of any tensor
         x.split(2), x.flatten(1), x.float()   lazy tensors
-        x + 1, layer(x), x.tolist()           the numbers are there from here on
+        x + 1, layer(x), x.tolist()           the numbers are there from here on, and `x` is what they are
 
     What is written into it is seen in all that shares its memory, as it is written into the tensor with the numbers.
 
     Args:
         like: A tensor of its shape, strides and dtype, which may have no numbers.
         device: Where it is said to be, and its numbers will be.
-        make: Gives the numbers; it is told whether something reads them, and not only looks.
+        make: Gives the numbers.
+        note_read: Called when something reads them, and not only looks.
     """
 
-    _make: Callable[[bool], Tensor]
+    _make: Callable[[], Tensor]
+    _note_read: Callable[[], object]
     _value: Tensor | None
     _is_read: bool
 
-    def __new__(cls, like: Tensor, device: torch.device, make: Callable[[bool], Tensor]) -> LazyTensor:
+    def __new__(
+        cls, like: Tensor, device: torch.device, make: Callable[[], Tensor], note_read: Callable[[], object]
+    ) -> LazyTensor:
         """Make one."""
         made: LazyTensor = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
-        made._make, made._value, made._is_read = make, None, False
+        made._make, made._note_read, made._value, made._is_read = make, note_read, None, False
         return made
 
     def numbers(self, *, reads: bool = True) -> Tensor:
@@ -55,22 +59,32 @@ class LazyTensor(Tensor):
         Args:
             reads: Whether something reads them, and not only looks.
         """
-        if self._value is None or (reads and not self._is_read):
-            self._value, self._is_read = self._make(reads), reads
+        if self._value is None:
+            self._value = self._make()
+        if reads and not self._is_read:
+            self._is_read = True
+            self._note_read()
         return self._value
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A call: of what only looks at the shape, of what only moves numbers, or of anything else."""
         kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, LazyTensor) and first._is_read:  # what was read may have been given another shape
+            return func(first.numbers(), *args[1:], **kwargs)
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        first = args[0] if args else None
         if isinstance(first, LazyTensor):
-            if func is Tensor.to and len(args) == 2 and isinstance(args[1], (torch.device, str)):
-                return first if torch.device(args[1]) == first.device else _moved(first, torch.device(args[1]), kwargs)
-            if func in _LAZY and not any(isinstance(leaf, Tensor) for leaf in flatten((args[1:], kwargs))[0]):
+            others = flatten((args[1:], kwargs))[0]
+            if func is Tensor.to and not kwargs.keys() - {"non_blocking"} and len(others) == 1 + len(kwargs):
+                if isinstance(others[0], torch.dtype):
+                    return _later(first, partial(_apply, func, args[1:], kwargs))
+                if isinstance(others[0], (torch.device, str)):
+                    target = torch.device(others[0])
+                    return first if target == first.device else _moved(first, target, kwargs)
+            if func in _LAZY and not any(isinstance(leaf, Tensor) for leaf in others):
                 return _later(first, partial(_apply, func, args[1:], kwargs))
         args, kwargs = map_leaves(_with_numbers, (args, kwargs))
         return func(*args, **kwargs)
@@ -96,7 +110,7 @@ def _apply(func: Any, args: Any, kwargs: Any, tensor: Tensor) -> Any:
 
 
 def _moved(tensor: LazyTensor, device: torch.device, kwargs: Any) -> LazyTensor:
-    return LazyTensor(tensor, device, lambda reads: tensor.numbers(reads=reads).to(device, **kwargs))
+    return LazyTensor(tensor, device, lambda: tensor.numbers(reads=False).to(device, **kwargs), tensor.numbers)
 
 
 def _later(tensor: LazyTensor, call: Callable[[Tensor], Any]) -> Any:
@@ -104,9 +118,11 @@ def _later(tensor: LazyTensor, call: Callable[[Tensor], Any]) -> Any:
     shape, strides = tensor.shape, tensor.stride()
     shaped, spec = flatten(call(torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")))
 
-    def make(position: int, reads: bool) -> Tensor:
-        made: Tensor = flatten(call(tensor.numbers(reads=reads)))[0][position]
+    def make(position: int) -> Tensor:
+        made: Tensor = flatten(call(tensor.numbers(reads=False)))[0][position]
         return made
 
-    lazy = [LazyTensor(each, tensor.device, partial(make, position)) for position, each in enumerate(shaped)]
+    lazy = [
+        LazyTensor(each, tensor.device, partial(make, position), tensor.numbers) for position, each in enumerate(shaped)
+    ]
     return unflatten(lazy, spec)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,14 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.broadcast.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.broadcast.tree_broadcast import SMALL, Readers
-from lightning_hybrid.distributed.failure import PeerFailedError, WrongUseError
+from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import TreeMeta
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 
 _LEAST = 1 << 14  # bytes of a tensor that are worth a question
-_MOST_KEPT = 3  # batches whose tensors can be fetched: the one of a step, and those that have been loaded since
+_MOST_KEPT = 4  # batches whose tensors can be fetched: that before a step, its own, and what has been loaded since
+_MOST_FORMS = 16  # whose readers are looked for: where shapes always differ, each would be a question
 _CHUNK = 1 << 22  # bytes of an entry of the store, which takes no more than 8 MiB at a time
 _PAUSE = 0.02  # seconds between two looks at the store
 _GONE = b"gone"
@@ -59,26 +61,37 @@ class LeafFetch:
         store: What all ranks see.
         watched: A clone of it, for the watcher.
         key: The key of something in the store that belongs to this run.
-        failed: Whether a rank has failed, so that nobody may answer.
+        is_over: Whether the run is over or a rank has failed, so that nobody may answer.
     """
 
-    def __init__(self, store: _Store, watched: _Store, key: Callable[[str], str], failed: Callable[[], bool]) -> None:
-        self._store, self._watched, self._key, self._failed = store, watched, key, failed
-        self._loaders: list[LeafReaders] = []
-        self._num_answered = 0
+    def __init__(self, store: _Store, watched: _Store, key: Callable[[str], str], is_over: Callable[[], bool]) -> None:
+        self._store, self._watched, self._key, self._is_over = store, watched, key, is_over
+        self._loaders: dict[int, ReferenceType[LeafReaders]] = {}
+        self._num_loaders = self._num_answered = 0
 
     def begin(self) -> None:
         """A run begins."""
-        self._loaders, self._num_answered = [], 0
+        self._loaders.clear()
+        self._num_loaders = self._num_answered = 0
 
     def add(self, readers: LeafReaders) -> int:
         """A loader, of which each rank adds one at the same time; returns its number."""
-        self._loaders.append(readers)
-        return len(self._loaders) - 1
+        self._num_loaders += 1
+        self._loaders[self._num_loaders] = ref(readers)
+        return self._num_loaders
+
+    def _living(self) -> list[LeafReaders]:
+        """The loaders that are still used."""
+        return [readers for readers in (reference() for reference in list(self._loaders.values())) if readers]
+
+    def end(self) -> None:
+        """Before the run ends, on all ranks: what somebody has kept is fetched while it is there."""
+        for readers in self._living():
+            readers.fetch_kept(before=None)
 
     def look(self) -> None:
         """On the watcher's thread: answer what has been asked since."""
-        if not any(each.keeps for each in self._loaders):
+        if not any(readers.keeps for readers in self._living()):
             return
         me = dist.get_rank()
         while self._num_answered < self._watched.add(self._key(f"leaf/{me}"), 0):
@@ -86,36 +99,38 @@ class LeafFetch:
             if not self._watched.check([question]):
                 return  # it is just being written
             loader, batch, leaf, reader = map(int, self._watched.get(question).split())
+            self._watched.delete_key(question)
             self._num_answered += 1
-            found = self._loaders[loader].find(batch, leaf, reader)
-            data = _GONE if found is None else as_bytes(found).numpy().tobytes()
+            readers = self._loaders[loader]()
+            data = _GONE if readers is None else readers.find(batch, leaf, reader) or _GONE
             for number, begin in enumerate(range(0, len(data), _CHUNK)):
                 self._watched.set(f"{question}/{number}", data[begin : begin + _CHUNK])
 
-    def ask(self, source: int, loader: int, batch: int, leaf: int, reader: int, into: Tensor) -> bool:
+    def ask(self, readers: LeafReaders, source: int, question: tuple[int, int, int, int], into: Tensor) -> bool:
         """Get a tensor.
 
         Args:
+            readers: Of its loader.
             source: The global rank that has it.
-            loader: The number of the loader.
-            batch: The number of the batch among those of the loader.
-            leaf: The position of the tensor among the leaves.
-            reader: This rank, inside its group.
+            question: The number of the loader and that of the batch in it, the position of the leaf, and the rank in
+                its group that asks.
             into: Where it is written.
 
         Returns:
             Whether it was still there.
         """
-        question = self._key(f"leaf/{source}/{self._store.add(self._key(f'leaf/{source}'), 1)}")
-        self._store.set(question, f"{loader} {batch} {leaf} {reader}")
+        if self._is_over() or not any(readers is each for each in self._living()):
+            return False
+        key = self._key(f"leaf/{source}/{self._store.add(self._key(f'leaf/{source}'), 1)}")
+        self._store.set(key, " ".join(map(str, question)))
         target = as_bytes(into)
         for number, begin in enumerate(range(0, into.nbytes, _CHUNK)):
-            while not self._store.check([f"{question}/{number}"]):
-                if self._failed():
-                    raise PeerFailedError("Another rank has failed.")
+            while not self._store.check([f"{key}/{number}"]):
+                if self._is_over():
+                    return False
                 time.sleep(_PAUSE)
-            chunk = self._store.get(f"{question}/{number}")
-            self._store.delete_key(f"{question}/{number}")
+            chunk = self._store.get(f"{key}/{number}")
+            self._store.delete_key(f"{key}/{number}")
             if chunk == _GONE:
                 return False
             target[begin : begin + len(chunk)] = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
@@ -147,6 +162,7 @@ class LeafReaders:
         before the next but one      an all-gather of these notes: once for each form, where there are large tensors
         from then on                 a tensor goes to its readers; the others have a lazy tensor in its place
         who reads that after all     fetches it, and is one of its readers from the next batch on
+        who keeps it for later       likewise, before the source lets go of it
 
     A form is what a batch is without its numbers: containers, shapes, dtypes.
 
@@ -154,7 +170,6 @@ class LeafReaders:
         group: The model group, over gloo.
         source: The rank in it that has the batches.
         fetch: Gets what has not been sent.
-        device: Where lazy tensors are said to be.
     """
 
     def __init__(self, group: dist.ProcessGroup, source: int, fetch: LeafFetch) -> None:
@@ -166,6 +181,7 @@ class LeafReaders:
         self._noted: deque[_Noted] = deque()
         self._readers: dict[TreeMeta, Readers] = {}
         self._kept: deque[_Kept] = deque(maxlen=_MOST_KEPT)
+        self._unsent: deque[tuple[int, ReferenceType[LazyTensor]]] = deque()  # with the numbers of their batches
 
     @property
     def keeps(self) -> bool:
@@ -174,6 +190,7 @@ class LeafReaders:
 
     def settle(self) -> None:
         """Before the next batch, on all ranks: compare notes on those of which a step has been made on each."""
+        self.fetch_kept(before=self._number)
         while self._noted and self._noted[0].number < self._number:
             _, meta, is_read = self._noted.popleft()
             own, group = torch.tensor(is_read, dtype=torch.uint8), self._group()
@@ -181,6 +198,17 @@ class LeafReaders:
             dist.all_gather(of_ranks, own, group=group)
             columns = zip(*(each.tolist() for each in of_ranks), strict=True)
             self._readers[meta] = tuple(map(self._readers_of, meta.leaves, columns))
+
+    def fetch_kept(self, *, before: int | None) -> None:
+        """Fetch what was not sent and is still held by somebody, of batches before one, or of all.
+
+        Args:
+            before: The number of that batch.
+        """
+        while self._unsent and (before is None or self._unsent[0][0] < before):
+            tensor = self._unsent.popleft()[1]()
+            if tensor is not None:
+                tensor.numbers()
 
     def _readers_of(self, leaf: Any, is_read: tuple[int, ...]) -> frozenset[int] | None:
         """The ranks that a tensor goes to; ``None`` for all, as for small ones that travel with others anyway."""
@@ -207,21 +235,24 @@ class LeafReaders:
             came, host = leaves[index], torch.device("cpu")
             if came is None:
                 like = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-                leaves[index] = LazyTensor(like, host, partial(self._fetched, self._number, index, like))
+                leaves[index] = LazyTensor(like, host, partial(self._fetched, self._number, index, like), bool)
+                self._unsent.append((self._number, ref(leaves[index])))
             elif is_read is not None and _num_bytes(leaf) >= _LEAST:
-                leaves[index] = LazyTensor(came, host, partial(_noting, is_read, index, came))
+                leaves[index] = LazyTensor(came, host, partial(_given, came), partial(is_read.__setitem__, index, True))
 
     def _note(self, meta: TreeMeta) -> list[bool] | None:
         """Where to note what is read of a batch, if it is the first one of its form."""
-        if meta in self._seen or all(_num_bytes(leaf) < _LEAST for leaf in meta.leaves):
+        is_small = all(_num_bytes(leaf) < _LEAST for leaf in meta.leaves)
+        if is_small or meta in self._seen or len(self._seen) == _MOST_FORMS:
             return None
         self._seen.add(meta)
         self._noted.append(_Noted(self._number, meta, [False] * len(meta.leaves)))
         return self._noted[-1].is_read
 
-    def _fetched(self, number: int, index: int, like: Tensor, reads: bool) -> Tensor:
+    def _fetched(self, number: int, index: int, like: Tensor) -> Tensor:
         made = torch.empty_like(like, device="cpu")
-        if made.numel() and not self._fetch.ask(self._source, self._loader, number, index, self._rank, made):
+        question = self._loader, number, index, self._rank
+        if made.numel() and not self._fetch.ask(self, self._source, question, made):
             raise WrongUseError(
                 f"A tensor of shape {tuple(like.shape)} in a batch is read on this rank, where no step has read it"
                 " before, so it was not sent, and it is gone or has been changed where it was loaded. Read it in the"
@@ -230,23 +261,27 @@ class LeafReaders:
             )
         return made
 
-    def find(self, number: int, index: int, reader: int) -> Tensor | None:
-        """On the source, on the watcher's thread: a tensor that a rank of the group asks for, and gets from now on."""
+    def find(self, number: int, index: int, reader: int) -> bytes:
+        """On the source, on the watcher's thread: a tensor that a rank of the group asks for, and gets from now on.
+
+        Returns:
+            Its bytes; nothing if it is gone, or has been changed since it was loaded.
+        """
         for kept in list(self._kept):
             if kept.number == number:
                 readers = list(self._readers[kept.meta])
-                readers[index] = (readers[index] or frozenset()) | {reader}
-                if _num_bytes(kept.meta.leaves[index]) <= SMALL:
-                    readers[index] = None
+                before = readers[index]
+                is_small = _num_bytes(kept.meta.leaves[index]) <= SMALL
+                readers[index] = None if is_small or before is None else before | {reader}
                 self._readers[kept.meta] = tuple(readers)
                 tensor, version = kept.leaves[index]
-                return tensor if tensor._version == version else None
-        return None
+                data = as_bytes(tensor).numpy().tobytes()
+                return data if tensor._version == version else b""
+        return b""
 
 
-def _noting(is_read: list[bool], index: int, leaf: Tensor, reads: bool) -> Tensor:
-    is_read[index] |= reads
-    return leaf
+def _given(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _num_bytes(leaf: Any) -> int:

@@ -62,6 +62,7 @@ class RunWatch:
         position: Callable[[Sequence[CodeType]], Position],
     ) -> None:
         self._mesh, self._engine, self._failures, self._connections = mesh, engine, failures, connections
+        self._fetch = fetch
         self._others: list[Desync | StallWatch | LeafFetch] = [desync, fetch]
         rank, size = dist.get_rank(), dist.get_world_size()
         stall, lease = config.seconds_to_stall, config.seconds_of_lease
@@ -125,6 +126,7 @@ class RunWatch:
         """
         is_in_run = self.trainer is not None and dist.is_initialized()
         if is_in_run and not self._failures.failed and not self._failures.is_leaving:
+            self._fetch.end()
             group = self._mesh.decision_group
             ends = torch.zeros(group.size(), dtype=torch.uint8)
             dist.all_to_all_single(torch.empty_like(ends), ends, group=group)

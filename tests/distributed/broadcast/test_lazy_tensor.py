@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_hybrid.distributed.broadcast.lazy_tensor import LazyTensor, looked_at
+from lightning_hybrid.trainer import batch_hooks
 
 
 class Lazy:
@@ -19,11 +20,11 @@ class Lazy:
 
     def __init__(self) -> None:
         self.numbers = torch.arange(24, dtype=torch.float64).reshape(4, 2, 3)
-        self.asked: list[bool] = []
-        self.tensor = LazyTensor(self.numbers, torch.device("cpu"), self._make)
+        self.asked: list[str] = []
+        self.tensor = LazyTensor(self.numbers, torch.device("cpu"), self._make, lambda: self.asked.append("read"))
 
-    def _make(self, reads: bool) -> Tensor:
-        self.asked.append(reads)
+    def _make(self) -> Tensor:
+        self.asked.append("made")
         return self.numbers
 
 
@@ -48,6 +49,8 @@ MOVES: dict[str, Callable[[Tensor], Any]] = {
     "dtype": lambda x: x.float(),
     "several": lambda x: x.split(2)[1].flatten(1).float().unsqueeze(0),
     "device": lambda x: x.to(torch.device("cpu")),
+    "to dtype": lambda x: x.to(torch.float32),
+    "device, later": lambda x: x.to("cpu", non_blocking=True),
 }
 READS: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: x + 1,
@@ -61,6 +64,9 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "stack": lambda x: torch.stack([x, x]),
     "other": lambda x: torch.ones_like(x) + torch.zeros(4, 2, 3).add(x),
     "copy": copy.deepcopy,
+    "device and dtype": lambda x: x.to(torch.device("cpu"), dtype=torch.float16),
+    "both": lambda x: x.to("cpu", torch.float16),
+    "copy on the same device": lambda x: x.to("cpu", copy=True),
     "pickle": lambda x: pickle.loads(pickle.dumps(x)),
     "text": repr,
     "iteration": list,
@@ -83,11 +89,12 @@ def test_what_is_moved_is_as_lazy(name: str) -> None:
     assert (moved.shape, moved.dtype, moved.stride()) == (expected.shape, expected.dtype, expected.stride())
     assert not lazy.asked
     assert torch.equal(looked_at(moved), expected)
-    assert lazy.asked == [False]
+    assert lazy.asked == ["made"]
     assert torch.equal(moved, expected)
-    assert lazy.asked == [False, True]
+    assert lazy.asked == ["made", "read"]
     assert torch.equal(moved * 1, expected)
-    assert lazy.asked == [False, True]
+    assert lazy.asked == ["made", "read"]
+    assert looked_at(moved) is looked_at(moved)
 
 
 @pytest.mark.parametrize("name", READS)
@@ -96,7 +103,7 @@ def test_what_reads_gets_the_numbers(name: str) -> None:
     found, expected = READS[name](lazy.tensor), READS[name](lazy.numbers)
     assert str(found) == str(expected)
     assert type(found) is type(expected)
-    assert set(lazy.asked) == {True}
+    assert lazy.asked == ["made", "read"]
 
 
 def test_gradients_of_what_reads() -> None:
@@ -114,6 +121,32 @@ def test_what_is_written_is_seen_by_what_shares_the_memory() -> None:
     assert torch.equal(lazy.tensor * 1, lazy.numbers)
     assert lazy.numbers[:2].abs().sum() == 0
     assert lazy.numbers[2, 0, 0] == 13
+
+
+def test_what_is_to_be_page_locked_stays_lazy() -> None:
+    lazy = Lazy()
+    (same,) = batch_hooks.pinned([lazy.tensor])
+    assert same is lazy.tensor
+    assert not lazy.asked
+
+
+@pytest.mark.parametrize("name", ["unsqueeze_", "squeeze_", "transpose_", "resize_", "requires_grad_", "add_"])
+def test_what_has_been_changed_in_place_is_told(name: str) -> None:
+    arguments = {"unsqueeze_": (1,), "transpose_": (0, 1), "resize_": (2, 3), "add_": (1,)}.get(name, ())
+    found, expected = Lazy().tensor, Lazy().numbers
+    for tensor in (found, expected):
+        getattr(tensor, name)(*arguments)
+    for look in LOOKS.values():
+        assert look(found) == look(expected)
+    assert found._version == expected._version
+    assert found.flatten().shape == expected.flatten().shape
+    assert torch.equal(found * 1, expected * 1)
+
+
+def test_a_copy_on_the_same_device_is_one() -> None:
+    lazy = Lazy()
+    lazy.tensor.to("cpu", copy=True).zero_()
+    assert lazy.numbers.sum() > 0
 
 
 def test_an_operator_below_torch_functions_gets_the_numbers() -> None:
