@@ -8,16 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ray
-import ray.train
-import ray.train.lightning
-import ray.train.torch
-
 from tests.training_jobs import Regression, loader, make_trainer
 
 
 def train(config: dict[str, Any]) -> None:
     """What each worker does."""
+    import ray.train.lightning
+
     context = ray.train.get_context()
     os.environ["WORLD_SIZE"] = str(context.get_world_size())
     trainer = make_trainer(
@@ -33,6 +30,9 @@ def train(config: dict[str, Any]) -> None:
 
 def main(address: str, workers: str, layout: str, folder: str) -> None:
     """Start them."""
+    import ray
+    import ray.train.torch
+
     ray.init(address, logging_level="warning", _node_ip_address=address.partition(":")[0])
     scaling = ray.train.ScalingConfig(num_workers=int(workers), resources_per_worker={"CPU": 1})
     run = ray.train.RunConfig(storage_path=f"{folder}/ray", name="run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import ReferenceType, ref
@@ -208,7 +209,8 @@ class LeafReaders:
         while self._unsent and (before is None or self._unsent[0][0] < before):
             tensor = self._unsent.popleft()[1]()
             if tensor is not None:
-                tensor.numbers()
+                with suppress(WrongUseError):  # who only keeps it need not be told that it cannot be read
+                    tensor.numbers()
 
     def _readers_of(self, leaf: Any, is_read: tuple[int, ...]) -> frozenset[int] | None:
         """The ranks that a tensor goes to; ``None`` for all, as for small ones that travel with others anyway."""
