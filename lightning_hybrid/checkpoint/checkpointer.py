@@ -91,7 +91,8 @@ class Checkpointer:
         if self._settings.save_distributed_checkpoint and saves:
             places = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
             folders = (place_of(place) for place in places if place is not None)
-            check_shared([folder for folder in dict.fromkeys(folders) if isinstance(folder, Path)], self._mesh.hosts)
+            on_disks = [folder for folder in dict.fromkeys(folders) if isinstance(folder, Path)]
+            check_shared(on_disks, self._mesh.hosts, self._mesh.world_group)
 
     def place_parameters(self, stage_map: StageMap, placeholders: Mapping[int, Tensor]) -> None:
         """Parameters live on other stages from here on.

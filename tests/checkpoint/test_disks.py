@@ -34,7 +34,8 @@ def said(folders: list[str], hosts: list[str]) -> tuple[str, int]:
     with mock.patch.object(atomic, "_LOOKS", 2), gathers as gather:
         text = ""
         try:
-            check_shared([Path(folders[dist.get_rank()])], hosts)
+            assert dist.group.WORLD is not None
+            check_shared([Path(folders[dist.get_rank()])], hosts, dist.group.WORLD)
         except (ValueError, OSError) as error:
             text = f"{type(error).__name__}: {error}"
     return text, gather.call_count

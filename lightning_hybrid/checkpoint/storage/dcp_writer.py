@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import socket
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -90,9 +91,9 @@ class _Writer(FileSystemWriter):
     def _begin(self) -> None:
         """On the first rank, before any of them writes."""
 
+    @abstractmethod
     def rollback(self) -> None:
         """Remove what is unfinished, as far as that is possible."""
-        raise NotImplementedError
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan, with the name of this rank's host in ``storage_data``, which the first rank takes out again.

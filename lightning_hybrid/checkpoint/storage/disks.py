@@ -36,7 +36,7 @@ _BLOCK = 1 << 30  # bytes between two moments at which all ranks meet, so that n
 # -- before training ---------------------------------------------------------------------------------------------------
 
 
-def check_shared(folders: Sequence[Path], hosts: Sequence[str]) -> None:
+def check_shared(folders: Sequence[Path], hosts: Sequence[str], group: dist.ProcessGroup) -> None:
     """Make sure that all machines share the folders into which each rank is going to write; called by every rank.
 
     The first rank of each machine writes an empty file into each, and rank 0 looks for all of them. It takes one gather
@@ -45,6 +45,7 @@ def check_shared(folders: Sequence[Path], hosts: Sequence[str]) -> None:
     Args:
         folders: The same on every rank; they are made.
         hosts: The machine of each rank.
+        group: All ranks, over a backend that takes tensors of the host.
 
     Raises:
         ValueError: If rank 0 does not see what another machine has written; on every rank.
@@ -57,7 +58,7 @@ def check_shared(folders: Sequence[Path], hosts: Sequence[str]) -> None:
     marks = [folder / name for folder in folders] if name is not None else []
     try:
         found: list[Any] = [None] * len(hosts)
-        dist.all_gather_object(found, (name, _failure_of_writing(marks)))
+        dist.all_gather_object(found, (name, _failure_of_writing(marks)), group=group)
         agree(lambda: _look_for(found, folders, hosts) if rank == 0 else None)
     finally:
         for mark in marks:

@@ -53,7 +53,7 @@ class LazyTensor(Tensor):
         made._make, made._note_read, made._value, made._is_read = make, note_read, None, False
         return made
 
-    def numbers(self, *, reads: bool = True) -> Tensor:
+    def materialize(self, *, reads: bool = True) -> Tensor:
         """A tensor with the numbers, always the same one.
 
         Args:
@@ -72,7 +72,7 @@ class LazyTensor(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, LazyTensor) and first._is_read:  # what was read may have been given another shape
-            return func(first.numbers(), *args[1:], **kwargs)
+            return func(first.materialize(), *args[1:], **kwargs)
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -86,23 +86,23 @@ class LazyTensor(Tensor):
                     return first if target == first.device else _moved(first, target, kwargs)
             if func in _LAZY and not any(isinstance(leaf, Tensor) for leaf in others):
                 return _later(first, partial(_apply, func, args[1:], kwargs))
-        args, kwargs = map_leaves(_with_numbers, (args, kwargs))
+        args, kwargs = map_leaves(_materialized, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """An operator that was not called as a function of torch."""
-        args, kwargs = map_leaves(_with_numbers, (args, kwargs or {}))
+        args, kwargs = map_leaves(_materialized, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def looked_at(tensor: Tensor) -> Tensor:
+def peek(tensor: Tensor) -> Tensor:
     """The tensor with numbers, without that they count as read."""
-    return tensor.numbers(reads=False) if isinstance(tensor, LazyTensor) else tensor
+    return tensor.materialize(reads=False) if isinstance(tensor, LazyTensor) else tensor
 
 
-def _with_numbers(leaf: Any) -> Any:
-    return leaf.numbers() if isinstance(leaf, LazyTensor) else leaf
+def _materialized(leaf: Any) -> Any:
+    return leaf.materialize() if isinstance(leaf, LazyTensor) else leaf
 
 
 def _apply(func: Any, args: Any, kwargs: Any, tensor: Tensor) -> Any:
@@ -110,7 +110,7 @@ def _apply(func: Any, args: Any, kwargs: Any, tensor: Tensor) -> Any:
 
 
 def _moved(tensor: LazyTensor, device: torch.device, kwargs: Any) -> LazyTensor:
-    return LazyTensor(tensor, device, lambda: tensor.numbers(reads=False).to(device, **kwargs), tensor.numbers)
+    return LazyTensor(tensor, device, lambda: tensor.materialize(reads=False).to(device, **kwargs), tensor.materialize)
 
 
 def _later(tensor: LazyTensor, call: Callable[[Tensor], Any]) -> Any:
@@ -119,10 +119,9 @@ def _later(tensor: LazyTensor, call: Callable[[Tensor], Any]) -> Any:
     shaped, spec = flatten(call(torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")))
 
     def make(position: int) -> Tensor:
-        made: Tensor = flatten(call(tensor.numbers(reads=False)))[0][position]
+        made: Tensor = flatten(call(tensor.materialize(reads=False)))[0][position]
         return made
 
-    lazy = [
-        LazyTensor(each, tensor.device, partial(make, position), tensor.numbers) for position, each in enumerate(shaped)
-    ]
+    read = tensor.materialize
+    lazy = [LazyTensor(each, tensor.device, partial(make, place), read) for place, each in enumerate(shaped)]
     return unflatten(lazy, spec)

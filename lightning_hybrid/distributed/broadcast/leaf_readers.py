@@ -26,7 +26,6 @@ _MOST_KEPT = 4  # batches whose tensors can be fetched: that before a step, its 
 _MOST_FORMS = 16  # whose readers are looked for: where shapes always differ, each would be a question
 _CHUNK = 1 << 22  # bytes of an entry of the store, which takes no more than 8 MiB at a time
 _PAUSE = 0.02  # seconds between two looks at the store
-_GONE = b"gone"
 
 
 class _Store(Protocol):
@@ -102,9 +101,11 @@ class LeafFetch:
             loader, batch, leaf, reader = map(int, self._watched.get(question).split())
             self._watched.delete_key(question)
             self._num_answered += 1
-            readers = self._loaders[loader]()
-            data = _GONE if readers is None else readers.find(batch, leaf, reader) or _GONE
-            for number, begin in enumerate(range(0, len(data), _CHUNK)):
+            data = b""
+            with suppress(Exception):  # whatever it is, who asks must not wait in vain
+                readers = self._loaders[loader]()
+                data = b"" if readers is None else readers.find(batch, leaf, reader)
+            for number, begin in enumerate(range(0, max(1, len(data)), _CHUNK)):
                 self._watched.set(f"{question}/{number}", data[begin : begin + _CHUNK])
 
     def ask(self, readers: LeafReaders, source: int, question: tuple[int, int, int, int], into: Tensor) -> bool:
@@ -132,7 +133,7 @@ class LeafFetch:
                 time.sleep(_PAUSE)
             chunk = self._store.get(f"{key}/{number}")
             self._store.delete_key(f"{key}/{number}")
-            if chunk == _GONE:
+            if not chunk:
                 return False
             target[begin : begin + len(chunk)] = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
         return True
@@ -210,7 +211,7 @@ class LeafReaders:
             tensor = self._unsent.popleft()[1]()
             if tensor is not None:
                 with suppress(WrongUseError):  # who only keeps it need not be told that it cannot be read
-                    tensor.numbers()
+                    tensor.materialize()
 
     def _readers_of(self, leaf: Any, is_read: tuple[int, ...]) -> frozenset[int] | None:
         """The ranks that a tensor goes to; ``None`` for all, as for small ones that travel with others anyway."""

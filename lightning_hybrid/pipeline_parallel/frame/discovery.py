@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.distributed.broadcast.lazy_tensor import looked_at
+from lightning_hybrid.distributed.broadcast.lazy_tensor import peek
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.random import generator_marks
@@ -163,7 +163,7 @@ class Discovery(TorchFunctionMode):
             WrongUseError: If values pass where they cannot be followed.
         """
         leaves, spec = flatten(list(arguments))
-        copies = [looked_at(leaf).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        copies = [peek(leaf).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._inputs = {id(leaf): (leaf, place) for place, leaf in enumerate(copies) if isinstance(leaf, Tensor)}
         with collecting_at_the_end():
             try:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_hybrid.distributed.broadcast.lazy_tensor import LazyTensor, looked_at
+from lightning_hybrid.distributed.broadcast.lazy_tensor import LazyTensor, peek
 from lightning_hybrid.trainer import batch_hooks
 
 
@@ -88,13 +88,13 @@ def test_what_is_moved_is_as_lazy(name: str) -> None:
     assert isinstance(moved, LazyTensor)
     assert (moved.shape, moved.dtype, moved.stride()) == (expected.shape, expected.dtype, expected.stride())
     assert not lazy.asked
-    assert torch.equal(looked_at(moved), expected)
+    assert torch.equal(peek(moved), expected)
     assert lazy.asked == ["made"]
     assert torch.equal(moved, expected)
     assert lazy.asked == ["made", "read"]
     assert torch.equal(moved * 1, expected)
     assert lazy.asked == ["made", "read"]
-    assert looked_at(moved) is looked_at(moved)
+    assert peek(moved) is peek(moved)
 
 
 @pytest.mark.parametrize("name", READS)
