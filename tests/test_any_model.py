@@ -47,7 +47,7 @@ CASES.sort(key=lambda case: case.size)
 def _marked(case: Case) -> Any:
     """Every day a layout for each model, or none."""
     number = list(FRAME_SUBJECTS).index(case.subject) + list(FRAME_LAYOUTS).index(case.layout)
-    return pytest.param(case, id=str(case), marks=() if number % 9 == 0 else pytest.mark.thorough)
+    return pytest.param(case, id=str(case), marks=() if number % 15 == 0 else pytest.mark.thorough)
 
 
 @pytest.mark.distributed

@@ -18,7 +18,7 @@ CASES = [Case(*triple) for triple in cover(HF_SUBJECTS, FRAME_LAYOUTS, SCHEDULES
 CASES += [Case(subject, "frame_tp2_pp2", "1f1b") for subject in (*HF_SUBJECTS, *HF_SHARED)]
 CASES.sort(key=lambda case: case.size)
 DAILY = {"hf_llama": "frame_pp2", "hf_gpt2": "frame_pp2_dp2", "hf_bert": "frame_pp2_chunks2", "hf_t5": "frame_pp3"}
-DAILY |= {"hf_deberta2": "frame_pp2", "hf_vit_mae": "frame_pp2_chunks2", "hf_clip": "frame_pp2", "hf_swin": "frame_pp2"}
+DAILY |= {"hf_deberta2": "frame_pp2", "hf_vit_mae": "frame_pp2_chunks2"}
 
 
 def _marked(case: Case) -> Any:

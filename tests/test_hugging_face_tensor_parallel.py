@@ -32,7 +32,7 @@ LAYOUTS = ["tp2", "tp2_dp2", "tp4", "frame_tp2_pp2"]
 CASES = [Case(*pair, "1f1b") for pair in itertools.product(FOUND_SUBJECTS, LAYOUTS)]
 CASES.sort(key=lambda case: case.size)
 DAILY = {"found_gpt2": "tp2", "found_bert": "tp2", "found_timm": "tp2", "found_llama": "tp2_dp2"}
-DAILY |= {"found_mistral": "frame_tp2_pp2", "found_bart": "frame_tp2_pp2"}
+DAILY |= {"found_mistral": "frame_tp2_pp2"}
 
 
 def _marked(case: Case) -> Any:

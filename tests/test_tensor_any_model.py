@@ -33,7 +33,7 @@ CASES.sort(key=lambda case: case.size)
 
 def _marked(case: Case) -> Any:
     number = list(TENSOR_FRAME_SUBJECTS).index(case.subject) + list(TENSOR_FRAME_LAYOUTS).index(case.layout)
-    is_daily = number % 12 == 0 and case.size == 4
+    is_daily = number % 18 == 0 and case.size == 4
     return pytest.param(case, id=str(case), marks=() if is_daily else pytest.mark.thorough)
 
 

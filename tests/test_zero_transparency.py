@@ -45,7 +45,7 @@ def _marked(case: Case) -> Any:
     subjects = TENSOR_SUBJECTS if layout.tensor > 1 else SUBJECTS
     number = subjects.index(case.subject) + list(ZERO_LAYOUTS).index(case.layout)
     small = layout.size < 8 and layout.data < 4
-    daily = (small and number % 28 == 0) or (case.subject, case.layout) in CHOSEN
+    daily = (small and number % 42 == 0) or (case.subject, case.layout) in CHOSEN
     return pytest.param(case, id=str(case), marks=() if daily else pytest.mark.thorough)
 
 

@@ -92,7 +92,7 @@ class Checkpointer:
             places = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
             folders = (place_of(place) for place in places if place is not None)
             on_disks = [folder for folder in dict.fromkeys(folders) if isinstance(folder, Path)]
-            check_shared(on_disks, self._mesh.hosts, self._mesh.world_group)
+            check_shared(on_disks, self._mesh.hosts, self._mesh.decision_group)
 
     def place_parameters(self, stage_map: StageMap, placeholders: Mapping[int, Tensor]) -> None:
         """Parameters live on other stages from here on.
@@ -228,7 +228,7 @@ class Checkpointer:
         self.finish()
         place, is_http = place_of(path), str(path).startswith("http")
         is_usual = type(plugin) in FILE_PLUGINS and not is_http  # which Lightning downloads in a way of its own
-        hosts, group = self._mesh.hosts, self._mesh.world_group
+        hosts, group = self._mesh.hosts, self._mesh.decision_group
         with at_hand(place, hosts, group) if is_usual else nullcontext(place) as found:
             load = partial(plugin.load_checkpoint, weights_only=weights_only)
             checkpoint = agree(lambda: self._read(found, path, load, is_usual=is_usual, weights_only=weights_only))

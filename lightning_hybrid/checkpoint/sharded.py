@@ -98,7 +98,7 @@ class ShardedCheckpoint:
         Raises:
             ValueError: If parts of the model have no names; on every rank.
         """
-        group = self._mesh.world_group
+        group = self._mesh.writing_group
         tables = self._tables(checkpoint)
         unnamed = [table for table in tables if not isinstance(value_at(checkpoint, table), dict)]
         path, tables, unnamed = broadcast_object((path, tables, unnamed), 0, group)

@@ -3,15 +3,51 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
+import socket
+import struct
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.distributed.process_group import world_device
+from lightning_hybrid.distributed.process_group import all_gather_bytes, num_groups, world_device
 
 _T = TypeVar("_T")
+_RANK_INFO = struct.Struct("64sqQQ")  # names of hosts have at most 64 bytes (HOST_NAME_MAX of Linux)
+
+
+class RankInfo(NamedTuple):
+    """What the others have to know of a rank before there is anything else.
+
+    Attributes:
+        host: The name of its machine.
+        num_groups: How many process groups it has.
+        seed: Of torch's random numbers.
+        token: Drawn anew each time: the first rank's names what all ranks make together.
+    """
+
+    host: str
+    num_groups: int
+    seed: int
+    token: int
+
+    @classmethod
+    def own(cls) -> RankInfo:
+        """That of this rank."""
+        return cls(socket.gethostname(), num_groups(), torch.initial_seed() % (1 << 64), secrets.randbits(63))
+
+    def to_bytes(self) -> bytes:
+        """As bytes, equally many for every rank."""
+        host, *numbers = self
+        return _RANK_INFO.pack(host.encode()[:64], *numbers)
+
+    @classmethod
+    def from_bytes(cls, value: bytes) -> RankInfo:
+        """The inverse of :meth:`to_bytes`."""
+        host, *numbers = _RANK_INFO.unpack(value)
+        return cls(host.rstrip(b"\0").decode(errors="replace"), *numbers)
 
 
 def agree(check: Callable[[], _T]) -> _T:
@@ -46,25 +82,31 @@ def agree(check: Callable[[], _T]) -> _T:
     raise _AGREED[first[0]](first[1]) from error
 
 
-def check_equal(values: Mapping[str, str], advice: str) -> None:
-    """Compare what must be the same on every rank.
+def check_equal(values: Mapping[str, str], advice: str, own: bytes = b"") -> list[bytes]:
+    """Compare what must be the same on every rank: by one collective if it is.
 
     Args:
         values: Texts by name, of this rank.
         advice: What to do if they differ.
+        own: What all ranks get to know beside that; of equal length on every rank.
+
+    Returns:
+        Those of all ranks.
 
     Raises:
         ValueError: If one of them is not the same everywhere; on every rank.
     """
+    digest = hashlib.sha256(repr(sorted(values.items())).encode()).digest()
+    told = all_gather_bytes(digest + own)
+    if len({of_rank[: len(digest)] for of_rank in told}) == 1:
+        return [of_rank[len(digest) :] for of_rank in told]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, hashlib.sha256(repr(sorted(values.items())).encode()).digest())
-    if len(set(found)) == 1:
-        return
     dist.all_gather_object(found, dict(values))
     for name in dict.fromkeys(name for of_rank in found for name in of_rank):
         of_name = {rank: other.get(name, "nothing") for rank, other in enumerate(found)}
         if len(set(of_name.values())) > 1:
             raise ValueError(f"{unequal_text(name, of_name)} {advice}")
+    raise AssertionError("texts that are equal have equal digests")
 
 
 def unequal_text(name: str, values: Mapping[int, str]) -> str:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import socket
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -109,8 +107,11 @@ class Mesh:
         rank_order: The axes from the outermost to the innermost, joined by ``-``.
         device_type: ``"cpu"`` or ``"cuda"``.
         timeout: Of the groups made here, and of the group of all ranks where that is one of them.
+        hosts: The machine of each rank.
+        writes_in_background: Whether ranks write files together beside training, and need a group for it.
 
     Attributes:
+        hosts: As given.
         broadcasts: Those that have been asked for.
     """
 
@@ -123,10 +124,12 @@ class Mesh:
         rank_order: str = "pp-dp-tp",
         device_type: str = "cpu",
         timeout: timedelta | None = None,
+        hosts: Sequence[str] = (),
+        writes_in_background: bool = False,
     ) -> None:
         sizes = {"dp": data_parallel_size, "tp": tensor_parallel_size, "pp": pipeline_parallel_size}
         order = rank_order.split("-")
-        self.sizes = sizes
+        self.sizes, self.hosts = sizes, list(hosts)
         self.data_parallel_size = data_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
         self.pipeline_parallel_size = pipeline_parallel_size
@@ -147,9 +150,10 @@ class Mesh:
         # Nothing here uses it: who does, has it connected.
         pipeline_group = self._group(self._ranks.permute(1, 2, 0).flatten(0, 1), connects_when_used=True)
         self._control_group = self._group(by_replica, "gloo", use="control")
-        self._world_group = self._group(everyone, "gloo", use="beside training")
         takes_host_tensors = "cpu" in device_backends()
         self._decision_group = GroupRef(dist.group.WORLD) if takes_host_tensors else self._group(everyone, "gloo")
+        beside = self._group(everyone, "gloo", use="beside training") if writes_in_background else self._decision_group
+        self._writing_group = beside
         self._data_control_group = self._group(by_stage, "gloo") if data_parallel_size > 1 else None
 
         groups = {"dp": self._data_group, "tp": self._tensor_group, "pp": pipeline_group}
@@ -200,13 +204,13 @@ class Mesh:
         return self._control_group()
 
     @property
-    def world_group(self) -> dist.ProcessGroup:
-        """All ranks, over gloo, in the order of the world: for what is written beside training."""
-        return self._world_group()
+    def writing_group(self) -> dist.ProcessGroup:
+        """All ranks, over a backend that takes tensors of the host: for files that they write together."""
+        return self._writing_group()
 
     @property
     def decision_group(self) -> dist.ProcessGroup:
-        """All ranks, over a backend that takes tensors of the host: for decisions on the main thread."""
+        """All ranks, over a backend that takes tensors of the host: for what the main thread exchanges."""
         return self._decision_group()
 
     @property
@@ -266,13 +270,6 @@ class Mesh:
     def is_first(self) -> bool:
         """Whether this is the first rank of every axis: the one that writes and logs."""
         return bool(self.pipeline_rank == self.data_rank == self.tensor_rank == 0)
-
-    @cached_property
-    def hosts(self) -> list[str]:
-        """The machine of each rank, by its host name. The first time, all ranks ask for it together."""
-        hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname(), group=self.world_group)
-        return hosts
 
     def data_parallel_min(self, number: int) -> int:
         """The smallest of the numbers that the replicas' ranks have."""

@@ -89,6 +89,46 @@ def world_device() -> torch.device:
     return torch.device("cpu" if "cpu" in device_backends() else f"cuda:{torch.cuda.current_device()}")
 
 
+def all_gather_bytes(own: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """What each rank of a group has, by one collective: of objects, torch gathers the sizes first.
+
+    Args:
+        own: Of this rank, of equal length on all of them.
+        group: A group over a backend that takes tensors of the host; ``None`` for all ranks, over whatever backend.
+    """
+    device = world_device() if group is None else torch.device("cpu")
+    size, length = dist.get_world_size(group), len(own)
+    gathered = torch.empty(size * length, dtype=torch.uint8, device=device)
+    all_gather_single(gathered, torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device), group=group)
+    everything = bytes(gathered.cpu().numpy())
+    return [everything[begin : begin + length] for begin in range(0, size * length, length)]
+
+
+def num_groups() -> int:
+    """The number of groups that this process has; 0 if this torch does not tell."""
+    return _num_groups() or 0
+
+
+@contextmanager
+def equally_many_groups(most: int) -> Iterator[None]:
+    """Inside, all ranks have equally many groups, and :func:`make_group` takes no collective to see to that.
+
+    No other groups may be made inside. Ranks that are far apart save the way there and back for each call.
+
+    Args:
+        most: The largest :func:`num_groups` of all ranks.
+    """
+    if not _can_meet(None) or _can_split():
+        yield
+        return
+    _fill_up(most)
+    _EVEN.append(True)
+    try:
+        yield
+    finally:
+        _EVEN.pop()
+
+
 def make_group(
     partition: Sequence[Sequence[int]],
     *,
@@ -125,6 +165,9 @@ def make_group(
 
 #: What :func:`make_group` gave, in its order.
 _MADE: list[weakref.ref[dist.ProcessGroup]] = []
+
+#: Not empty inside of :func:`equally_many_groups`.
+_EVEN: list[bool] = []
 
 
 def abort_groups() -> None:
@@ -163,6 +206,8 @@ def _make_group(
     if any(len(ranks) > 1 for ranks in partition):
         _even_out()
     if own is None:
+        if _EVEN:
+            _fill_up(num_groups() + 1)
         return None
     with _unbound(), _connecting_lazily(len(own) > MOST_CONNECTED):
         group: dist.ProcessGroup | None = dist.new_group(
@@ -238,12 +283,17 @@ def _even_out() -> None:
     Torch names a group that only its members make after its ranks and the number of groups that the process has: with
     other numbers, members wait for each other under other names (torch 2.11 to 2.13).
     """
-    own = _num_groups()
-    assert own is not None
-    most = torch.tensor(own, device=world_device())
+    if _EVEN:
+        return
+    most = torch.tensor(num_groups(), device=world_device())
     dist.all_reduce(most, dist.ReduceOp.MAX)
+    _fill_up(int(most))
+
+
+def _fill_up(most: int) -> None:
+    """Make groups of this rank alone until it has so many."""
     with _unbound():
-        for _ in range(int(most) - own):
+        for _ in range(most - num_groups()):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import all_gather_bytes
 from lightning_hybrid.memory.account import MemoryUsage, storage_bytes
 
 _log = logging.getLogger("lightning.pytorch")
+_ROOM = 1024  # bytes of what a rank tells, pickled
 _TOLERANCE = 1.2  # what an estimate may be short of
 
 
@@ -101,8 +104,7 @@ class MemoryReport(Callback):
     def _gather(self, value: Any) -> list[list[Any]]:
         """The values of the first replica, by pipeline rank and tensor-parallel rank."""
         mesh, group = self._mesh, self._mesh.control_group
-        values: list[Any] = [None] * group.size()
-        dist.all_gather_object(values, value, group=group)
+        values = [pickle.loads(of_rank) for of_rank in all_gather_bytes(pickle.dumps(value).ljust(_ROOM), group)]
         return [
             [values[mesh.model_group_rank(rank, tensor_rank)] for tensor_rank in range(mesh.tensor_parallel_size)]
             for rank in range(mesh.pipeline_parallel_size)

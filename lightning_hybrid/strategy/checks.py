@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.config import HybridConfig, choices
-from lightning_hybrid.distributed.agreement import agree, check_equal
+from lightning_hybrid.distributed.agreement import RankInfo, agree, check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.mesh import AXES, Mesh
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
@@ -238,13 +238,16 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
         )
 
 
-def check_ranks(settings: HybridConfig, sizes: tuple[int, int, int], trainer: Trainer) -> None:
+def check_ranks(settings: HybridConfig, sizes: tuple[int, int, int], trainer: Trainer) -> list[RankInfo]:
     """Compare on all ranks what they were given, where a difference would have some wait for the others for ever.
 
     Args:
         settings: The arguments of the strategy.
         sizes: (data, tensor, pipeline) parallel size.
         trainer: The Trainer, which is about to run.
+
+    Returns:
+        Of each rank, what the others have to know: it travels with what is compared.
 
     Raises:
         ValueError: If something is not the same everywhere; on every rank.
@@ -259,7 +262,9 @@ def check_ranks(settings: HybridConfig, sizes: tuple[int, int, int], trainer: Tr
     values["trainer.state.fn"] = str(trainer.state.fn)
     values |= {f"{package.__name__}.__version__": str(package.__version__) for package in (torch, lightning)}
     values["lightning_hybrid.__version__"] = __version__
-    check_equal(values, "All ranks run the same program, with the same arguments.")
+    own = RankInfo.own().to_bytes()
+    advice = "All ranks run the same program, with the same arguments."
+    return [RankInfo.from_bytes(of_rank) for of_rank in check_equal(values, advice, own)]
 
 
 def check_tensor_groups(mesh: Mesh) -> None:

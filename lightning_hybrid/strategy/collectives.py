@@ -19,7 +19,7 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hybrid.distributed.broadcast.tree_broadcast import reduce_over
+from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object, reduce_over
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
@@ -222,10 +222,11 @@ class ReplicaCollectives(ParallelStrategy):
 
     @outside_of_steps
     def _broadcast(self, obj: TBroadcast, src: int) -> TBroadcast:
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        self._latest = obj, objects[0]
-        return objects[0]
+        world = dist.group.WORLD
+        assert world is not None
+        answer: TBroadcast = broadcast_object(obj, src, world)
+        self._latest = obj, answer
+        return answer
 
     def remember_log_dir(self, trainer: Trainer) -> None:
         """`trainer.log_dir` broadcasts, and is there to be asked for in steps: all ranks ask before.

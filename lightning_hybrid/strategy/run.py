@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, partial
-from itertools import count
 from types import CodeType
 from typing import Protocol
 from weakref import WeakSet
@@ -23,19 +22,18 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
-from torch.distributed.tensor.experimental import implicit_replication
 
 from lightning_hybrid.checkpoint.checkpointer import Checkpointer
 from lightning_hybrid.checkpoint.partial_state import warn_of_parts
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
-from lightning_hybrid.distributed.agreement import agree
+from lightning_hybrid.distributed.agreement import RankInfo, agree
 from lightning_hybrid.distributed.broadcast.leaf_readers import LeafFetch
-from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.debug.stall import Position
 from lightning_hybrid.distributed.failure import FailureStore
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import equally_many_groups
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.distributed.watch.flight_recorder import read_collectives
@@ -73,8 +71,6 @@ from lightning_hybrid.trainer.resume.resume import ResumeCallback
 from lightning_hybrid.trainer.step_context import StepContext
 from lightning_hybrid.trainer.training_step import TrainingStep, UncutTrainingStep
 
-_RUNS = count()  # names the failures of each set of process groups
-
 
 class _InFlight(Protocol):
     """What holds process groups, or work on them."""
@@ -91,6 +87,7 @@ class World:
         sizes: (data, tensor, pipeline) parallel size.
         device: The device of this process.
         connections: Those of the group of all ranks.
+        ranks: What each rank has told of itself.
 
     Attributes:
         mesh: The ranks.
@@ -107,26 +104,37 @@ class World:
     """
 
     def __init__(
-        self, config: HybridConfig, sizes: tuple[int, int, int], device: torch.device, connections: Connections
+        self,
+        config: HybridConfig,
+        sizes: tuple[int, int, int],
+        device: torch.device,
+        connections: Connections,
+        ranks: Sequence[RankInfo],
     ) -> None:
         self.config, self.sizes, self.device = config, sizes, device
         self.connections = connections
         before = read_collectives().last
-        with connections.opened():
-            self.mesh = Mesh(*sizes, rank_order=config.rank_order, device_type=device.type, timeout=config.timeout)
+        with connections.opened(), equally_many_groups(max(each.num_groups for each in ranks)):
+            self.mesh = Mesh(
+                *sizes,
+                rank_order=config.rank_order,
+                device_type=device.type,
+                timeout=config.timeout,
+                hosts=[each.host for each in ranks],
+                writes_in_background=config.save_distributed_checkpoint and config.async_save,
+            )
+            channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
         world = dist.group.WORLD
         assert world is not None
-        number, self.seed = broadcast_object((next(_RUNS), torch.initial_seed()), 0, world)
+        self.seed = ranks[0].seed
         store = world.get_group_store()
         rank, size = dist.get_rank(), dist.get_world_size()
-        self.failures = FailureStore(store, str(number), rank=rank, size=size)
+        self.failures = FailureStore(store, f"{ranks[0].token:x}", rank=rank, size=size)
         watched = store.clone()  # type: ignore[attr-defined]  # a store is locked while it waits for a key
         groups = [self.mesh.model_ranks(replica) for replica in range(self.mesh.data_parallel_size)]
         limit = config.seconds_to_time_out
         self.desync = Desync(self.failures, store, watched, rank=rank, model_groups=groups, timeout=limit)
         self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
-        with connections.opened():
-            channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
         self.engine = Engine(self.mesh.pipeline_rank, channels)
         fetch = LeafFetch(store, watched, self.failures.key, lambda: self.failures.failed or self.failures.is_over)
         seen = self.mesh, self.engine, self.failures, watched, connections
@@ -144,6 +152,8 @@ class World:
         """A run begins; :meth:`close` undoes this."""
         self.loaders.attach(trainer)
         if self.mesh.tensor_parallel_size > 1 or self.config.zero_stage:
+            from torch.distributed.tensor.experimental import implicit_replication  # a tenth of a second
+
             # Optimizers and callbacks compute with lists of parameters, of which some are divided and some are not.
             self._mixed_operations.enter_context(implicit_replication())
         add_callbacks(trainer, self.exceptions)

@@ -313,9 +313,9 @@ class HybridStrategy(ReplicaCollectives):
                     self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
                 )
             self._world = None
-        checks.check_ranks(self.settings, self.sizes, self._module.trainer)
+        ranks = checks.check_ranks(self.settings, self.sizes, self._module.trainer)
         if self._world is None:
-            self._world = World(self.settings, self.sizes, self.root_device, self._connections)
+            self._world = World(self.settings, self.sizes, self.root_device, self._connections, ranks)
             checks.check_tensor_groups(self._world.mesh)
             self._attached, self._run = None, None
         module = self._module

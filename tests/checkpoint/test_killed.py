@@ -79,7 +79,9 @@ def weights_in(path: Path) -> dict[str, Tensor]:
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("victims", [pytest.param((1,), id="one rank"), pytest.param((0, 1), id="all ranks")])
+@pytest.mark.parametrize(
+    "victims", [pytest.param((1,), id="one rank", marks=pytest.mark.thorough), pytest.param((0, 1), id="all ranks")]
+)
 @pytest.mark.parametrize("form", ["file", "directory", "directory without exchange"])
 def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(
     pools: Pools, tmp_path: Path, form: str, victims: tuple[int, ...]

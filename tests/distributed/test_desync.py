@@ -96,7 +96,7 @@ def test_ranks_that_meet_tell_alike_from_different_in_any_order(
 
     def until_it_waits() -> None:
         other.start()
-        while not store.check(["lightning_hybrid/failure/run/0/desync/both/1"]):
+        while not store.check(["lightning_hybrid/failure/run/0/desync/both/1/here 1"]):
             time.sleep(0.01)
 
     meet(0, desync_watch(Interleaved(store, until_it_waits), 0))

@@ -170,22 +170,26 @@ class DesyncWatch:
         store.set(f"{key}/of {self._rank}", json.dumps(noted))  # not where the watcher writes: it may be behind
         digest = zlib.crc32(repr((where, [change for change in noted.changes if change.event == event])).encode())
         alike, all_alike, all_here = f"{key}/{digest}", f"{key}/{digest}/all", f"{key}/all"
-        store.add(alike, 1)
-        if store.add(key, 1) == len(self._ranks):  # the last one: all have said what they have
-            store.set(all_alike if store.add(alike, 0) == len(self._ranks) else all_here, "")
+        is_last = store.add(alike, 1) == len(self._ranks)  # of ranks that all have the same, only this is waited for
+        if is_last:
+            store.set(all_alike, "")
+        store.set(f"{key}/here {self._rank}", "")  # behind the other one: when all are here, it is known who is alike
+        everyone = [f"{key}/here {rank}" for rank in self._ranks] if self._rank == self._ranks[0] else []
         pause, deadline = 0.0, time.monotonic() + self._timeout
         self._waits_at, self._waits_since = where, time.monotonic()
-        while not store.check([all_alike]):
+        while not is_last and not store.check([all_alike]):
             if self._failures.is_known:
                 self._raise_cause()
             if time.monotonic() > deadline:
                 raise RuntimeError(self._late_text(where, key))
+            if everyone and store.check(everyone) and not store.check([all_alike]):
+                store.set(all_here, "")
             if store.check([all_here]):
                 raise WrongUseError(self._difference(event, where, key))
             time.sleep(pause)
             pause = min(pause + 0.001, 0.02)
         self._waits_at = ""
-        self._forget_former([f"{key}/at {self._rank}", f"{key}/of {self._rank}"], [key, alike, all_alike])
+        self._forget_former([f"{key}/{what} {self._rank}" for what in ("at", "of", "here")], [alike, all_alike])
 
     def _forget_former(self, own: list[str], shared: list[str]) -> None:
         """Delete what the meeting before this one has left in the store: whoever has come here has left it.

@@ -93,7 +93,7 @@ class HybridTimeline(Callback):
         mesh = strategy.mesh
         record = (mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank), recorder.ranges
         records: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(records, record, group=mesh.world_group)
+        dist.all_gather_object(records, record, group=mesh.decision_group)
         first = [
             ranges for (_, data, tensor), ranges in sorted(records, key=lambda each: each[0]) if data == tensor == 0
         ]

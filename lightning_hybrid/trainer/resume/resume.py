@@ -95,7 +95,7 @@ class ResumeCallback(Callback):
         common = dict(own)
         entry = self._coordinate, common.pop("rank")
         ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(entry, ranks, 0, group=self._mesh.world_group)
+        dist.gather_object(entry, ranks, 0, group=self._mesh.decision_group)
         return {**common, "ranks": dict(ranks or ())}
 
     @property
@@ -254,7 +254,7 @@ class ResumeCallback(Callback):
 
         A machine with a disk of its own may find another one, or none.
         """
-        internals.choose_checkpoint(trainer, partial(broadcast_object, source=0, group=self._mesh.world_group))
+        internals.choose_checkpoint(trainer, partial(broadcast_object, source=0, group=self._mesh.decision_group))
 
     def close(self, trainer: Trainer) -> None:
         """The run is over."""

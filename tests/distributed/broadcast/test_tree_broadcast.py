@@ -18,6 +18,7 @@ from lightning_hybrid.distributed.broadcast import tree_broadcast
 from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast, broadcast_object, reduce_over
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.distributed.watch.flight_recorder import read_collectives
 from tests.pool import Pools
 
 
@@ -379,3 +380,19 @@ def alone() -> Any:
 
 def test_a_group_of_one_has_nothing_to_reduce(ranks: Pools) -> None:
     assert ranks(2).run(alone) == [3, 3]
+
+
+def objects(lengths: list[int]) -> list[tuple[int, int]]:
+    """The length of what arrives, and how many broadcasts it took."""
+    group, found = world(), []
+    for length in lengths:
+        before = read_collectives().last
+        received = broadcast_object(bytes(length) if dist.get_rank() == 1 else None, 1, group)
+        found.append((len(received), sum(len(kinds) for _, kinds in read_collectives(before).started.values())))
+    return found
+
+
+def test_an_object_takes_one_message_and_a_large_one_two(ranks: Pools) -> None:
+    """Torch sends the length first, so that ranks that are far apart wait twice."""
+    lengths = [0, 1, 4000, 4088, 5000, 1 << 17]
+    assert ranks(3).run(objects, lengths) == [list(zip(lengths, [1, 1, 1, 2, 2, 2], strict=True))] * 3
