@@ -110,3 +110,16 @@ def test_several_machines_are_as_one_process(
     module = Regression()
     make_trainer(None, max_epochs=2).fit(module, loader(8 * count * processes // model))
     assert_same(torch.load(tmp_path / "weights.ckpt")["state_dict"], weights(module))
+
+
+@pytest.mark.thorough
+def test_ray_starts_all_ranks_again_where_one_was_killed(tmp_path: Path) -> None:
+    if why_not():
+        pytest.skip(why_not())
+    with Machines(2, tmp_path) as machines:
+        words = [train.__file__, json.dumps(PP2), str(tmp_path), str(tmp_path / "checkpoints"), "4"]
+        text = ray(machines, words, 1)
+    assert "rank 0 of 2: from step 4" in text
+    module = Regression()
+    make_trainer(None, max_epochs=2).fit(module, loader(8))
+    assert_same(torch.load(tmp_path / "weights.ckpt")["state_dict"], weights(module))
