@@ -139,6 +139,11 @@ class Channel:
         # Posted receives that have not started, because a meta before them is unread.
         self._unread: deque[Recv] = deque()
 
+    @property
+    def largest_message(self) -> int:
+        """The bytes of the largest message so far."""
+        return max((each.num_bytes for each in self._formats.values()), default=0)
+
     def abandon(self) -> None:
         """Drop the receives that have not started, after a failure."""
         self._unread.clear()
@@ -364,6 +369,11 @@ class _WireTensor:
         # One element that stands for all: `empty_like` is faster than `empty`, which reads its arguments every time.
         self._template = torch.empty((), dtype=meta.dtype, device=wire).expand(meta.shape)
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of it."""
+        return self._template.nbytes
+
     def allocate(self) -> Tensor:
         """Fresh memory that the backend can write to."""
         if self.moves and self._template.is_cpu:
@@ -381,6 +391,11 @@ class _Format(NamedTuple):
     @classmethod
     def of(cls, meta: TreeMeta, wire: torch.device) -> _Format:
         return cls(meta, [_WireTensor(index, tensor, wire) for index, tensor in meta.tensors()], meta.has_values)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its tensors."""
+        return sum(wire.num_bytes for wire in self.tensors)
 
 
 def _check_equal(known: TreeMeta, meta: TreeMeta) -> None:
