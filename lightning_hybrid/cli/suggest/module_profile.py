@@ -153,7 +153,9 @@ class ModuleProfile:
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
         """As :class:`~lightning_hybrid.cli.suggest.cost_model.Profile` says."""
         number = min(layout.num_microbatches, 2)  # one, or several
-        return self._held_by(replace(layout, num_microbatches=number, schedule="1f1b", recompute=False))
+        return self._held_by(
+            replace(layout, num_microbatches=number, schedule="1f1b", recompute=False, extra_in_flight=())
+        )
 
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
         """As :class:`~lightning_hybrid.cli.suggest.cost_model.Profile` says."""
