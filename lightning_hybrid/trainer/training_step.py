@@ -20,6 +20,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.links.step_schedules import StepSchedules
+from lightning_hybrid.pipeline_parallel.links.traffic import TrafficWatch
 from lightning_hybrid.pipeline_parallel.microbatch import (
     LengthWatch,
     find_batch_size,
@@ -74,6 +75,7 @@ class TrainingStep:
         self._is_placed = False
         self._grad_sync = grad_sync
         self.schedules = StepSchedules(config, context.mesh, context.engine, context.device)
+        self._traffic = TrafficWatch(context.mesh, context.engine, config.rank_order)
         self._num_microbatches = num_microbatches = config.num_microbatches
         self._loss_reduction = config.loss_reduction
         self._window = AccumulationWindow(context.device)
@@ -120,6 +122,9 @@ class TrainingStep:
         if backward:
             with context.guard():
                 self.schedules.begin_step(context)
+                text = self._traffic.begin_step() if is_first else None
+            if text is not None:
+                rank_zero_warn(text)
         microbatches, counts = self._split(arguments[0])
         weights = self._weights(microbatches, accumulates=accumulated > 1)
         windowed = weights is not None and accumulated > 1 and backward
