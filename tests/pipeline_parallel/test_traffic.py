@@ -11,7 +11,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_hybrid import HybridStrategy
+from lightning_hybrid.cli.suggest.planned import planned_traffic
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.links import traffic
 from lightning_hybrid.pipeline_parallel.links.traffic import (
@@ -21,6 +25,7 @@ from lightning_hybrid.pipeline_parallel.links.traffic import (
     most_traffic,
     traffic_text,
 )
+from tests.cli.test_suggest import Blocks
 from tests.pool import Pools
 from tests.training_jobs import Regression, loader, make_trainer
 
@@ -102,8 +107,9 @@ def test_of_replicas_the_most_counts_and_two_ranks_of_a_link_are_added_up() -> N
 # -- in a run ----------------------------------------------------------------------------------------------------------
 
 
-def noted(layout: Any, **arguments: Any) -> tuple[list[Any], list[str]]:
+def noted(layout: Any, module: Any = None, **arguments: Any) -> tuple[list[Any], list[str]]:
     """What each of four ranks, two on a machine, has found out, and the warnings."""
+    module, loaders = (Regression(), [loader()]) if module is None else (module(), [])
     seen: list[Any] = []
 
     def text(*given: Any) -> str | None:
@@ -117,7 +123,7 @@ def noted(layout: Any, **arguments: Any) -> tuple[list[Any], list[str]]:
         stack.enter_context(patch.object(traffic, "traffic_text", text))
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
-        trainer.fit(Regression(), loader())
+        trainer.fit(module, *loaders)
     return seen, [str(each.message) for each in caught if "between machines" in str(each.message)]
 
 
@@ -134,3 +140,32 @@ def test_a_run_counts_what_it_sends_and_names_the_better_order(ranks: Pools) -> 
     assert found.tensor == 0
     assert len(texts) == 1
     assert "with rank_order='pp-dp-tp' it would send" in texts[0]
+
+
+class MoreBatches(Blocks):
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.randn(128, 6, 8), torch.randint(0, 3, (128,))), 16)
+
+
+@pytest.mark.rows(4)
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_microbatches": 4, "rank_order": "tp-dp-pp"},
+        {"pipeline_parallel_size": 2, "num_microbatches": 4, "rank_order": "dp-pp-tp"},
+        {"tensor_parallel_size": 2, "rank_order": "dp-pp-tp"},
+    ],
+    ids=["pp2-tp2", "pp2-dp2", "tp2-dp2"],
+)
+def test_what_is_planned_is_what_a_run_sends(ranks: Pools, layout: dict[str, Any]) -> None:
+    seen = ranks(4, lightning=True).run(noted, layout, MoreBatches)
+    (found,) = seen[0][0]
+    strategy = HybridStrategy(**layout)
+    pipeline, tensor = layout.get("pipeline_parallel_size", 1), layout.get("tensor_parallel_size", 1)
+    strategy.sizes, strategy.num_nodes = (4 // pipeline // tensor, tensor, pipeline), 2
+    trainer = {"max_epochs": 1, "max_steps": -1, "accumulate_grad_batches": 1, "limit_train_batches": 1.0}
+    planned = planned_traffic(lambda: (MoreBatches(), None), strategy, **trainer)
+    assert found.pipeline == planned.pipeline
+    assert found.data == pytest.approx(planned.data, rel=0.05)
+    assert found.tensor == pytest.approx(planned.tensor, rel=0.05)

@@ -86,8 +86,8 @@ def traffic_text(sizes: Mapping[str, int], rank_order: str, nodes: Sequence[Any]
     if is_worth:
         return f"{text}, and with rank_order={best!r} it would send {filesize.decimal(int(least))}: use that order."
     return (
-        f"{text}, and with no other order fewer than {filesize.decimal(int(least))}. Let tensor_parallel_size divide the"
-        " ranks of a machine."
+        f"{text}, and with no other order fewer than {filesize.decimal(int(least))}. Let tensor_parallel_size divide"
+        " the ranks of a machine."
     )
 
 
