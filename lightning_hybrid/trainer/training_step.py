@@ -119,18 +119,12 @@ class TrainingStep:
             What `training_step` returned, merged over the microbatches: the same on every rank, without a graph.
         """
         context, grad_sync = self._context, self._grad_sync
-        if backward:
-            with context.guard():
-                self.schedules.begin_step(context)
-                text = self._traffic.begin_step() if is_first else None
-            if text is not None:
-                rank_zero_warn(text)
+        self._find_delays(backward=backward, is_first=is_first)
         microbatches, counts = self._split(arguments[0])
         weights = self._weights(microbatches, accumulates=accumulated > 1)
         windowed = weights is not None and accumulated > 1 and backward
         if windowed and is_first:  # whatever came before: an epoch may have been broken off
             self._window = AccumulationWindow(context.device)
-        places = context.frame.places and not self._is_placed
         if context.frame.is_followed:  # its batch has to be where its parameters are
             microbatches = list(map(self._to_device, microbatches))
         shares, factors = self._shares(counts, weights, windowed=windowed)
@@ -148,7 +142,7 @@ class TrainingStep:
         parts: Sequence[Hashable] = list(map(signature, microbatches))
         context.desync.note_batch("training_step", version, parts, counts)
         find_plans = partial(self._frame_plans, microbatches, arguments[1:], step, precision, version, parts)
-        if places:
+        if context.frame.places and not self._is_placed:
             self._place(find_plans, len(microbatches), backward=backward)
         with context.guard(), torch.set_grad_enabled(backward), grad_sync.step():
             with context.step(num_microbatches=len(counts), counts=counts) as records, _looking(self.anomaly):
@@ -172,6 +166,16 @@ class TrainingStep:
             if reduce:
                 self._reduce(accumulated, windowed=windowed)
         return value
+
+    def _find_delays(self, *, backward: bool, is_first: bool) -> None:
+        """What first steps tell about the links between machines."""
+        if not backward:
+            return
+        with self._context.guard():
+            self.schedules.begin_step(self._context)
+            text = self._traffic.begin_step() if is_first else None
+        if text is not None:
+            rank_zero_warn(text)
 
     def _to_device(self, microbatch: Any) -> Any:
         """A microbatch when it is needed. On a host the whole batch has been moved, as there is nothing to save."""

@@ -111,7 +111,6 @@ def trained(layout: Any, folder: str = "", delay: float | None = None) -> dict[s
     }
 
 
-@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -133,7 +132,6 @@ def test_what_is_chosen_trains_the_same_bit_by_bit(ranks: Pools, layout: dict[st
     assert {path.name for path in tmp_path.iterdir()} >= {"batch-1.svg", "batch-7.svg"}
 
 
-@pytest.mark.rows(2)
 def test_inside_a_machine_nothing_is_measured_and_none_is_chosen(ranks: Pools) -> None:
     layout = {"pipeline_parallel_size": 2, "num_microbatches": 8, "extra_in_flight": "auto"}
     for each in ranks(2, lightning=True).run(trained, layout):

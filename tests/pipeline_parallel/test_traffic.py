@@ -127,7 +127,6 @@ def noted(layout: Any, module: Any = None, **arguments: Any) -> tuple[list[Any],
     return seen, [str(each.message) for each in caught if "between machines" in str(each.message)]
 
 
-@pytest.mark.rows(4)
 def test_a_run_counts_what_it_sends_and_names_the_better_order(ranks: Pools) -> None:
     pool = ranks(4, lightning=True)
     layout = {"pipeline_parallel_size": 2, "num_microbatches": 2, "rank_order": "dp-pp-tp", "partition": [3, 3]}
@@ -147,7 +146,6 @@ class MoreBatches(Blocks):
         return DataLoader(TensorDataset(torch.randn(128, 6, 8), torch.randint(0, 3, (128,))), 16)
 
 
-@pytest.mark.rows(4)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "layout",

@@ -37,7 +37,8 @@ def planned_traffic(
     number = config.num_microbatches
     layout = Layout(data, tensor, pipeline, number, config.schedule, chunks, config.zero_stage, recompute)
     machine = Machine(ranks_per_node=num_ranks // strategy.num_nodes)
-    profile = ModuleProfile(make, config, num_ranks, machine, precision=strategy.precision_plugin, **trainer)
+    precision = strategy.precision_plugin
+    profile = ModuleProfile(make, config, num_ranks, machine, only=layout, precision=precision, **trainer)
     refused = profile.refuse(layout)
     if refused is not None:
         raise ValueError(refused[1])

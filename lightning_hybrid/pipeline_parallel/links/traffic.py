@@ -15,7 +15,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.watch.flight_recorder import read_bytes
 from lightning_hybrid.pipeline_parallel.engine import Engine
 
-_WORTH = 0.9  # a share of the bytes that another order of the axes has to stay below
+_WORTH = 0.8  # a share of the bytes that another order of the axes has to stay below
 
 
 @dataclass(frozen=True)
