@@ -11,12 +11,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.links import step_schedules
 from lightning_hybrid.pipeline_parallel.links.delays import Delay, measure_delays
 from lightning_hybrid.pipeline_parallel.links.step_schedules import (
     Measured,
+    StepSchedules,
     choice_text,
     choose,
     medians,
@@ -60,6 +62,20 @@ def test_a_device_has_memory_for_as_many_more_as_its_room_over_that_of_one() -> 
     assert spare_microbatches(room=100.0, taken=60.0, in_flight=2) == 3
     assert spare_microbatches(room=-5.0, taken=60.0, in_flight=2) == 0
     assert spare_microbatches(room=100.0, taken=0.0, in_flight=2) == math.inf
+
+
+def test_the_room_of_a_device_is_that_beside_the_peak_of_its_steps() -> None:
+    """100 bytes: 10 are held, a step takes 50 more with two microbatches, and 5 stay free for fragments."""
+    schedules = object.__new__(StepSchedules)
+    for device, expected in (("cuda", 1), ("cpu", math.inf)):
+        schedules._device = torch.device(device)
+        with (
+            patch("torch.cuda.mem_get_info", return_value=(30, 100)),  # what the allocator has reserved is not free
+            patch("torch.cuda.memory_reserved", return_value=70),
+            patch("torch.cuda.max_memory_allocated", return_value=60),
+            patch("torch.cuda.memory_allocated", return_value=10),
+        ):
+            assert schedules._spare(2) == expected
 
 
 def test_medians_are_of_what_computes() -> None:

@@ -107,7 +107,7 @@ def test_of_replicas_the_most_counts_and_two_ranks_of_a_link_are_added_up() -> N
 # -- in a run ----------------------------------------------------------------------------------------------------------
 
 
-def noted(layout: Any, module: Any = None, **arguments: Any) -> tuple[list[Any], list[str]]:
+def noted(layout: Any, module: Any = None) -> tuple[list[Any], list[str]]:
     """What each of four ranks, two on a machine, has found out, and the warnings."""
     module, loaders = (Regression(), [loader()]) if module is None else (module(), [])
     seen: list[Any] = []
@@ -117,7 +117,7 @@ def noted(layout: Any, module: Any = None, **arguments: Any) -> tuple[list[Any],
         return traffic_text(*given)
 
     hosts = [f"node{rank // 2}" for rank in range(int(os.environ["WORLD_SIZE"]))]
-    trainer = make_trainer(layout, max_epochs=1, **arguments)
+    trainer = make_trainer(layout, max_epochs=3)
     with ExitStack() as stack:
         stack.enter_context(patch.object(Mesh, "hosts", hosts))
         stack.enter_context(patch.object(traffic, "traffic_text", text))

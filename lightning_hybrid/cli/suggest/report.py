@@ -21,7 +21,8 @@ def as_text(found: Suggestions, machine: Machine, step: Step, batch_size: int) -
         step: What a step does.
         batch_size: Of the loader, as it is configured.
     """
-    has_extra = any(cost.layout.extra_in_flight for cost in found.best)
+    shown = [cost.layout for cost in found.best] + [group.best for group in found.losers]
+    has_extra = any(layout.extra_in_flight for layout in shown)
     sequential = f" x {step.accumulated} accumulated batches" if step.accumulated > 1 else ""
     lines = [
         f"A step of {step.samples} samples{sequential}; {found.num_layouts} layouts, {found.num_simulated} simulated."

@@ -55,10 +55,8 @@ class StepTimes:
         return self.occupations[_boundary(message)]
 
 
-def equal_times(
-    num_stages: int, num_ranks: int, nodes: Sequence[int], inside: Link, between: Link, *, forward: float = 1.0
-) -> StepTimes:
-    """Of equal stages, whose messages are of one unit; a backward takes twice a forward.
+def equal_times(num_stages: int, num_ranks: int, nodes: Sequence[int], inside: Link, between: Link) -> StepTimes:
+    """Of equal stages, whose messages are of one unit; a forward through all of a rank takes 1, a backward 2.
 
     Args:
         num_stages: Over all ranks.
@@ -66,9 +64,8 @@ def equal_times(
         nodes: The node of each rank.
         inside: The links inside of a node.
         between: Those between two nodes.
-        forward: Time of the forward of one microbatch through all stages of a rank.
     """
-    of_stage = forward * num_ranks / num_stages
+    of_stage = num_ranks / num_stages
     ends = ((nodes[stage % num_ranks], nodes[(stage + 1) % num_ranks]) for stage in range(num_stages - 1))
     links = [inside if here == there else between for here, there in ends]
     return StepTimes(

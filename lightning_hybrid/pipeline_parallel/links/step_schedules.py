@@ -80,7 +80,8 @@ class StepSchedules:
     than the schedule's own. The second and the third one are timed. Before the fourth one messages are sent over the
     links between machines, all ranks tell each other what they have found, each makes the same choice of it
     (:func:`~.in_flight.choose_extra`), and later steps have as many more in flight. Nothing but time and memory
-    depends on the choice: no number does, and no checkpoint.
+    depends on the choice: no number does, and no checkpoint. The Trainer's profiler does not hear of the actions of
+    steps that are timed.
 
     Args:
         config: The arguments of the strategy.

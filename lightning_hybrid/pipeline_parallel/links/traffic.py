@@ -15,6 +15,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.watch.flight_recorder import read_bytes
 from lightning_hybrid.pipeline_parallel.engine import Engine
 
+_COUNTED = 4  # the optimizer step whose bytes are counted
 _WORTH = 0.8  # a share of the bytes that another order of the axes has to stay below
 
 
@@ -92,10 +93,11 @@ def traffic_text(sizes: Mapping[str, int], rank_order: str, nodes: Sequence[Any]
 
 
 class TrafficWatch:
-    """Finds out in the second optimizer step what is sent between machines, and says it if that could be less.
+    """Finds out in the fourth optimizer step what is sent between machines, and says it if that could be less.
 
-    Nothing is counted for it: torch notes its collectives anyway, and channels know their messages. Where torch does
-    not, nothing is said.
+    By then delays have been measured (:class:`~.step_schedules.StepSchedules`), whose messages do not count. Nothing is
+    done in a step for it: torch notes its collectives anyway, and channels know their messages. Where torch does not,
+    nothing is said.
 
     Args:
         mesh: The ranks.
@@ -105,7 +107,8 @@ class TrafficWatch:
 
     def __init__(self, mesh: Mesh, engine: Engine, rank_order: str) -> None:
         self._mesh, self._engine, self._rank_order = mesh, engine, rank_order
-        self._seeks = mesh.model_group.size() > 1 and len(set(mesh.hosts)) > 1
+        sizes = mesh.data_parallel_size, mesh.pipeline_parallel_size
+        self._seeks = len(set(mesh.hosts)) > 1 and (mesh.tensor_parallel_size > 1 or min(sizes) > 1)
         self._num_steps = self._last = 0
         self._before: dict[int, int] = {}
 
@@ -113,14 +116,14 @@ class TrafficWatch:
         """The first batch of an optimizer step is about to run, on every rank.
 
         Returns:
-            The warning, on every rank, if there is one: at the third step.
+            The warning, on every rank, if there is one: at the fifth step.
         """
         if not self._seeks:
             return None
         self._num_steps += 1
-        if self._num_steps == 2:
+        if self._num_steps == _COUNTED:
             self._last, self._before = read_bytes()[1], self._sent()
-        if self._num_steps <= 2:
+        if self._num_steps <= _COUNTED:
             return None
         self._seeks = False
         found: list[Any] = [None] * dist.get_world_size()
