@@ -157,7 +157,7 @@ class TrainingStep:
                         context.keys(version, parts),
                         backward_begins=grad_sync.backward_begins,
                         backward_ends=grad_sync.backward_ends,
-                        profile=context.profile,
+                        profile=self.schedules.profile(context) if backward else context.profile,
                     )
             # The last stage is done before the first one, and sends the result while that is at its last backward.
             value = context.share(
@@ -172,7 +172,7 @@ class TrainingStep:
         if not backward:
             return
         with self._context.guard():
-            self.schedules.begin_step(self._context)
+            self.schedules.begin_step()
             text = self._traffic.begin_step() if is_first else None
         if text is not None:
             rank_zero_warn(text)

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.cli.suggest.planned import planned_traffic
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.watch import flight_recorder
+from lightning_hybrid.distributed.watch.flight_recorder import read_bytes
 from lightning_hybrid.pipeline_parallel.links import traffic
 from lightning_hybrid.pipeline_parallel.links.traffic import (
     Traffic,
@@ -117,7 +119,7 @@ def noted(layout: Any, module: Any = None) -> tuple[list[Any], list[str]]:
         return traffic_text(*given)
 
     hosts = [f"node{rank // 2}" for rank in range(int(os.environ["WORLD_SIZE"]))]
-    trainer = make_trainer(layout, max_epochs=3)
+    trainer = make_trainer(layout, max_epochs=2)
     with ExitStack() as stack:
         stack.enter_context(patch.object(Mesh, "hosts", hosts))
         stack.enter_context(patch.object(traffic, "traffic_text", text))
@@ -167,3 +169,26 @@ def test_what_is_planned_is_what_a_run_sends(ranks: Pools, layout: dict[str, Any
     assert found.pipeline == planned.pipeline
     assert found.data == pytest.approx(planned.data, rel=0.05)
     assert found.tensor == pytest.approx(planned.tensor, rel=0.05)
+
+
+def entry(number: int, group: str, kind: str, sides: tuple[Any, Any], dtype: str = "Float") -> dict[str, Any]:
+    sizes = dict(zip(("input_sizes", "output_sizes"), sides, strict=True))
+    dtypes = {f"{side}_dtypes": [dtype] * len(sizes[f"{side}_sizes"]) for side in ("input", "output")}
+    return {"record_id": number, "process_group": [group, ""], "profiling_name": f"gloo:{kind}", **sizes, **dtypes}
+
+
+def test_bytes_of_collectives_are_those_of_the_whole_tensor_as_often_as_it_goes_around() -> None:
+    entries = [
+        entry(3, "a", "all_reduce", ([[10, 4]], [[10, 4]])),
+        entry(4, "a", "all_gather", ([[4]], [[2, 4]]), "BFloat16"),
+        entry(5, "b", "reduce_scatter", ([[8]], [[4]]), "Double"),
+        entry(6, "b", "broadcast", ([[3], [2]], [[3], [2]]), "Byte"),
+    ]
+    with patch.object(flight_recorder, "_entries", lambda: entries):
+        assert read_bytes(since=2) == ({"a": 2 * 160 + 8 * 2, "b": 8 * 8 + 5}, 6)
+        assert read_bytes(since=4)[0] == {"b": 8 * 8 + 5}
+        assert read_bytes(since=6) == ({}, 6)
+    # Four are listed of the eight that have been started since.
+    lost = [{**each, "record_id": each["record_id"] + 4} for each in entries]
+    with patch.object(flight_recorder, "_entries", lambda: lost):
+        assert read_bytes(since=2) == ({"a": 2 * (2 * 160 + 8 * 2), "b": 2 * (8 * 8 + 5)}, 10)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.pipeline_parallel.engine import Engine
+from lightning_hybrid.pipeline_parallel.engine import Engine, Profile
 from lightning_hybrid.pipeline_parallel.links.delays import Delay, far_links, measure_delays
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import StepTimes
@@ -29,13 +29,15 @@ _KEPT_FREE = 0.05  # of a device's memory, for fragments and what single operati
 
 
 class Records(Protocol):
-    """What notes when the actions of a step begin and end.
+    """What is told when the actions of a step begin and end, if anything is."""
 
-    Attributes:
-        recorder: Notes it; ``None`` where nobody asks.
-    """
+    @property
+    def recorder(self) -> Recorder | None:
+        """Notes the present step for somebody else."""
 
-    recorder: Recorder | None
+    @property
+    def profile(self) -> Profile | None:
+        """Makes the ranges of a step."""
 
 
 def find_schedule(
@@ -100,31 +102,19 @@ class StepSchedules:
         seeks = config.extra_in_flight == "auto" and config.schedule != "gpipe"
         self._links = far_links(mesh, config.num_chunks) if seeks else []
         self._recorder: Recorder | None = None
-        self._num_steps = self._num_microbatches = 0
+        self._num_steps = self._num_timed = self._num_microbatches = 0
 
     def __call__(self, num_microbatches: int) -> Schedule:
         """The schedule of a step of so many microbatches."""
         self._num_microbatches = max(num_microbatches, self._num_microbatches)  # the last batch may have fewer
         return find_schedule(self._config, self._mesh.pipeline_parallel_size, num_microbatches, self.extra_in_flight)
 
-    def begin_step(self, records: Records) -> None:
-        """A step with backward is about to begin, on every rank.
-
-        Args:
-            records: Notes what the step does. A step that somebody else records is not timed.
-        """
+    def begin_step(self) -> None:
+        """A step with backward is about to begin, on every rank; where enough of them have been timed, choose."""
         if not self._links:
             return
-        if self._recorder is not None and records.recorder is self._recorder:
-            records.recorder = None
-        if records.recorder is not None:
-            return
-        self._num_steps += 1
-        if self._num_steps <= _WARM_UP:
-            return
-        if self._num_steps <= _WARM_UP + _MEASURED:
-            self._recorder = Recorder(self._engine, self._device) if self._recorder is None else self._recorder
-            records.recorder = self._recorder
+        if self._num_timed < _MEASURED:
+            self._num_steps += 1
             return
         assert self._recorder is not None
         seconds, self._recorder = medians(self._recorder.ranges), None
@@ -133,6 +123,18 @@ class StepSchedules:
         self._links = []
         if self._mesh.is_first:
             _log.info(choice_text(self.extra_in_flight, found))
+
+    def profile(self, records: Records) -> Profile | None:
+        """What is told of the actions of this step: it is timed if it is one of the first, and nobody records it.
+
+        Args:
+            records: Who is told otherwise.
+        """
+        if not self._links or self._num_steps <= _WARM_UP or records.recorder is not None:
+            return records.profile
+        self._num_timed += 1
+        self._recorder = Recorder(self._engine, self._device) if self._recorder is None else self._recorder
+        return self._recorder.range
 
     def _measure(self, seconds: Mapping[tuple[int, str], float]) -> Measured:
         """Between two steps, on every rank."""
