@@ -32,7 +32,7 @@ class HybridConfig:
     num_microbatches: int
     auto_microbatches: bool  # whether there may be fewer of them for the sake of batch norm
     num_chunks: int
-    extra_in_flight: int | list[int] = field(metadata={"kinds": (int, list, tuple)})
+    extra_in_flight: int | list[int] | str = field(metadata={"kinds": (int, list, tuple, str)})
     partition: str | list[int] = field(metadata={"kinds": (str, list, tuple)})
     body: str | list[str] | None = field(metadata={"kinds": (str, list, tuple, type(None))})
     tensor_parallel_plan: UserPlan | str | None = field(metadata={"kinds": (str, dict, type(None))})
@@ -59,8 +59,8 @@ class HybridConfig:
     on_nonfinite: str
 
     def extra_of_links(self, num_ranks: int) -> tuple[int, ...]:
-        """:attr:`extra_in_flight` for each link between neighbouring ranks of a pipeline."""
-        extra = self.extra_in_flight
+        """:attr:`extra_in_flight` for each link between neighbouring ranks of a pipeline; with ``"auto"`` none yet."""
+        extra = 0 if isinstance(self.extra_in_flight, str) else self.extra_in_flight
         return (extra,) * (num_ranks - 1) if isinstance(extra, int) else tuple(extra)
 
     @property

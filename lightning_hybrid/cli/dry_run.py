@@ -33,6 +33,7 @@ from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_mic
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
+from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedule
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size
 from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -247,14 +248,13 @@ class DryRunStrategy(SingleDeviceStrategy):
             StopAfterFirstStepError: Always.
         """
         module, config = self._module, self._config
-        data, _, pipeline = self.sizes
-        number = config.num_microbatches
+        (data, _, pipeline), number = self.sizes, config.num_microbatches
         if config.auto_microbatches:
             number = limit_microbatches(number, find_batch_size(batch), batch_norms(module))
         microbatches, _ = split_into(batch, number, find_hook(module, "split_batch"))
         self._place_outside(microbatches, args)  # first: it leaves no trace, and metrics keep what is measured
         activations = self._activations(microbatches[0], args)
-        schedule = layout.find_schedule(config, pipeline, len(microbatches))
+        schedule = find_schedule(config, pipeline, len(microbatches))
         for rank in range(pipeline):
             usage = estimate(
                 module,

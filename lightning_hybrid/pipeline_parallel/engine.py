@@ -72,6 +72,7 @@ class Engine:
         position: The action that runs; ``None`` outside of a run.
         awaited: The receive whose message has not come yet; ``None`` if nothing is waited for.
         runs: How many runs have begun.
+        channels: The channels of this rank.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Engine:
         self.runs = 0
         self._running: tuple[Schedule, list[_Step]] | None = None
         self._rank = rank
-        self._channels = dict(channels)
+        self.channels = dict(channels)
         self._connected = False
         self._trace = _ignore if trace is None else trace
         self._sends: dict[str, Send] = {}
@@ -148,6 +149,11 @@ class Engine:
             with profile(_RANGES[step.action.kind]):
                 step.handler(self, step, run, message)
 
+    @property
+    def schedule(self) -> Schedule | None:
+        """What runs, or has run last."""
+        return None if self._running is None else self._running[0]
+
     def retire(self) -> None:
         """Wait for every send that is under way."""
         for send in self._sends.values():
@@ -177,7 +183,7 @@ class Engine:
 
     def abandon(self) -> None:
         """Drop everything that is under way, after a failure: a pending message keeps its connection open."""
-        for channel in self._channels.values():
+        for channel in self.channels.values():
             channel.abandon()
         for _, steps in self._programs.values():
             for step in steps:
@@ -191,14 +197,14 @@ class Engine:
 
     def num_messages(self) -> dict[ChannelKey, int]:
         """How many messages have gone into each channel, or have been posted; another thread may ask."""
-        return {key: channel.num_messages for key, channel in self._channels.items()}
+        return {key: channel.num_messages for key, channel in self.channels.items()}
 
     def awaited_message(self) -> tuple[ChannelKey, int] | None:
         """The channel and the number of the message that is waited for; another thread may ask."""
         awaited = self.awaited
         if awaited is None:
             return None
-        return next((key, awaited.number) for key, channel in self._channels.items() if awaited.is_of(channel))
+        return next((key, awaited.number) for key, channel in self.channels.items() if awaited.is_of(channel))
 
     # One handler per action.
 
@@ -258,8 +264,8 @@ class Engine:
 
     def _connect(self) -> None:
         if not self._connected:
-            for key in sorted(self._channels):
-                self._channels[key].connect(sends=key[0] == self._rank)
+            for key in sorted(self.channels):
+                self.channels[key].connect(sends=key[0] == self._rank)
             self._connected = True
 
     def _program(self, schedule: Schedule) -> list[_Step]:
@@ -302,12 +308,12 @@ class Engine:
 
     def _channel(self, schedule: Schedule, action: Action) -> Channel:
         key = schedule.channel(action)
-        if key not in self._channels:
+        if key not in self.channels:
             raise ValueError(
                 f"the action {action} of schedule {schedule.name!r} needs the channel {key}, "
-                f"but rank {self._rank} has {sorted(self._channels) or 'none'}"
+                f"but rank {self._rank} has {sorted(self.channels) or 'none'}"
             )
-        return self._channels[key]
+        return self.channels[key]
 
 
 class _Run(NamedTuple):

@@ -69,7 +69,7 @@ class Recv:
         Returns:
             The leaves, each tensor freshly allocated and with the sender's ``requires_grad``, and the spec of the tree.
         """
-        meta, _, has_values = self.format or self._channel.read_metas_until(self)
+        meta, _, has_values, _ = self.format or self._channel.read_metas_until(self)
         leaves = meta.values() if has_values else [None] * len(meta.leaves)
         for wire, tensor, work in self.pending:
             if work is not None:
@@ -114,6 +114,7 @@ class Channel:
 
     Attributes:
         num_messages: How many have been sent, or posted.
+        num_bytes: Of the tensors of all that have been sent.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Channel:
         tag: int = 0,
         metas: tuple[ProcessGroup, int, int] | None = None,
     ) -> None:
-        self.num_messages = 0
+        self.num_messages = self.num_bytes = 0
         self._group = GroupRef(group)
         self._peer, self._tag = peer, tag
         self._device = device
@@ -138,6 +139,11 @@ class Channel:
         self._formats: dict[Hashable, _Format] = {}
         # Posted receives that have not started, because a meta before them is unread.
         self._unread: deque[Recv] = deque()
+
+    @property
+    def largest_message(self) -> int:
+        """The bytes of the largest message so far."""
+        return max((each.num_bytes for each in self._formats.values()), default=0)
 
     def abandon(self) -> None:
         """Drop the receives that have not started, after a failure."""
@@ -191,6 +197,7 @@ class Channel:
                     tensor = self._to_wire(tensor)
                 send.pending.append((group.send([tensor], self._peer, self._tag), tensor))
         self.num_messages += 1
+        self.num_bytes += known.num_bytes
         return send
 
     def post(self, key: Hashable) -> Recv:
@@ -364,6 +371,11 @@ class _WireTensor:
         # One element that stands for all: `empty_like` is faster than `empty`, which reads its arguments every time.
         self._template = torch.empty((), dtype=meta.dtype, device=wire).expand(meta.shape)
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of it."""
+        return self._template.nbytes
+
     def allocate(self) -> Tensor:
         """Fresh memory that the backend can write to."""
         if self.moves and self._template.is_cpu:
@@ -377,10 +389,12 @@ class _Format(NamedTuple):
     meta: TreeMeta
     tensors: list[_WireTensor]
     has_values: bool
+    num_bytes: int  # of the tensors
 
     @classmethod
     def of(cls, meta: TreeMeta, wire: torch.device) -> _Format:
-        return cls(meta, [_WireTensor(index, tensor, wire) for index, tensor in meta.tensors()], meta.has_values)
+        tensors = [_WireTensor(index, tensor, wire) for index, tensor in meta.tensors()]
+        return cls(meta, tensors, meta.has_values, sum(each.num_bytes for each in tensors))
 
 
 def _check_equal(known: TreeMeta, meta: TreeMeta) -> None:

@@ -62,6 +62,11 @@ class Recorder:
         self._ranges.append((name, self._engine.position, start, self.now()))
 
     @property
+    def schedule(self) -> Schedule | None:
+        """The schedule whose actions have been noted last."""
+        return self._engine.schedule
+
+    @property
     def ranges(self) -> list[Range]:
         """What has been noted, in order. Waits for the device."""
         if self._on_cuda:

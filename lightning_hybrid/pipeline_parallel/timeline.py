@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from xml.sax.saxutils import escape
 
-from lightning_hybrid.pipeline_parallel.schedules import Action, Kind, Schedule
+from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,20 @@ def simulate(
     schedule: Schedule,
     forward: float = 1.0,
     backward: float = 2.0,
-    send: float = 0.0,
+    send: float | Callable[[Action], float] = 0.0,
     duration: Callable[[Action], float] | None = None,
+    occupied: float | Callable[[Action], float] = 0.0,
 ) -> Timeline:
     """Give each action of a schedule a time.
 
     A rank does one action after the other. A forward or a backward waits for its message; sends and receives take no
-    time of the rank. A message sets out when it is sent and its receive is posted.
+    time of the rank. A message sets out when it is sent, its receive is posted, and the messages before it have left::
+
+        sent, posted      link is free for the next      arrives
+             |--- occupied ---|---------- send ----------|
+
+    So a link passes on no more messages than its bandwidth allows, however many are in flight. Activations and
+    gradients have a link each, in their direction.
 
     Args:
         schedule: A schedule with its sends and receives.
@@ -135,17 +142,18 @@ def simulate(
             compared: each takes ``forward / num_chunks``.
         backward: The same for the backward. Twice the forward is usual: for each product of matrices it has two, one
             for the gradient of the input and one for that of the weights.
-        send: Time of one message.
+        send: Delay of a message, of all or by the action that sends it.
         duration: The time of each ``F`` and ``B``, if they are not all equal; replaces ``forward`` and ``backward``.
+        occupied: How long a message keeps its link from the next one, its bytes by the bandwidth; as `send`.
 
     Raises:
         ValueError: If the schedule deadlocks; names each rank's waiting action.
     """
     times = {Kind.F: forward / schedule.num_chunks, Kind.B: backward / schedule.num_chunks}
     time_of = duration or (lambda action: times[action.kind])
+    wire = _Wire(schedule, send, occupied)
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     clocks = [0.0] * len(spans)
-    passed: dict[Action, float] = {}  # when a send was sent and a receive posted
 
     def advance(rank: int, action: Action) -> bool:
         """Do ``action`` unless its message has not been sent yet."""
@@ -153,13 +161,12 @@ def simulate(
         if action.kind.is_compute:
             receive = schedule.receive_for(action)
             if receive is not None:
-                message = schedule.counterpart(receive)
-                if message not in passed or receive not in passed:
+                if receive not in wire.arrivals:
                     return False
-                start = max(start, max(passed[message], passed[receive]) + send)
+                start = max(start, wire.arrivals[receive])
             clocks[rank] = start + time_of(action)
         else:
-            passed[action] = start
+            wire.passed(action, start)
         spans[rank].append(Span(action, start, clocks[rank]))
         return True
 
@@ -168,6 +175,49 @@ def simulate(
     if waiting:
         raise ValueError(f"schedule {schedule.name!r} deadlocks: {', '.join(waiting)}")
     return Timeline(schedule, tuple(map(tuple, spans)))
+
+
+class _Wire:
+    """The messages of a simulation.
+
+    Args:
+        schedule: What is simulated.
+        send: As of :func:`simulate`.
+        occupied: Likewise.
+
+    Attributes:
+        arrivals: When the message of a receive is there, as soon as that is known.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        send: float | Callable[[Action], float],
+        occupied: float | Callable[[Action], float],
+    ) -> None:
+        self.arrivals: dict[Action, float] = {}
+        self._schedule, self._send, self._occupied = schedule, send, occupied
+        self._passed: dict[Action, float] = {}  # when a send was sent and a receive posted
+        self._free: dict[ChannelKey, float] = {}
+
+    def passed(self, action: Action, time: float) -> None:
+        """A send was sent or a receive posted; behind the second of both, it is known when the message arrives.
+
+        On each channel the k-th send meets the k-th receive, so its messages come here in their order.
+        """
+        other = self._schedule.counterpart(action)
+        self._passed[action] = time
+        if other not in self._passed:
+            return
+        message, receive = (action, other) if action.kind.is_send else (other, action)
+        channel = self._schedule.channel(message)
+        begin = max(time, self._passed[other], self._free.get(channel, 0.0))
+        self._free[channel] = begin + _time(self._occupied, message)
+        self.arrivals[receive] = self._free[channel] + _time(self._send, message)
+
+
+def _time(time: float | Callable[[Action], float], message: Action) -> float:
+    return time(message) if callable(time) else time
 
 
 # What is drawn beside the cells, on a light and on a dark page; the colours of cells suit both.

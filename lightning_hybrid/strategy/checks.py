@@ -123,10 +123,12 @@ def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 def _check_in_flight(arguments: Mapping[str, Any]) -> None:
     """What is on its way over links between stages."""
     extra, num_links = arguments["extra_in_flight"], arguments["pipeline_parallel_size"] - 1
+    if extra == "auto":
+        return
     numbers = [extra] if isinstance(extra, int) else extra
     for number in numbers:
         if not isinstance(number, int) or isinstance(number, bool):
-            raise TypeError(f"extra_in_flight must be an integer or a list of integers, got {extra!r}.")
+            raise TypeError(f"extra_in_flight must be an integer, a list of integers or 'auto', got {extra!r}.")
         if number < 0:
             raise ValueError(f"extra_in_flight must be at least 0, got {extra!r}.")
     if not isinstance(extra, int) and len(extra) != num_links:

@@ -17,8 +17,8 @@ from lightning_hybrid.distributed.dtensor import is_tensor_parallel
 from lightning_hybrid.memory.activation_checkpoint.policy import chosen_layers, is_by_name
 from lightning_hybrid.pipeline_parallel.body import Body, find_body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode
+from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedule
 from lightning_hybrid.pipeline_parallel.partition import partition
-from lightning_hybrid.pipeline_parallel.schedules import Schedule, build
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 from lightning_hybrid.strategy.summary import (
@@ -330,12 +330,6 @@ def _check_plan(plan: Plan, module: LightningModule, body: Body) -> None:
                 " (sequence_parallel). Put the layers into an `nn.ModuleList`, or call the `nn.Sequential` as a whole"
                 " and name it alone as the body."
             )
-
-
-def find_schedule(settings: HybridConfig, num_ranks: int, num_microbatches: int) -> Schedule:
-    """What the ranks of a pipeline do in a training step; chunks on a single rank would be neighbours, and are one."""
-    num_chunks = settings.num_chunks if num_ranks > 1 else 1
-    return build(settings.schedule, num_ranks, num_microbatches, num_chunks, settings.extra_of_links(num_ranks))
 
 
 def stages_text(

@@ -45,7 +45,7 @@ from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.strategy.checks import check_modules, check_own_parts
 from lightning_hybrid.strategy.collectives import StepCollectives
 from lightning_hybrid.strategy.gather import RefusedStep
-from lightning_hybrid.strategy.layout import find_schedule, is_cut
+from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
 from lightning_hybrid.strategy.summary import memory_table, placed_text
@@ -369,10 +369,7 @@ class Run:
         self.training_step = TrainingStep(
             self._context,
             self.grad_sync,
-            find_schedule=partial(find_schedule, config, world.mesh.pipeline_parallel_size),
-            num_microbatches=config.num_microbatches,
-            auto_microbatches=config.auto_microbatches,
-            loss_reduction=config.loss_reduction,
+            config,
             place_parameters=self._place_parameters,
             shares_casts=autocasts and config.shares_casts,
         )

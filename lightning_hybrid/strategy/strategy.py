@@ -76,7 +76,9 @@ class HybridStrategy(ReplicaCollectives):
         extra_in_flight: For links between stages on which a message takes a while, as between machines: how many
             microbatches more than the schedule's own are on their way over each link, or a list with a number for each
             link between neighbouring pipeline ranks. The results stay the same, bit by bit; the ranks before a link
-            keep the activations of as many more.
+            keep the activations of as many more. ``"auto"`` measures links between machines and the time of a
+            microbatch in the first three steps, and takes from then on the fewest with which no rank waits for a link,
+            and for which CUDA devices have memory (on the host memory is not looked at); inside a machine none.
         partition: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the lightest possible heaviest
             stage, embedding and head included, or the number of layers of each stage.
         body: The dotted name of the `nn.Sequential` to divide, which the step calls as a whole; or of another list of
@@ -145,7 +147,7 @@ class HybridStrategy(ReplicaCollectives):
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "1f1b",
         num_chunks: int = 1,
-        extra_in_flight: int | list[int] = 0,
+        extra_in_flight: int | list[int] | Literal["auto"] = 0,
         partition: str | list[int] = "uniform",
         body: str | list[str] | None = None,
         tensor_parallel_plan: dict[str, str] | str | None = "auto",

@@ -14,10 +14,13 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
+from lightning_hybrid.pipeline_parallel.links.step_schedules import StepSchedules
+from lightning_hybrid.pipeline_parallel.links.traffic import TrafficWatch
 from lightning_hybrid.pipeline_parallel.microbatch import (
     LengthWatch,
     find_batch_size,
@@ -46,16 +49,14 @@ class TrainingStep:
     Args:
         context: What steps need.
         grad_sync: Sums and averages the gradients.
-        find_schedule: Gives the schedule for a number of microbatches.
-        num_microbatches: The requested number of microbatches.
-        auto_microbatches: Whether there may be fewer for the sake of batch norm.
-        loss_reduction: ``"mean"`` or ``"sum"``: how the user's loss reduces over the samples of a batch.
+        config: The arguments of the strategy.
         place_parameters: Called before the first batch runs, if steps are followed: with the stages that use each
             parameter outside of the layers, by its name; ``None`` if this one cannot be followed.
         shares_casts: Whether microbatches share what autocast makes of parameters, where there is autocast; not where
             parameters are let go of after each use, as copies of all of them would stay.
 
     Attributes:
+        schedules: Gives the schedule of each step.
         anomaly: Looks at values that are not finite; ``None`` if nobody asks.
     """
 
@@ -63,11 +64,8 @@ class TrainingStep:
         self,
         context: StepContext,
         grad_sync: GradientSync,
+        config: HybridConfig,
         *,
-        find_schedule: Callable[[int], Schedule],
-        num_microbatches: int,
-        auto_microbatches: bool,
-        loss_reduction: str,
         place_parameters: Callable[[Mapping[str, Collection[int]] | None], None],
         shares_casts: bool,
     ) -> None:
@@ -76,13 +74,14 @@ class TrainingStep:
         self._place_parameters = place_parameters
         self._is_placed = False
         self._grad_sync = grad_sync
-        self._build = find_schedule
-        self._num_microbatches = num_microbatches
-        self._loss_reduction = loss_reduction
+        self.schedules = StepSchedules(config, context.mesh, context.engine, context.device)
+        self._traffic = TrafficWatch(context.mesh, context.engine, config.rank_order)
+        self._num_microbatches = num_microbatches = config.num_microbatches
+        self._loss_reduction = config.loss_reduction
         self._window = AccumulationWindow(context.device)
         self._casts = SharedCasts(context.device.type, grad_sync.local_parameters) if shares_casts else None
         self._batch_norms = batch_norms(context.module) if num_microbatches > 1 else []
-        self._limits = auto_microbatches and bool(self._batch_norms)
+        self._limits = config.auto_microbatches and bool(self._batch_norms)
         # Replicas take part in the same collectives, so the one with the smallest batch decides.
         self._agrees = num_microbatches > 1 and (
             grad_sync.zero.reduces_each_backward
@@ -91,7 +90,7 @@ class TrainingStep:
         )
         self._warns = bool(self._batch_norms)
         self._lengths: LengthWatch | None = LengthWatch()
-        self._labels = LabelWatch(context.module) if num_microbatches > 1 and loss_reduction == "mean" else None
+        self._labels = LabelWatch(context.module) if num_microbatches > 1 and config.loss_reduction == "mean" else None
 
     def __call__(
         self,
@@ -120,12 +119,12 @@ class TrainingStep:
             What `training_step` returned, merged over the microbatches: the same on every rank, without a graph.
         """
         context, grad_sync = self._context, self._grad_sync
+        self._find_delays(backward=backward, is_first=is_first)
         microbatches, counts = self._split(arguments[0])
         weights = self._weights(microbatches, accumulates=accumulated > 1)
         windowed = weights is not None and accumulated > 1 and backward
         if windowed and is_first:  # whatever came before: an epoch may have been broken off
             self._window = AccumulationWindow(context.device)
-        places = context.frame.places and not self._is_placed
         if context.frame.is_followed:  # its batch has to be where its parameters are
             microbatches = list(map(self._to_device, microbatches))
         shares, factors = self._shares(counts, weights, windowed=windowed)
@@ -143,7 +142,7 @@ class TrainingStep:
         parts: Sequence[Hashable] = list(map(signature, microbatches))
         context.desync.note_batch("training_step", version, parts, counts)
         find_plans = partial(self._frame_plans, microbatches, arguments[1:], step, precision, version, parts)
-        if places:
+        if context.frame.places and not self._is_placed:
             self._place(find_plans, len(microbatches), backward=backward)
         with context.guard(), torch.set_grad_enabled(backward), grad_sync.step():
             with context.step(num_microbatches=len(counts), counts=counts) as records, _looking(self.anomaly):
@@ -158,7 +157,7 @@ class TrainingStep:
                         context.keys(version, parts),
                         backward_begins=grad_sync.backward_begins,
                         backward_ends=grad_sync.backward_ends,
-                        profile=context.profile,
+                        profile=self.schedules.profile(context) if backward else context.profile,
                     )
             # The last stage is done before the first one, and sends the result while that is at its last backward.
             value = context.share(
@@ -167,6 +166,16 @@ class TrainingStep:
             if reduce:
                 self._reduce(accumulated, windowed=windowed)
         return value
+
+    def _find_delays(self, *, backward: bool, is_first: bool) -> None:
+        """What first steps tell about the links between machines."""
+        if not backward:
+            return
+        with self._context.guard():
+            self.schedules.begin_step()
+            text = self._traffic.begin_step() if is_first else None
+        if text is not None:
+            rank_zero_warn(text)
 
     def _to_device(self, microbatch: Any) -> Any:
         """A microbatch when it is needed. On a host the whole batch has been moved, as there is nothing to save."""
@@ -189,7 +198,7 @@ class TrainingStep:
     def _find_schedule(self, num_microbatches: int, *, backward: bool) -> Schedule:
         """What the ranks of the pipeline do in a step."""
         if backward:
-            return self._build(num_microbatches)
+            return self.schedules(num_microbatches)
         return build_forward(self._context.num_ranks, num_microbatches, self._context.num_chunks)
 
     def _make_compute(

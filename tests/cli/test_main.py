@@ -116,6 +116,9 @@ def test_another_closed_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch, capfd:
         ),
         (["timeline", "--ranks", "0"], "num_ranks is 0"),
         (["timeline", "--chunks", "0"], "num_chunks is 0"),
+        (["timeline", "--ranks", "4", "--nodes", "3"], "4 ranks are not 3 nodes of equally many"),
+        (["timeline", "--extra-in-flight", "1,x"], "'1,x' is no number, no list such as 0,2,0, and not auto"),
+        (["timeline", "--network-bandwidth", "0"], "'0' is no number above 0"),
         (["timeline", "--schedule", "1f1b", "--chunks", "2"], "num_chunks is 2"),
         (["timeline", "--svg", "/nowhere/x.svg"], "cannot write --svg /nowhere/x.svg"),
         (["fit", "--config", "nowhere.yaml"], "nowhere.yaml"),
@@ -203,6 +206,23 @@ def test_timeline_shows_picture_and_figures(capsys: pytest.CaptureFixture[str], 
 def test_timeline_chooses_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     main(["timeline", "--schedule", "interleaved_1f1b", "--ranks", "2"])
     assert "2 ranks, 2 chunks, 8 microbatches" in capsys.readouterr().out
+
+
+def test_timeline_of_nodes_that_are_far_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first rank of each node waits only where a message crosses nodes, and as many more are in flight there."""
+    words = ["timeline", "--ranks=4", "--nodes=2", "--microbatches=24", "--network-latency=4", "--json"]
+    found = {}
+    for extra in ("0", "auto", "0,3,0"):
+        main([*words, f"--extra-in-flight={extra}"])
+        found[extra] = json.loads(capsys.readouterr().out)
+    # Two ranks compute for 3 beyond each side of the link: 12 + 2 * 4 over 3 are 7 in flight, of which 1F1B has 4.
+    assert found["auto"] == found["0,3,0"]
+    assert found["auto"]["extra_in_flight"] == [0, 3, 0]
+    assert found["auto"]["makespan"] == 24 * 3 + 3 * 3 + 2 * 4
+    assert found["0"]["makespan"] > 1.4 * found["auto"]["makespan"]
+    main([*words, "--network-bandwidth=0.25", "--extra-in-flight=auto"])  # a message keeps the link for 4
+    narrow = json.loads(capsys.readouterr().out)
+    assert 24 * 4 < narrow["makespan"] < 24 * 4 + 3 * 4 * 3 + 2 * 8
 
 
 def test_timeline_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,6 +333,21 @@ def test_plan_shows_which_stages_are_on_which_node(capsys: pytest.CaptureFixture
     table = capsys.readouterr().out
     assert re.search(r"^stage +ranks +node +layers of 'body'", table, re.MULTILINE)
     assert re.search(r"^ +0 +0-7 +0 +0-3 .*\n +1 +8-15 +1 +4-7", table, re.MULTILINE)
+    assert re.search(
+        r"With rank_order='pp-dp-tp' a step sends [\d.]+ MB between machines, and with .* [\d.]+ MB", table
+    )
+
+
+def test_plan_compares_the_bytes_between_nodes_of_all_orders_of_axes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", str(DEMO), "--trainer.devices", "4", "--trainer.num_nodes", "2"]
+    found = {}
+    for order in ("pp-dp-tp", "tp-dp-pp"):
+        main(["plan", "--json", *words, f"--trainer.strategy.init_args.rank_order={order}"])
+        found[order] = json.loads(capsys.readouterr().out)["between_nodes"]
+    assert found["tp-dp-pp"]["tensor_bytes"] == found["tp-dp-pp"]["bytes"] > 4 * found["pp-dp-tp"]["bytes"] > 0
+    assert found["pp-dp-tp"]["tensor_bytes"] == 0
+    best = found["tp-dp-pp"]["best_rank_order"], found["tp-dp-pp"]["best_bytes"]
+    assert best == (found["pp-dp-tp"]["best_rank_order"], found["pp-dp-tp"]["best_bytes"])
 
 
 def test_plan_for_programs(capsys: pytest.CaptureFixture[str]) -> None:

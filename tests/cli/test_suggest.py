@@ -24,6 +24,7 @@ from lightning_hybrid.cli.suggest import traces
 from lightning_hybrid.cli.suggest.cost_model import CostModel, Layout, StageCost, Step
 from lightning_hybrid.cli.suggest.machine import Machine
 from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
+from lightning_hybrid.cli.suggest.report import arguments
 from lightning_hybrid.cli.suggest.search import search
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.memory.account import MemoryUsage
@@ -164,6 +165,22 @@ def naive_link(problem: Problem, layout: Layout, axis: str) -> tuple[float, floa
     return machine.node_bandwidth, machine.node_latency
 
 
+def naive_hop(problem: Problem, layout: Layout, stage: int) -> tuple[float, float]:
+    """Bandwidth and latency between a stage and the next one, from the coordinates of every pair of ranks."""
+    sizes = {"dp": layout.data, "tp": layout.tensor, "pp": layout.pipeline}
+    coordinates: list[dict[str, int]] = [{}]
+    for name in problem.step.rank_order.split("-"):
+        coordinates = [{**each, name: at} for each in coordinates for at in range(sizes[name])]
+    here, there = stage % layout.pipeline, (stage + 1) % layout.pipeline
+    machine = problem.machine
+    for rank, each in enumerate(coordinates):
+        if each["pp"] == here:
+            other = coordinates.index({**each, "pp": there})
+            if rank // machine.ranks_per_node != other // machine.ranks_per_node:
+                return machine.network_bandwidth, machine.network_latency
+    return machine.node_bandwidth, machine.node_latency
+
+
 def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
     """Seconds of a step and bytes of the fullest rank, by the formulas of the documents."""
     d, p, m = layout.data, layout.pipeline, layout.num_microbatches
@@ -172,11 +189,19 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
     stages = problem.stages(layout, microbatch)
     bandwidth, latency = naive_link(problem, layout, "tp")
     talk = [s.tensor_sent / bandwidth + s.tensor_hops * latency if layout.tensor > 1 else 0.0 for s in stages]
-    bandwidth, latency = naive_link(problem, layout, "pp")
-    hop = microbatch * problem.output / bandwidth + latency if p > 1 else 0.0
+    hops = [naive_hop(problem, layout, stage) if p > 1 else (1e300, 0.0) for stage in range(len(stages))]
     # Longest paths through computations, by repeating until nothing moves. A message sets out when its receive has been
-    # posted.
-    order = build(layout.schedule, p, m, layout.num_chunks).actions
+    # posted, and the one before it on its way has left.
+    order = build(layout.schedule, p, m, layout.num_chunks, layout.extra_in_flight).actions
+    ways: dict[tuple[int, int, str], list[tuple[int, str, int]]] = {}
+    for actions in order:
+        for action in actions:
+            if action.kind.value.startswith("SEND"):
+                s, kind = action.stage, action.kind.value[-1]
+                to = s + 1 if kind == "F" else s - 1
+                ways.setdefault((s % p, to % p, kind), []).append((to, kind, action.microbatch))
+    before = {message: way[at - 1] if at else None for way in ways.values() for at, message in enumerate(way)}
+    left: dict[tuple[int, str, int], float] = {}
     end: dict[tuple[int, str, int], float] = {}
     posted: dict[tuple[int, str, int], float] = {}
     changed = True
@@ -193,7 +218,12 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
                 step = 1 if kind == "B" else -1
                 ready = free
                 if (s, kind, i) in posted:
-                    ready = max(ready, max(end.get((s + step, kind, i), 0.0), posted[s, kind, i]) + hop)
+                    bandwidth, latency = hops[min(s, s + step)]
+                    previous = before[s, kind, i]
+                    begin = max(end.get((s + step, kind, i), 0.0), posted[s, kind, i])
+                    begin = max(begin, left.get(previous, 0.0) if previous else 0.0)
+                    left[s, kind, i] = begin + microbatch * problem.output / bandwidth
+                    ready = max(ready, left[s, kind, i] + latency)
                 forward = stages[s].forward + talk[s]
                 backward = 2 * stages[s].forward + stages[s].recomputed + talk[s] * (1 + stages[s].tensor_repeated)
                 free = ready + (forward if kind == "F" else backward)
@@ -224,14 +254,18 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
 
 def check_problem(seed: int) -> None:
     problem = random_problem(seed)
-    naive = {layout: naive_cost(problem, layout) for layout in naive_layouts(problem)}
-    fitting = sorted(seconds for seconds, size in naive.values() if size <= problem.machine.memory)
     model = CostModel(Profile(problem), problem.machine, problem.step)
+    without = {layout: naive_cost(problem, layout) for layout in naive_layouts(problem)}
+    fits = [layout for layout, (_, size) in without.items() if size <= problem.machine.memory]
+    chosen = [model.simulate(model.estimate(layout)).layout for layout in fits]  # how many more, is tested elsewhere
+    naive = {layout: without[layout] if layout in without else naive_cost(problem, layout) for layout in chosen}
+    fitting = sorted(seconds for seconds, _ in naive.values())
     found = search(model, problem.num_ranks, refuse=problem.refuse)
     refused = sum(group.count for group in found.losers if group.reason == "too few layers")
     too_big = sum(group.count for group in found.losers if group.reason == "does not fit")
-    assert found.num_layouts - refused == len(naive)
-    assert too_big == len(naive) - len(fitting)
+    assert found.num_layouts - refused == len(without)
+    assert too_big == len(without) - len(fitting)
+    assert all(size <= problem.machine.memory for _, size in naive.values())
     assert len(found.best) + sum(group.count for group in found.losers) == found.num_layouts
     assert sorted(cost.seconds or 0.0 for cost in found.best) == pytest.approx(fitting[:5], rel=1e-9)
     for cost in found.best:
@@ -285,11 +319,61 @@ def test_replicas_send_what_the_zero_paper_says(zero: int, microbatches: int, pa
     assert cost.parts["data-parallel messages"] == pytest.approx(volume / 100)
 
 
+def best_of(**machine: Any) -> tuple[Layout, float]:
+    problem = flat(ranks_per_node=2, max_tensor=1, **machine)
+    found = search(CostModel(Profile(problem), problem.machine, problem.step), 4, refuse=problem.refuse)
+    assert found.best[0].seconds is not None
+    return found.best[0].layout, found.best[0].seconds
+
+
+def test_the_best_layout_is_another_one_where_links_between_nodes_are_slow() -> None:
+    """Replicas sum 8000 bytes over the network; two stages, one on each node, send 10 bytes a sample."""
+    layout, seconds = best_of()
+    assert (layout.data, layout.pipeline, seconds) == (4, 1, pytest.approx(3 * 8 * 16 / 4))
+    layout, seconds = best_of(network_bandwidth=100.0)
+    assert (layout.data, layout.pipeline, layout.extra_in_flight) == (2, 2, ())
+    assert seconds < 96 + 2 * 3 / 4 * 8000 / 100
+    layout, far = best_of(network_bandwidth=100.0, network_latency=12.0)
+    assert layout.pipeline == 2
+    assert any(layout.extra_in_flight)
+    assert far < seconds + 3 * 12  # there once, and back once: nearly all others are hidden
+
+
+def test_more_in_flight_hides_all_but_the_first_and_the_last_message() -> None:
+    problem = flat(ranks_per_node=2, network_bandwidth=100.0, network_latency=11.9)
+    model = CostModel(Profile(problem), problem.machine, problem.step)
+    cost = model.simulate(model.estimate(Layout(2, 1, 2, 8)))
+    assert cost.layout.extra_in_flight == (2,)  # 24 s there and back over the 12 s of a microbatch
+    # Eight microbatches through two stages of 12 s each, and a message of 10 bytes and its delay in each direction.
+    assert cost.seconds == pytest.approx(12 * (8 + 1) + 2 * (11.9 + 0.1))
+
+
+def test_more_in_flight_is_suggested_as_far_as_there_is_memory() -> None:
+    """A stage keeps 400 bytes of a microbatch, and 1F1B two of them on the first rank."""
+    slow = {"network_bandwidth": 100.0, "network_latency": 24.0, "ranks_per_node": 2}
+    layout = Layout(2, 1, 2, 8)
+    for memory, expected in ((1e30, (4,)), (16000 + 5 * 400, (3,)), (16000 + 3.5 * 400, (1,)), (16000 + 900, ())):
+        problem = flat(memory=memory, **slow)
+        model = CostModel(Profile(problem), problem.machine, problem.step)
+        cost = model.simulate(model.estimate(layout))
+        assert cost.layout.extra_in_flight == expected
+        assert cost.bytes == 16000 + 400 * (2 + sum(expected))
+
+
+def test_a_layout_names_its_microbatches_in_flight_as_the_argument_does() -> None:
+    assert "extra_in_flight" not in arguments(Layout(1, 1, 2, 8))
+    given = arguments(Layout(1, 1, 4, 8, extra_in_flight=(0, 3, 0)))
+    assert given["extra_in_flight"] == [0, 3, 0]
+    assert HybridStrategy(**given).settings.extra_of_links(4) == (0, 3, 0)
+
+
 def test_a_group_that_crosses_nodes_has_the_links_of_the_network() -> None:
     machine = Machine(ranks_per_node=4)
     assert machine.link(1, 4, 8).bandwidth == machine.node_bandwidth
     assert machine.link(1, 8, 8).bandwidth == machine.network_bandwidth
     assert machine.link(4, 2, 8).bandwidth == machine.network_bandwidth
+    assert machine.link_between(2, 4, 8, (0, 1)).bandwidth == machine.node_bandwidth  # stages of two ranks each
+    assert machine.link_between(2, 4, 8, (1, 2)).bandwidth == machine.network_bandwidth
     assert machine.link(1, 3, 9).bandwidth == machine.network_bandwidth  # of three groups of 3, one crosses
 
 

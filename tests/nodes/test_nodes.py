@@ -58,12 +58,19 @@ def trained(folder: Path) -> dict[str, torch.Tensor]:
 
 @far_apart
 @pytest.mark.thorough
-@pytest.mark.parametrize("extra", [0, 4])
-def test_machines_that_are_far_apart_are_as_one_process(machines: Machines, tmp_path: Path, extra: int) -> None:
+@pytest.mark.parametrize("extra", [0, 4, "auto"])
+def test_machines_that_are_far_apart_are_as_one_process(
+    machines: Machines, tmp_path: Path, delay: float, extra: int | str
+) -> None:
     layout = {**PP2, "extra_in_flight": extra}
     ended = outputs(machines.lightning(words(layout, tmp_path), processes=1))
     assert [code for code, _ in ended] == [0, 0], ended
     assert_same(trained(tmp_path), one_process(8))
+    told = re.findall(r"'auto': \[(\d+)\] .* takes up to ([\d.]+) ms between machines", ended[0][1])
+    assert len(told) == (1 if extra == "auto" else 0)
+    for chosen, milliseconds in told:  # of four microbatches, two are in flight without more
+        assert int(chosen) == 2
+        assert 1e3 * delay <= float(milliseconds) < 3e3 * delay
 
 
 LEASE = 6.0

@@ -66,6 +66,43 @@ def test_a_microbatch_takes_what_its_way_takes_over_those_in_flight(send: float,
     assert many.peak_in_flight == (in_flight, 1)
 
 
+@pytest.mark.parametrize("extra", range(5))
+@pytest.mark.parametrize("occupied", [0.5, 2.0, 4.0])
+@pytest.mark.parametrize("send", [0.0, 1.5])
+def test_a_link_passes_on_no_more_than_its_bandwidth_allows(send: float, occupied: float, extra: int) -> None:
+    """As above, but never less than a message keeps the link, however many are in flight."""
+    in_flight, way = 2 + extra, 1 + occupied + send + 3 + occupied + send + 2
+    schedules = (build("1f1b", 2, m, 1, (extra,)) for m in (30, 150))
+    few, many = (simulate(schedule, send=send, occupied=occupied) for schedule in schedules)
+    assert (many.makespan - few.makespan) / 120 == pytest.approx(max(3, occupied, way / in_flight))
+
+
+@pytest.mark.parametrize("num_microbatches", [6, 20, 60])
+def test_with_enough_in_flight_only_the_ends_of_a_step_wait(num_microbatches: int) -> None:
+    """The last rank computes without a pause: the first message there, all microbatches, and the last one back."""
+    m, send, occupied = num_microbatches, 2.5, 0.5
+    timeline = simulate(build("1f1b", 2, m, 1, (2,)), send=send, occupied=occupied)
+    assert timeline.makespan == pytest.approx(1 + occupied + send + 3 * m + occupied + send + 2)
+    assert timeline.idle_inside[1] == pytest.approx(0)
+    without = simulate(build("1f1b", 2, m), send=send, occupied=occupied)
+    assert without.makespan > timeline.makespan + 1
+
+
+def test_each_link_has_a_time_of_its_own() -> None:
+    """One microbatch through three ranks, of which two are in one node."""
+    slow = {0: 10.0, 1: 10.0}  # stages 0 and 1: their sends over the first link, there and back
+    timeline = simulate(
+        build("1f1b", 3, 1),
+        send=lambda message: slow[message.stage] if _first_link(message) else 0.25,
+        occupied=lambda message: 2.0 if _first_link(message) else 0.5,
+    )
+    assert timeline.makespan == 3 * (1 + 2) + 2 * (10 + 2) + 2 * (0.25 + 0.5)
+
+
+def _first_link(message: Action) -> bool:
+    return min(message.stage, message.stage + (1 if message.kind is Kind.SEND_F else -1)) == 0
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("num_chunks", [2, 3])
 def test_interleaved_bubble_also_without_a_multiple_of_the_ranks(num_ranks: int, num_chunks: int) -> None:

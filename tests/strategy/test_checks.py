@@ -49,6 +49,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"lease": 60}, TypeError, ["lease", "60", "timedelta"]),
     ({"extra_in_flight": -1}, ValueError, ["extra_in_flight", "-1"]),
     ({"extra_in_flight": True}, TypeError, ["extra_in_flight", "True"]),
+    ({"extra_in_flight": "many"}, TypeError, ["extra_in_flight", "'auto'", "'many'"]),
     ({"extra_in_flight": [1.5], "pipeline_parallel_size": 2}, TypeError, ["extra_in_flight", "[1.5]"]),
     ({"extra_in_flight": [1, 1], "pipeline_parallel_size": 2}, ValueError, ["extra_in_flight", "[1, 1]", "1 links"]),
     ({"extra_in_flight": 1, "schedule": "gpipe"}, ValueError, ["extra_in_flight", "gpipe"]),

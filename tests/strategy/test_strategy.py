@@ -163,7 +163,7 @@ def test_every_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
         "num_microbatches": "auto",
         "schedule": "interleaved_1f1b",
         "num_chunks": 2,
-        "extra_in_flight": 1,
+        "extra_in_flight": "auto",
         "partition": "parameters",
         "body": "body",
         "broadcast_batches": False,

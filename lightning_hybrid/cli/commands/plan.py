@@ -3,31 +3,69 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.parser import ConfigParser, print_json
+
+if TYPE_CHECKING:
+    from lightning_hybrid.cli.hybrid_cli import HybridCLI
+    from lightning_hybrid.strategy.strategy import HybridStrategy
 
 
 def run(args: Sequence[str]) -> None:
     """Show which rank would hold what."""
-    description = "Show the layout, the stages and the tensor-parallel plan of a configuration; nothing is started."
+    description = (
+        "Show the layout, the stages and the tensor-parallel plan of a configuration, and with several nodes what a"
+        " step sends between them; nothing is started."
+    )
     parser = ConfigParser("plan", description, "--trainer.devices 8 --trainer.strategy.init_args.partition parameters")
     parser.add_json()
     options, overrides = parser.parse_known_args(args)
 
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-    from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config
+    from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config, maker
     from lightning_hybrid.strategy.layout import describe, outline
 
     be_quiet()
     cli, strategy = load_config(parser, options.config, overrides)
     if is_overridden("configure_model", cli.model):
         cli.model.configure_model()
+    size = math.prod(strategy.sizes)
+    nodes = [rank * strategy.num_nodes // size for rank in range(size)]
     with parser.refusing(ValueError, TypeError):
         if options.json:
-            print_json(outline(cli.model, strategy.settings, strategy.sizes, strategy.num_nodes))
+            data = outline(cli.model, strategy.settings, strategy.sizes, strategy.num_nodes)
         else:
-            size = math.prod(strategy.sizes)
-            hosts = [str(rank * strategy.num_nodes // size) for rank in range(size)]
-            print(describe(cli.model, strategy.settings, strategy.sizes, hosts))
+            text = describe(cli.model, strategy.settings, strategy.sizes, list(map(str, nodes)))
+    if strategy.num_nodes > 1:
+        another = load_config(parser, options.config, overrides)[0]  # a step changes the module
+        between, sentence = _between_nodes(maker(parser, options.config, overrides, another), cli, strategy, nodes)
+    if options.json:
+        print_json(data | ({"between_nodes": between} if strategy.num_nodes > 1 else {}))
+    else:
+        print(f"{text}\n{sentence}" if strategy.num_nodes > 1 else text)
+
+
+def _between_nodes(
+    make: Callable[[], Any], cli: HybridCLI, strategy: HybridStrategy, nodes: Sequence[int]
+) -> tuple[dict[str, Any] | None, str]:
+    """What a step sends between nodes, for programs and in words; nothing for programs if it cannot be told."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from rich import filesize
+
+    from lightning_hybrid.cli.suggest.planned import TRAINER, planned_traffic
+    from lightning_hybrid.pipeline_parallel.links.traffic import bytes_between_nodes, least_bytes, traffic_text
+
+    try:
+        traffic = planned_traffic(make, strategy, **{name: getattr(cli.trainer, name) for name in TRAINER})
+    except (ValueError, TypeError, MisconfigurationException) as error:
+        return None, f"What a step sends between machines is not known: {error}"
+    sizes, order = dict(zip(("dp", "tp", "pp"), strategy.sizes, strict=True)), strategy.settings.rank_order
+    total, of_sums = bytes_between_nodes(sizes, order, nodes, traffic)
+    best, least = least_bytes(sizes, order, nodes, traffic)
+    found = {"bytes": total, "tensor_bytes": of_sums, "best_rank_order": best, "best_bytes": least}
+    usual = f"With rank_order={order!r} a step sends {filesize.decimal(int(total))} between machines."
+    warning = traffic_text(sizes, order, nodes, traffic)
+    return found, usual if warning is None else f"Warning: {warning}"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_hybrid.cli.parser import Parser, print_json
+from lightning_hybrid.cli.parser import Parser, positive, print_json
+from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
+from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes, equal_times
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES, build
 from lightning_hybrid.pipeline_parallel.timeline import Timeline, simulate
 
@@ -18,6 +22,32 @@ def run(args: Sequence[str]) -> None:
         "timeline",
         description="Draw one training step of a pipeline schedule, its bubble and what each rank holds in memory.",
     )
+    _add_arguments(parser)
+    options = parser.parse_args(args)
+    default_chunks = 2 if options.schedule == "interleaved_1f1b" else 1
+    chunks = default_chunks if options.chunks is None else options.chunks
+    microbatches = 4 * options.ranks if options.microbatches is None else options.microbatches
+    with parser.refusing(ValueError):
+        times = _times(options, max(1, options.ranks), max(1, chunks))
+        links = options.extra_in_flight
+        if links == "auto":
+            links = choose_extra(options.schedule, times, options.ranks, microbatches)
+        links = (links,) * (options.ranks - 1) if isinstance(links, int) else links
+        schedule = build(options.schedule, options.ranks, microbatches, chunks, links)
+        timeline = simulate(schedule, send=times.send, occupied=times.occupied)
+    if options.json:
+        print_json(_data(timeline, links))
+    else:
+        print(_text(timeline))
+        if options.extra_in_flight == "auto":
+            print(f"extra in flight {list(links)} (microbatches more on their way over each link)")
+    if options.svg is not None:
+        with parser.refusing(OSError, doing=f"cannot write --svg {options.svg}: "):
+            options.svg.write_text(timeline.to_svg(), encoding="utf-8")
+
+
+def _add_arguments(parser: Parser) -> None:
+    """The options of the command."""
     parser.add_choice("--schedule", list(SCHEDULES), default="1f1b", help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="pipeline ranks (default: %(default)s)")
     parser.add_argument(
@@ -25,27 +55,69 @@ def run(args: Sequence[str]) -> None:
     )
     parser.add_argument("--chunks", type=int, metavar="N", help="model chunks per rank (default: 1, interleaved 2)")
     parser.add_argument(
-        "--extra-in-flight", type=int, default=0, metavar="N", help="microbatches more on their way over each link"
+        "--extra-in-flight",
+        type=_extra,
+        default=0,
+        metavar="N",
+        help="microbatches more on their way over each link, a number for each (0,2,0), or auto",
     )
     parser.add_argument(
         "--send", type=float, default=0.0, metavar="T", help="time of a message; a forward takes 1 (default: 0)"
     )
+    parser.add_argument(
+        "--nodes", type=positive, default=1, metavar="K", help="nodes of equally many ranks (default: 1)"
+    )
+    for name, where in {"node": "inside a node", "network": "between nodes"}.items():
+        parser.add_argument(
+            f"--{name}-latency", type=float, metavar="T", help=f"time of a message {where} (default: that of --send)"
+        )
+        parser.add_argument(
+            f"--{name}-bandwidth",
+            type=_bandwidth,
+            default=math.inf,
+            metavar="X",
+            help=f"messages that a link {where} passes on while a forward runs (default: any number)",
+        )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture to this file too")
     parser.add_json()
-    options = parser.parse_args(args)
-    default_chunks = 2 if options.schedule == "interleaved_1f1b" else 1
-    chunks = default_chunks if options.chunks is None else options.chunks
-    microbatches = 4 * options.ranks if options.microbatches is None else options.microbatches
-    links = (options.extra_in_flight,) * (options.ranks - 1)
-    with parser.refusing(ValueError):
-        timeline = simulate(build(options.schedule, options.ranks, microbatches, chunks, links), send=options.send)
-    if options.json:
-        print_json(_data(timeline))
-    else:
-        print(_text(timeline))
-    if options.svg is not None:
-        with parser.refusing(OSError, doing=f"cannot write --svg {options.svg}: "):
-            options.svg.write_text(timeline.to_svg(), encoding="utf-8")
+
+
+def _times(options: argparse.Namespace, ranks: int, chunks: int) -> StepTimes:
+    """What computing and messages take; a forward of a rank takes 1."""
+    if ranks % options.nodes:
+        raise ValueError(
+            f"{ranks} ranks are not {options.nodes} nodes of equally many; choose --nodes so that it divides --ranks."
+        )
+    nodes = [rank * options.nodes // ranks for rank in range(ranks)]
+    inside, between = (
+        Link(options.send if latency is None else latency, bandwidth)
+        for latency, bandwidth in (
+            (options.node_latency, options.node_bandwidth),
+            (options.network_latency, options.network_bandwidth),
+        )
+    )
+    return equal_times(ranks * chunks, ranks, nodes, inside, between)
+
+
+def _extra(text: str) -> int | str | tuple[int, ...]:
+    """A number, one for each link, or ``auto``."""
+    if text == "auto":
+        return text
+    try:
+        numbers = tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, no list such as 0,2,0, and not auto") from None
+    return numbers if "," in text else numbers[0]
+
+
+def _bandwidth(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
 
 
 def _text(timeline: Timeline) -> str:
@@ -59,7 +131,7 @@ def _text(timeline: Timeline) -> str:
     )
 
 
-def _data(timeline: Timeline) -> dict[str, Any]:
+def _data(timeline: Timeline, links: Sequence[int]) -> dict[str, Any]:
     """The figures, and when each rank computes what: ``2F0`` is the forward of microbatch 0 through stage 2."""
     schedule = timeline.schedule
     return {
@@ -67,6 +139,7 @@ def _data(timeline: Timeline) -> dict[str, Any]:
         "ranks": schedule.num_ranks,
         "microbatches": schedule.num_microbatches,
         "chunks": schedule.num_chunks,
+        "extra_in_flight": links,
         "makespan": timeline.makespan,
         "bubble": timeline.bubble,
         "bubble_over_ideal": timeline.bubble_over_ideal,

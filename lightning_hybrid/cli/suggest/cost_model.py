@@ -12,7 +12,11 @@ A layout has ``d`` replicas, ``t`` ranks that share each layer and ``p`` pipelin
   interleaved ``(p - 1) / (v m)`` (Narayanan et al., 2021, https://arxiv.org/abs/2104.04473).
 - *Messages*: ``latency`` for each hop, and bytes by bandwidth. In a ring of ``n`` ranks a rank sends ``2 (n - 1) / n``
   of a tensor to sum it up, in ``2 (n - 1)`` hops, and half of that to gather or to reduce-scatter it (Patarasuk and
-  Yuan, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). A stage boundary costs one hop in each direction.
+  Yuan, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). The figures are those of the network if ranks of a group
+  are in several nodes. A stage boundary costs one hop in each direction, of the node or of the network as its two
+  ranks are; bytes keep the link from the next message, latency does not.
+- *More in flight*: where a boundary crosses nodes, as many more microbatches as hide it, and as there is memory for:
+  ``extra_in_flight``, chosen as a run would (:mod:`~lightning_hybrid.pipeline_parallel.links.in_flight`).
 - *Tensor parallelism*: the sums and gathers of the forward, and as many in the backward (Shoeybi et al., 2019,
   https://arxiv.org/abs/1909.08053). The rank waits for them.
 - *Data parallelism and ZeRO* (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), ``G`` bytes of gradients and
@@ -36,14 +40,16 @@ need while they run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
+from math import inf, prod
 from typing import Protocol
 
-from lightning_hybrid.cli.suggest.machine import Link, Machine
+from lightning_hybrid.cli.suggest.machine import Machine
 from lightning_hybrid.memory.account import MemoryUsage, peak_activation_bytes
-from lightning_hybrid.pipeline_parallel.schedules import Action, Kind, Schedule, build
+from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
+from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes
+from lightning_hybrid.pipeline_parallel.schedules import Schedule, build
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 
 #: What is tried: stages on a rank, and what runs again in backward.
@@ -65,6 +71,7 @@ class Layout:
     num_chunks: int = 1
     zero_stage: int = 0
     recompute: bool | str = False
+    extra_in_flight: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -154,13 +161,15 @@ class Cost:
     @property
     def bytes(self) -> float:
         """What the fullest rank holds; a part that is not known counts nothing."""
-        return max(sum(part or 0 for part in vars(usage).values()) for usage in self.memory)
+        return max(map(_known_bytes, self.memory))
 
 
 @cache
-def schedule_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+def schedule_of(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra_in_flight: tuple[int, ...] = ()
+) -> Schedule:
     """The schedule of a step, made once."""
-    return build(name, num_ranks, num_microbatches, num_chunks)
+    return build(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
 
 
 class CostModel:
@@ -183,29 +192,49 @@ class CostModel:
         return Cost(layout, self._memory(layout), slowest.least, slowest.parts, sent)
 
     def simulate(self, cost: Cost) -> Cost:
-        """The same with the time of a step, for which its schedule is played."""
-        layout = cost.layout
-        stages = self.stages(layout)
-        timeline = simulate(
-            self._schedule(layout),
-            send=self._send(layout, stages),
-            duration=lambda action: self._seconds(layout, stages[action.stage], action),
-        )
+        """The same with the time of a step, for which its schedule is played, with more in flight where that helps."""
+        times = self._times(cost.layout)
+        layout, memory = self._with_more_in_flight(cost, times)
+        timeline = simulate(self._schedule(layout), send=times.send, duration=times.duration, occupied=times.occupied)
         repeated = (self.step.accumulated - 1) * timeline.makespan
         ends = [spans[-1].end for spans in timeline.computing]
         alone = [_Rank(self, layout, rank) for rank in range(layout.pipeline)]
         seconds = repeated + max(end + rank.exposed + rank.optimizer for end, rank in zip(ends, alone, strict=True))
         waiting = max(0.0, seconds - sum(cost.parts.values()))
-        return Cost(
-            layout, cost.memory, cost.least, {**cost.parts, "bubble": waiting}, cost.sent, seconds, timeline.bubble
-        )
+        return Cost(layout, memory, cost.least, {**cost.parts, "bubble": waiting}, cost.sent, seconds, timeline.bubble)
+
+    def _with_more_in_flight(self, cost: Cost, times: StepTimes) -> tuple[Layout, tuple[MemoryUsage, ...]]:
+        """What hides the delay of boundaries between nodes, and what each rank holds then."""
+        layout = cost.layout
+        groups = self._stride(layout, "pp"), layout.pipeline, layout.num_ranks
+        boundaries = range(len(times.sends))
+        is_far = [self.machine.crosses_nodes(*groups, _ends(layout, stage)) for stage in boundaries]
+        if not any(is_far):
+            return layout, cost.memory
+        kept = [
+            [value if far else 0.0 for value, far in zip(values, is_far, strict=True)]
+            for values in (times.sends, times.occupations)
+        ]
+        stages = self.stages(layout)
+        most = []
+        for rank, usage in enumerate(cost.memory):
+            saved = sum(stage.saved for stage in stages[rank :: layout.pipeline])
+            most.append((self.machine.memory - _known_bytes(usage)) // saved if saved else inf)
+        far = StepTimes(times.forwards, times.backwards, *kept)
+        extra = choose_extra(layout.schedule, far, layout.pipeline, layout.num_microbatches, most)
+        more = replace(layout, extra_in_flight=extra if any(extra) else ())
+        memory = self._memory(more)
+        if max(map(_known_bytes, memory)) > self.machine.memory:  # groups of interleaved microbatches are larger
+            return layout, cost.memory
+        return more, memory
 
     def stages(self, layout: Layout) -> Sequence[StageCost]:
         """What its stages do with a microbatch."""
         return self.profile.stages(layout, self.step.microbatch(layout))
 
     def _schedule(self, layout: Layout) -> Schedule:
-        return schedule_of(layout.schedule, layout.pipeline, layout.num_microbatches, layout.num_chunks)
+        sizes = layout.pipeline, layout.num_microbatches, layout.num_chunks
+        return schedule_of(layout.schedule, *sizes, layout.extra_in_flight)
 
     def _memory(self, layout: Layout) -> tuple[MemoryUsage, ...]:
         saved = {number: int(stage.saved) for number, stage in enumerate(self.stages(layout))}
@@ -221,29 +250,51 @@ class CostModel:
             for rank, usage in enumerate(self.profile.held(layout))
         )
 
-    def _seconds(self, layout: Layout, stage: StageCost, action: Action) -> float:
-        """Of a forward or a backward, with the messages of tensor parallelism that it waits for."""
-        messages = self.tensor_seconds(layout, stage)
-        if action.kind is Kind.F:
-            return stage.forward + messages
-        return _BACKWARD * stage.forward + stage.recomputed + messages * (1 + stage.tensor_repeated)
+    def _times(self, layout: Layout) -> StepTimes:
+        """Of forwards and backwards, with the messages of tensor parallelism that they wait for, and of boundaries."""
+        stages = self.stages(layout)
+        messages = [self.tensor_seconds(layout, stage) for stage in stages]
+        forwards = [stage.forward + sent for stage, sent in zip(stages, messages, strict=True)]
+        backwards = [
+            _BACKWARD * stage.forward + stage.recomputed + sent * (1 + stage.tensor_repeated)
+            for stage, sent in zip(stages, messages, strict=True)
+        ]
+        if layout.pipeline == 1:
+            nothing = [0.0] * (len(stages) - 1)
+            return StepTimes(forwards, backwards, nothing, nothing)
+        links = [self.boundary(layout, stage) for stage in range(len(stages) - 1)]
+        occupations = [stage.output / link.bandwidth for stage, link in zip(stages[:-1], links, strict=True)]
+        return StepTimes(forwards, backwards, [link.latency for link in links], occupations)
 
     def tensor_seconds(self, layout: Layout, stage: StageCost) -> float:
         """Of the messages of tensor parallelism in a forward."""
         return self.link(layout, "tp").seconds(stage.tensor_sent, stage.tensor_hops) if layout.tensor > 1 else 0.0
 
-    def _send(self, layout: Layout, stages: Sequence[StageCost]) -> float:
-        """Seconds of a message between stages: of the largest one, over the slowest link."""
-        if layout.pipeline == 1:
-            return 0.0
-        return self.link(layout, "pp").seconds(max(stage.output for stage in stages[:-1]), 1)
+    def boundary(self, layout: Layout, stage: int) -> Link:
+        """Between a stage and the next one."""
+        groups = self._stride(layout, "pp"), layout.pipeline, layout.num_ranks
+        return self.machine.link_between(*groups, _ends(layout, stage))
 
-    def link(self, layout: Layout, axis: str) -> Link:
-        """Between the ranks of an axis, ``"dp"``, ``"tp"`` or ``"pp"``."""
+    def _stride(self, layout: Layout, axis: str) -> int:
+        """From one rank of an axis to the next."""
         sizes = {"dp": layout.data, "tp": layout.tensor, "pp": layout.pipeline}
         order = self.step.rank_order.split("-")
-        stride = prod(sizes[inner] for inner in order[order.index(axis) + 1 :])
-        return self.machine.link(stride, sizes[axis], layout.num_ranks)
+        return prod(sizes[inner] for inner in order[order.index(axis) + 1 :])
+
+    def link(self, layout: Layout, axis: str) -> Link:
+        """Between the ranks of an axis, ``"dp"``, ``"tp"`` or ``"pp"``: the slowest of them."""
+        size = {"dp": layout.data, "tp": layout.tensor, "pp": layout.pipeline}[axis]
+        return self.machine.link(self._stride(layout, axis), size, layout.num_ranks)
+
+
+def _ends(layout: Layout, stage: int) -> tuple[int, int]:
+    """The pipeline ranks of a stage and of the next one."""
+    return stage % layout.pipeline, (stage + 1) % layout.pipeline
+
+
+def _known_bytes(usage: MemoryUsage) -> float:
+    """What a rank holds; a part that is not known counts nothing."""
+    return sum(part or 0 for part in vars(usage).values())
 
 
 class _Rank:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_hybrid.pipeline_parallel.links.link import Link
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -43,20 +45,23 @@ class Machine:
             size: The ranks of a group.
             num_ranks: The ranks of the run.
         """
-        span = stride * size
-        firsts = (rank for rank in range(num_ranks) if rank % span < stride)
-        if all(rank // self.ranks_per_node == (rank + span - stride) // self.ranks_per_node for rank in firsts):
-            return Link(self.node_bandwidth, self.node_latency)
-        return Link(self.network_bandwidth, self.network_latency)
+        return self.link_between(stride, size, num_ranks, (0, size - 1))
 
+    def link_between(self, stride: int, size: int, num_ranks: int, ends: tuple[int, int]) -> Link:
+        """The slowest link between two ranks of a group, over all groups; arguments as of :meth:`crosses_nodes`."""
+        if self.crosses_nodes(stride, size, num_ranks, ends):
+            return Link(self.network_latency, self.network_bandwidth)
+        return Link(self.node_latency, self.node_bandwidth)
 
-@dataclass(frozen=True)
-class Link:
-    """Between two ranks: bytes in a second, and seconds until a message arrives."""
+    def crosses_nodes(self, stride: int, size: int, num_ranks: int, ends: tuple[int, int]) -> bool:
+        """Whether two ranks of a group are in two nodes, in any of the groups.
 
-    bandwidth: float
-    latency: float
-
-    def seconds(self, sent: float, hops: float) -> float:
-        """How long it takes to send so many bytes in so many hops."""
-        return sent / self.bandwidth + hops * self.latency
+        Args:
+            stride: From one rank of the group to the next.
+            size: The ranks of a group.
+            num_ranks: The ranks of the run.
+            ends: The numbers of the two in their group.
+        """
+        here, there = (end * stride for end in ends)
+        firsts = (rank for rank in range(num_ranks) if rank % (stride * size) < stride)
+        return any((rank + here) // self.ranks_per_node != (rank + there) // self.ranks_per_node for rank in firsts)

@@ -83,6 +83,7 @@ class ModuleProfile:
         machine: Says how long an operation takes.
         measure: Whether forwards are timed here, on the processor, and the machine's figures only say how much faster
             a share of a layer is than all of it.
+        only: The one layout that will be asked for; ``None`` for any.
         precision: The precision plugin.
         trainer: Other arguments of the Trainer.
     """
@@ -95,17 +96,19 @@ class ModuleProfile:
         machine: Machine,
         *,
         measure: bool = False,
+        only: Layout | None = None,
         precision: Precision,
         **trainer: Any,
     ) -> None:
         self._machine, self._config, self._is_measured = machine, config, measure
         self._accumulated = int(trainer.get("accumulate_grad_batches", 1))
-        partition = config.partition if isinstance(config.partition, str) else "uniform"
+        self._least_tensor = only.tensor if only else 1
+        partition = config.partition if only or isinstance(config.partition, str) else "uniform"
         open_config = replace(config, partition=partition, recompute=False, num_chunks=1)
 
         def run(tensor: int) -> _Recorder:
             sizes = (num_ranks // tensor, tensor, 1)
-            make_strategy = partial(_Recorder, open_config, sizes, measure=measure and tensor == 1)
+            make_strategy = partial(_Recorder, open_config, sizes, only=only, measure=measure and tensor == 1)
             return run_first_step(make, make_strategy, precision=precision, **trainer)
 
         self._recorder = lru_cache(maxsize=None)(run)
@@ -121,7 +124,7 @@ class ModuleProfile:
         Raises:
             ValueError, TypeError: As at the start of training.
         """
-        return self._recorder(1).batch_size
+        return self._recorder(self._least_tensor).batch_size
 
     def refuse(self, layout: Layout) -> tuple[str, str] | None:
         """Why the module cannot be divided by a layout: in short, and in full; ``None`` if it can."""
@@ -153,7 +156,9 @@ class ModuleProfile:
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
         """As :class:`~lightning_hybrid.cli.suggest.cost_model.Profile` says."""
         number = min(layout.num_microbatches, 2)  # one, or several
-        return self._held_by(replace(layout, num_microbatches=number, schedule="1f1b", recompute=False))
+        return self._held_by(
+            replace(layout, num_microbatches=number, schedule="1f1b", recompute=False, extra_in_flight=())
+        )
 
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
         """As :class:`~lightning_hybrid.cli.suggest.cost_model.Profile` says."""
@@ -236,9 +241,9 @@ class _Recorder(DryRunStrategy):
         divided_share: The share of the parameters that tensor parallelism divides.
     """
 
-    def __init__(self, *args: Any, measure: bool, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, only: Layout | None, measure: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_measured = measure
+        self._only, self._is_measured = only, measure
 
     def setup(self, trainer: Any) -> None:
         """Find all cuts before layers are shared: they are those of the whole module."""
@@ -246,9 +251,10 @@ class _Recorder(DryRunStrategy):
         plan = layouts.find_plan(module, config, tensor, None) if tensor > 1 else None
         self.divided_share = 0.0 if plan is None else divided_share(plan, module)
         self._cuts: dict[tuple[int, int], Cut | str] = {}
-        for pipeline in (size for size in range(1, data + 1) if data % size == 0):
-            for chunks in range(1, (MOST_CHUNKS if pipeline > 1 else 1) + 1):
-                self._cuts[pipeline, chunks] = self._find_cut(replace(config, num_chunks=chunks), pipeline, plan)
+        sizes = (size for size in range(1, data + 1) if data % size == 0)
+        numbers = [(size, chunks) for size in sizes for chunks in range(1, (MOST_CHUNKS if size > 1 else 1) + 1)]
+        for pipeline, chunks in numbers if self._only is None else [(self._only.pipeline, self._only.num_chunks)]:
+            self._cuts[pipeline, chunks] = self._find_cut(replace(config, num_chunks=chunks), pipeline, plan)
         super().setup(trainer)
 
     def _find_cut(self, config: HybridConfig, pipeline: int, plan: Plan | None) -> Cut | str:
@@ -290,7 +296,7 @@ class _Recorder(DryRunStrategy):
         self._traces: dict[Hashable, tuple[Trace, ...] | str] = {}
         self._timings: dict[Hashable, tuple[Timing, ...]] = {}
         for cut in {cut.key: cut for cut in self._cuts.values() if isinstance(cut, Cut)}.values():
-            for recompute in RECOMPUTE:
+            for recompute in RECOMPUTE if self._only is None else (self._only.recompute,):
                 self._traces[cut.key, recompute] = self._trace(cut, recompute, microbatches, args)
             if self._is_measured:
                 halved = [split_into(batch, 2**power, split)[0][0] for power in range(size.bit_length())]

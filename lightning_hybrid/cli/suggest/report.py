@@ -21,6 +21,8 @@ def as_text(found: Suggestions, machine: Machine, step: Step, batch_size: int) -
         step: What a step does.
         batch_size: Of the loader, as it is configured.
     """
+    shown = [cost.layout for cost in found.best] + [group.best for group in found.losers]
+    has_extra = any(layout.extra_in_flight for layout in shown)
     sequential = f" x {step.accumulated} accumulated batches" if step.accumulated > 1 else ""
     lines = [
         f"A step of {step.samples} samples{sequential}; {found.num_layouts} layouts, {found.num_simulated} simulated."
@@ -33,6 +35,7 @@ def as_text(found: Suggestions, machine: Machine, step: Step, batch_size: int) -
             "",
             "batch: what the loader of each replica gives; GiB: of the fullest rank; sent: GiB that a rank sends in a",
             "step to ranks that share its layers (tensor), to other stages (pipeline), to its replicas (data)",
+            *(["schedule + N,N: microbatches more on their way over each link (extra_in_flight)"] if has_extra else []),
             "",
             "The first of them:",
             "",
@@ -79,7 +82,9 @@ def _losers_table(found: Suggestions) -> str:
 def _schedule(layout: Layout) -> str:
     if layout.pipeline == 1:
         return "-"
-    return f"{layout.schedule} x {layout.num_chunks}" if layout.num_chunks > 1 else layout.schedule
+    chunks = f" x {layout.num_chunks}" if layout.num_chunks > 1 else ""
+    extra = f" + {','.join(map(str, layout.extra_in_flight))}" if layout.extra_in_flight else ""
+    return f"{layout.schedule}{chunks}{extra}"
 
 
 def _recompute(layout: Layout) -> str:
@@ -111,8 +116,9 @@ def arguments(layout: Layout) -> dict[str, Any]:
         "num_chunks": layout.num_chunks,
         "zero_stage": layout.zero_stage,
         "recompute": layout.recompute,
+        "extra_in_flight": list(layout.extra_in_flight),
     }
-    usual = {"schedule": "1f1b", "num_chunks": 1, "zero_stage": 0, "recompute": False}
+    usual = {"schedule": "1f1b", "num_chunks": 1, "zero_stage": 0, "recompute": False, "extra_in_flight": []}
     return {name: value for name, value in found.items() if name not in usual or value != usual[name]}
 
 

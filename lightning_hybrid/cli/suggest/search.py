@@ -153,7 +153,8 @@ def _seconds(cost: Cost) -> float:
 def _rank(cost: Cost) -> tuple[float, int]:
     """The fastest first; of equally fast ones, what is simpler to say."""
     layout = cost.layout
-    return _seconds(cost), layout.zero_stage + layout.num_chunks + bool(layout.recompute)
+    options = layout.zero_stage + layout.num_chunks + bool(layout.recompute) + bool(layout.extra_in_flight)
+    return _seconds(cost), options
 
 
 def _preference(cost: Cost, fastest: Cost) -> tuple[int, int, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,35 @@ def read_collectives(since: int = -1, thread: int | None = None) -> Collectives:
     return found
 
 
+def read_bytes(since: int = -1) -> tuple[dict[str, float], int]:
+    """The bytes of collectives that have been started, by the name of the group.
+
+    Those of the whole tensor, as often as it goes around a ring of the group: twice to sum it up, once otherwise. Each
+    rank sends ``(n - 1) / n`` of that. Where more have been started than are listed, the others are taken to be alike.
+
+    Args:
+        since: The second of what was returned before.
+
+    Returns:
+        The bytes, and a number that grows with each collective.
+    """
+    entries = [entry for entry in _entries() if entry["record_id"] > since and entry.keys() >= _SIZES]
+    found: dict[str, float] = {}
+    last = max((entry["record_id"] for entry in entries), default=since)
+    started_by_one = (last - since) / max(1, len(entries)) if since >= 0 else 1.0
+    for entry in entries:
+        group, kind = entry["process_group"][0], entry["profiling_name"].partition(":")[2]
+        sizes = [_num_bytes(entry[f"{side}_sizes"], entry[f"{side}_dtypes"]) for side in ("input", "output")]
+        passes = 2 if "reduce" in kind and "scatter" not in kind else 1
+        found[group] = found.get(group, 0.0) + started_by_one * passes * max(sizes)
+    return found, last
+
+
+def _num_bytes(shapes: Sequence[Any], dtypes: Sequence[str]) -> int:
+    """Of the tensors of one side of a collective; shapes may be those of a list of tensors."""
+    return sum(_ITEMSIZES.get(dtype, 4) * math.prod(shape) for shape, dtype in zip(shapes, dtypes, strict=False))
+
+
 def read_progress() -> str | None:
     """A text that changes with every collective that is started; ``None`` if it is not known. It takes microseconds."""
     dump = getattr(_c10d(), "_dump_fr_trace_json", None)
@@ -85,6 +115,13 @@ def _entries() -> list[dict[str, Any]]:
         return []
     return [entry for entry in entries if entry.keys() >= _FIELDS]
 
+
+_SIZES = {f"{side}_{what}" for side in ("input", "output") for what in ("sizes", "dtypes")}
+_ITEMSIZES = {
+    **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
+    **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
+    **dict.fromkeys(("Byte", "Char", "Bool"), 1),
+}  # bytes of an element, by torch's names; others have 4
 
 _FIELDS = {
     *("record_id", "process_group", "collective_seq_id", "profiling_name"),

@@ -12,9 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.pipeline_parallel.recorder import Range, Recorder, measured, simulated
-from lightning_hybrid.pipeline_parallel.schedules import Kind, build
+from lightning_hybrid.pipeline_parallel.schedules import Kind
 from lightning_hybrid.pipeline_parallel.timeline import Timeline
 
 _SHARES = {"wait": ("wait",), "messages": ("send", "receive"), "reduce": ("reduce",), "optimizer": ("optimizer",)}
@@ -97,7 +96,8 @@ class HybridTimeline(Callback):
         first = [
             ranges for (_, data, tensor), ranges in sorted(records, key=lambda each: each[0]) if data == tensor == 0
         ]
-        timeline = _timeline(strategy.settings, first)
+        assert recorder.schedule is not None
+        timeline = measured(recorder.schedule, first)
         pl_module.log_dict(_shares(timeline, first), rank_zero_only=True)
         if trainer.is_global_zero:
             self._write(trainer, timeline, records)
@@ -127,16 +127,6 @@ def _run(trainer: Trainer) -> _Records:
     strategy: Any = trainer.strategy
     run: _Records = strategy.run
     return run
-
-
-def _timeline(settings: HybridConfig, ranges: list[list[Range]]) -> Timeline:
-    """The step of the pipeline ranks of one replica."""
-    forwards = [each.action for of_rank in ranges for each in of_rank if each.name == "forward" and each.action]
-    num_microbatches = 1 + max(action.microbatch for action in forwards)
-    num_ranks, num_stages = len(ranges), 1 + max(action.stage for action in forwards)
-    links = settings.extra_of_links(num_ranks)
-    schedule = build(settings.schedule, num_ranks, num_microbatches, num_stages // num_ranks, links)
-    return measured(schedule, ranges)
 
 
 def _shares(timeline: Timeline, ranges: list[list[Range]]) -> dict[str, float]:

@@ -1,0 +1,58 @@
+"""What a configuration would send between machines, by the costs that layouts are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from lightning_hybrid.cli.suggest.cost_model import CostModel, Layout, Step
+from lightning_hybrid.cli.suggest.machine import Machine
+from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
+from lightning_hybrid.config import accumulated_batches
+from lightning_hybrid.pipeline_parallel.links.traffic import Traffic
+from lightning_hybrid.strategy.strategy import HybridStrategy
+
+#: Of the Trainer, what decides about a step.
+TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
+
+
+def planned_traffic(
+    make: Callable[[], tuple[LightningModule, LightningDataModule | None]], strategy: HybridStrategy, **trainer: Any
+) -> Traffic:
+    """The bytes of an optimizer step, of a step that is run on shapes.
+
+    Args:
+        make: Makes the user's module and its data.
+        strategy: Of the configuration.
+        trainer: Other arguments of the Trainer, :data:`TRAINER`.
+
+    Raises:
+        ValueError, TypeError: As at the start of training, or if a step cannot be run on shapes.
+    """
+    config, (data, tensor, pipeline) = strategy.settings, strategy.sizes
+    num_ranks, chunks = data * tensor * pipeline, config.num_chunks if pipeline > 1 else 1
+    recompute = "selective" if config.recompute == "selective" else bool(config.recompute)  # which layers, is no matter
+    number, zero = config.num_microbatches, config.zero_stage
+    layout = Layout(data, tensor, pipeline, number, config.schedule, chunks, zero, recompute)
+    machine, precision = Machine(ranks_per_node=num_ranks // strategy.num_nodes), strategy.precision_plugin
+    open_config = replace(config, global_batch_size=None)  # its accumulation is counted below
+    profile = ModuleProfile(make, open_config, num_ranks, machine, only=layout, precision=precision, **trainer)
+    refused = profile.refuse(layout)
+    if refused is not None:
+        raise ValueError(refused[1])
+    accumulated = int(trainer["accumulate_grad_batches"])
+    if config.global_batch_size is not None:
+        accumulated = accumulated_batches(config.global_batch_size, profile.batch_size, data)
+    number = min(number, profile.batch_size)
+    layout = replace(layout, num_microbatches=number)
+    step = Step(profile.batch_size * data, accumulated, config.rank_order, config.zero_frees)
+    model = CostModel(profile, machine, step)
+    sent = model.estimate(layout).sent
+    links: dict[int, float] = {}
+    for stage, cost in enumerate(model.stages(layout)[:-1] if pipeline > 1 else ()):
+        link = stage % pipeline
+        links[link] = links.get(link, 0.0) + 2 * number * accumulated * cost.output  # and as much of gradients
+    return Traffic(sent["data"], sent["tensor"], links)

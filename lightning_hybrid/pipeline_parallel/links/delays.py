@@ -1,0 +1,99 @@
+"""How long messages take between neighbouring ranks of a pipeline, measured on the channels that they go through."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.pipeline_parallel.p2p import Channel
+from lightning_hybrid.pipeline_parallel.schedules import ChannelKey
+
+_ROUNDS = 4  # there and back, of which the quickest counts; the first one, which tells the form, does not
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Of a message, in one direction.
+
+    Attributes:
+        latency: Seconds until a small one is there.
+        occupied: Seconds more that the largest message of a step takes, which are those of its bytes.
+    """
+
+    latency: float
+    occupied: float
+
+
+def far_links(mesh: Mesh, num_chunks: int) -> list[int]:
+    """The links between neighbouring pipeline ranks that are on different machines, in any replica.
+
+    Inside a machine messages are there as soon as a rank has handed them over.
+
+    Args:
+        mesh: The ranks.
+        num_chunks: Stages per rank; with several, the last rank sends to the first one too.
+
+    Returns:
+        The pipeline ranks before these links, the same on every rank.
+    """
+    size = mesh.pipeline_parallel_size
+    ends = [(rank, (rank + 1) % size) for rank in range(size if num_chunks > 1 else size - 1)]
+    others = [(data, tensor) for data in range(mesh.data_parallel_size) for tensor in range(mesh.tensor_parallel_size)]
+    return [
+        here
+        for here, there in ends
+        if any(mesh.hosts[mesh.rank(here, *at)] != mesh.hosts[mesh.rank(there, *at)] for at in others)
+    ]
+
+
+def measure_delays(
+    channels: Mapping[ChannelKey, Channel], rank: int, num_ranks: int, links: Sequence[int], device: torch.device
+) -> dict[int, Delay]:
+    """Send a few messages over links and back again, link by link; all ranks of a pipeline do it at the same time.
+
+    Between steps, when nothing else goes through the channels.
+
+    Args:
+        channels: Of this rank; the largest message of a step has gone through them.
+        rank: This pipeline rank.
+        num_ranks: Pipeline ranks.
+        links: The pipeline ranks before the links that are measured, ascending.
+        device: Where messages live.
+
+    Returns:
+        The delays of the links at whose beginning this rank is.
+    """
+    found: dict[int, Delay] = {}
+    for link in links:
+        other = (link + 1) % num_ranks
+        if rank not in (link, other):
+            continue
+        out, home = channels[link, other, "activation"], channels[other, link, "gradient"]
+        size = max(1, out.largest_message)  # both ends know the forms of what has gone through it
+        small, large = (_there_and_back(out, home, number, device, begins=rank == link) for number in (1, size))
+        if rank == link:
+            found[link] = Delay(small / 2, max(0.0, large - small) / 2)
+    return found
+
+
+def _there_and_back(out: Channel, home: Channel, size: int, device: torch.device, *, begins: bool) -> float:
+    """Seconds that so many bytes take from one end to the other and back, the quickest time."""
+    payload, key = [torch.zeros(size, dtype=torch.uint8, device=device)], ("delay", size)
+    times = []
+    for _ in range(1 + _ROUNDS):
+        begin = time.perf_counter()
+        if begins:
+            sent, received = out.send(key, payload, None), home.post(key)
+            received.wait()
+        else:
+            out.post(key).wait()
+            sent = home.send(key, payload, None)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        sent.wait()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])

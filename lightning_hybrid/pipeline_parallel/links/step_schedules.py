@@ -1,0 +1,230 @@
+"""The schedule of each training step; where links have delays, another one once these are known."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.pipeline_parallel.engine import Engine, Profile
+from lightning_hybrid.pipeline_parallel.links.delays import Delay, far_links, measure_delays
+from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
+from lightning_hybrid.pipeline_parallel.links.link import StepTimes
+from lightning_hybrid.pipeline_parallel.recorder import Range, Recorder
+from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule, build
+from lightning_hybrid.pipeline_parallel.timeline import simulate
+
+_log = logging.getLogger("lightning.pytorch")
+
+_WARM_UP, _MEASURED = 1, 2  # steps: the first one is slower than later ones
+_KEPT_FREE = 0.05  # of a device's memory, for fragments and what single operations need
+
+
+class Records(Protocol):
+    """What is told when the actions of a step begin and end, if anything is."""
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Notes the present step for somebody else."""
+
+    @property
+    def profile(self) -> Profile | None:
+        """Makes the ranges of a step."""
+
+
+def find_schedule(
+    config: HybridConfig, num_ranks: int, num_microbatches: int, extra_in_flight: tuple[int, ...] | None = None
+) -> Schedule:
+    """What the ranks of a pipeline do in a training step; chunks on a single rank would be neighbours, and are one.
+
+    Args:
+        config: The arguments of the strategy.
+        num_ranks: Pipeline ranks.
+        num_microbatches: Of the step.
+        extra_in_flight: For each link; those of the arguments by default.
+    """
+    num_chunks = config.num_chunks if num_ranks > 1 else 1
+    extra = config.extra_of_links(num_ranks) if extra_in_flight is None else extra_in_flight
+    return build(config.schedule, num_ranks, num_microbatches, num_chunks, extra)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank has found out in the first steps.
+
+    Attributes:
+        rank: Its pipeline rank.
+        num_microbatches: Of a step, at most.
+        seconds: Of one microbatch, by stage and ``"F"`` or ``"B"``: the median.
+        delays: Of the links at whose beginning it is, by pipeline rank.
+        most: How many microbatches more than now it has memory for.
+    """
+
+    rank: int
+    num_microbatches: int
+    seconds: Mapping[tuple[int, str], float]
+    delays: Mapping[int, Delay] = field(default_factory=dict)
+    most: float = math.inf
+
+
+class StepSchedules:
+    """Gives the schedule of each training step.
+
+    With ``extra_in_flight="auto"``, and pipeline ranks on several machines, the first steps run with no more in flight
+    than the schedule's own. The second and the third one are timed. Before the fourth one messages are sent over the
+    links between machines, all ranks tell each other what they have found, each makes the same choice of it
+    (:func:`~.in_flight.choose_extra`), and later steps have as many more in flight. Nothing but time and memory
+    depends on the choice: no number does, and no checkpoint. The Trainer's profiler does not hear of the actions of
+    steps that are timed.
+
+    Args:
+        config: The arguments of the strategy.
+        mesh: The ranks.
+        engine: Runs the schedules.
+        device: Where this rank computes.
+
+    Attributes:
+        extra_in_flight: For each link between neighbouring pipeline ranks, what is used now.
+    """
+
+    def __init__(self, config: HybridConfig, mesh: Mesh, engine: Engine, device: torch.device) -> None:
+        num_ranks = mesh.pipeline_parallel_size
+        self.extra_in_flight = config.extra_of_links(num_ranks)
+        self._config, self._mesh, self._engine, self._device = config, mesh, engine, device
+        seeks = config.extra_in_flight == "auto" and config.schedule != "gpipe"
+        self._links = far_links(mesh, config.num_chunks) if seeks else []
+        self._recorder: Recorder | None = None
+        self._num_steps = self._num_timed = self._num_microbatches = 0
+
+    def __call__(self, num_microbatches: int) -> Schedule:
+        """The schedule of a step of so many microbatches."""
+        self._num_microbatches = max(num_microbatches, self._num_microbatches)  # the last batch may have fewer
+        return find_schedule(self._config, self._mesh.pipeline_parallel_size, num_microbatches, self.extra_in_flight)
+
+    def begin_step(self) -> None:
+        """A step with backward is about to begin, on every rank; where enough of them have been timed, choose."""
+        if not self._links:
+            return
+        if self._num_timed < _MEASURED:
+            self._num_steps += 1
+            return
+        assert self._recorder is not None
+        seconds, self._recorder = medians(self._recorder.ranges), None
+        found = self._gather(self._measure(seconds))
+        self.extra_in_flight = choose(self._config.schedule, self._mesh.pipeline_parallel_size, found)
+        self._links = []
+        if self._mesh.is_first:
+            _log.info(choice_text(self.extra_in_flight, found))
+
+    def profile(self, records: Records) -> Profile | None:
+        """What is told of the actions of this step: it is timed if it is one of the first, and nobody records it.
+
+        Args:
+            records: Who is told otherwise.
+        """
+        if not self._links or self._num_steps <= _WARM_UP or records.recorder is not None:
+            return records.profile
+        self._num_timed += 1
+        self._recorder = Recorder(self._engine, self._device) if self._recorder is None else self._recorder
+        return self._recorder.range
+
+    def _measure(self, seconds: Mapping[tuple[int, str], float]) -> Measured:
+        """Between two steps, on every rank."""
+        rank, number = self._mesh.pipeline_rank, self._num_microbatches
+        self._engine.retire()
+        size = self._mesh.pipeline_parallel_size
+        delays = measure_delays(self._engine.channels, rank, size, self._links, self._device)
+        most = self._spare(simulate(self(number)).peak_in_flight[rank])
+        return Measured(rank, number, seconds, delays, most)
+
+    def _spare(self, in_flight: float) -> float:
+        if self._device.type != "cuda":
+            return math.inf
+        free, total = torch.cuda.mem_get_info(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device)
+        room = free + torch.cuda.memory_reserved(self._device) - peak - _KEPT_FREE * total
+        return spare_microbatches(room, peak - torch.cuda.memory_allocated(self._device), in_flight)
+
+    def _gather(self, own: Measured) -> list[Measured]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own, group=self._mesh.decision_group)
+        return found
+
+
+def medians(ranges: Sequence[Range]) -> dict[tuple[int, str], float]:
+    """The seconds of a forward and of a backward of each stage, of those that have been recorded."""
+    times: dict[tuple[int, str], list[float]] = {}
+    for each in ranges:
+        if each.action is not None and each.name in ("forward", "backward"):
+            times.setdefault((each.action.stage, each.action.kind.value), []).append((each.end - each.start) / 1e3)
+    return {key: median(of_key) for key, of_key in times.items()}
+
+
+def spare_microbatches(room: float, taken: float, in_flight: float) -> float:
+    """How many microbatches more a device has memory for.
+
+    Args:
+        room: Bytes that are free at the peak of a step.
+        taken: Bytes that a step has taken beside what stays between steps: activations, and gradients too, so that
+            rather fewer microbatches are allowed than fit.
+        in_flight: How many microbatches the activations are of.
+    """
+    each = taken / in_flight if in_flight else 0.0
+    return max(0.0, room // each) if each > 0 else math.inf
+
+
+def step_times(num_ranks: int, found: Sequence[Measured]) -> StepTimes:
+    """What computing and messages take, in seconds: of all replicas and tensor-parallel ranks the most.
+
+    Args:
+        num_ranks: Pipeline ranks.
+        found: What each rank has measured.
+    """
+    seconds: dict[tuple[int, str], float] = {}
+    delays: dict[int, Delay] = {}
+    for of_rank in found:
+        for key, time in of_rank.seconds.items():
+            seconds[key] = max(time, seconds.get(key, 0.0))
+        for link, delay in of_rank.delays.items():
+            known = delays.get(link, Delay(0.0, 0.0))
+            delays[link] = Delay(max(known.latency, delay.latency), max(known.occupied, delay.occupied))
+    num_stages = 1 + max(stage for stage, _ in seconds)
+    forwards, backwards = (
+        [seconds.get((stage, kind.value), 0.0) for stage in range(num_stages)] for kind in (Kind.F, Kind.B)
+    )
+    between = [delays.get(stage % num_ranks, Delay(0.0, 0.0)) for stage in range(num_stages - 1)]
+    return StepTimes(forwards, backwards, [each.latency for each in between], [each.occupied for each in between])
+
+
+def choose(schedule: str, num_ranks: int, found: Sequence[Measured]) -> tuple[int, ...]:
+    """How many more are to be on their way over each link.
+
+    Args:
+        schedule: Its name.
+        num_ranks: Pipeline ranks.
+        found: What each rank has measured, the same on every rank and in one order.
+    """
+    most = [min(each.most for each in found if each.rank == rank) for rank in range(num_ranks)]
+    number = max(each.num_microbatches for each in found)
+    return choose_extra(schedule, step_times(num_ranks, found), num_ranks, number, most)
+
+
+def choice_text(extra_in_flight: Sequence[int], found: Sequence[Measured]) -> str:
+    """What has been chosen, and of what, for a log."""
+    slowest = max((delay.latency + delay.occupied for each in found for delay in each.delays.values()), default=0.0)
+    of_ranks = [sum(each.seconds.values()) for each in found]
+    least = min(each.most for each in found)
+    memory = "" if math.isinf(least) else f", and there is memory for {least:.0f} microbatches more"
+    return (
+        f"extra_in_flight='auto': {list(extra_in_flight)} microbatches more on their way over the links between"
+        f" pipeline ranks. A message takes up to {1e3 * slowest:.2f} ms between machines, a microbatch"
+        f" {1e3 * max(of_ranks):.2f} ms on the slowest rank{memory}."
+    )
