@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, partial
-from itertools import count
 from types import CodeType
 from typing import Protocol
 from weakref import WeakSet
@@ -34,7 +33,6 @@ from lightning_hybrid.distributed.broadcast.leaf_readers import LeafFetch
 from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.debug.stall import Position
-from lightning_hybrid.distributed.failure import FailureStore
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.watch.connections import Connections
@@ -52,6 +50,7 @@ from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
 from lightning_hybrid.strategy.summary import memory_table, placed_text
 from lightning_hybrid.strategy.watch.run_watch import RunWatch
+from lightning_hybrid.strategy.watch.start_watch import StartWatch
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
 from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
@@ -73,8 +72,6 @@ from lightning_hybrid.trainer.resume.resume import ResumeCallback
 from lightning_hybrid.trainer.step_context import StepContext
 from lightning_hybrid.trainer.training_step import TrainingStep, UncutTrainingStep
 
-_RUNS = count()  # names the failures of each set of process groups
-
 
 class _InFlight(Protocol):
     """What holds process groups, or work on them."""
@@ -91,6 +88,7 @@ class World:
         sizes: (data, tensor, pipeline) parallel size.
         device: The device of this process.
         connections: Those of the group of all ranks.
+        start: What has watched this rank since there is a store.
 
     Attributes:
         mesh: The ranks.
@@ -107,7 +105,12 @@ class World:
     """
 
     def __init__(
-        self, config: HybridConfig, sizes: tuple[int, int, int], device: torch.device, connections: Connections
+        self,
+        config: HybridConfig,
+        sizes: tuple[int, int, int],
+        device: torch.device,
+        connections: Connections,
+        start: StartWatch,
     ) -> None:
         self.config, self.sizes, self.device = config, sizes, device
         self.connections = connections
@@ -116,11 +119,9 @@ class World:
             self.mesh = Mesh(*sizes, rank_order=config.rank_order, device_type=device.type, timeout=config.timeout)
         world = dist.group.WORLD
         assert world is not None
-        number, self.seed = broadcast_object((next(_RUNS), torch.initial_seed()), 0, world)
-        store = world.get_group_store()
-        rank, size = dist.get_rank(), dist.get_world_size()
-        self.failures = FailureStore(store, str(number), rank=rank, size=size)
-        watched = store.clone()  # type: ignore[attr-defined]  # a store is locked while it waits for a key
+        self.seed = broadcast_object(torch.initial_seed(), 0, world)
+        self.failures, store, watched = start.failures, start.store, start.watched
+        rank = dist.get_rank()
         groups = [self.mesh.model_ranks(replica) for replica in range(self.mesh.data_parallel_size)]
         limit = config.seconds_to_time_out
         self.desync = Desync(self.failures, store, watched, rank=rank, model_groups=groups, timeout=limit)
@@ -129,8 +130,9 @@ class World:
             channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
         self.engine = Engine(self.mesh.pipeline_rank, channels)
         fetch = LeafFetch(store, watched, self.failures.key, lambda: self.failures.failed or self.failures.is_over)
-        seen = self.mesh, self.engine, self.failures, watched, connections
-        self.watch = RunWatch(*seen, config, since=before, desync=self.desync, fetch=fetch, position=self._position)
+        seen = self.mesh, self.engine, start
+        stall, position = config.seconds_to_stall, self._position
+        self.watch = RunWatch(*seen, stall=stall, since=before, desync=self.desync, fetch=fetch, position=position)
         self.in_flight: WeakSet[_InFlight] = WeakSet()
         self._mixed_operations = ExitStack()
         self.exceptions = ExceptionCallback(self.failures, self.abandon, lambda: place_text(self.engine, self.mesh))

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -39,6 +40,7 @@ from lightning_hybrid.strategy.meta_init import lacks_values
 from lightning_hybrid.strategy.patches import add_callbacks
 from lightning_hybrid.strategy.run import AttachedModule, Run, World
 from lightning_hybrid.strategy.summary import batch_text
+from lightning_hybrid.strategy.watch.start_watch import StartWatch
 from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import pinned
 from lightning_hybrid.trainer.debug.desync import DesyncDetector
@@ -183,6 +185,7 @@ class HybridStrategy(ReplicaCollectives):
         self._world: World | None = None
         self._attached: AttachedModule | None = None
         self._run: Run | None = None
+        self._start: StartWatch | None = None
         self._started: WeakSet[LightningModule] | None = None  # modules that have had their initial weights
         self._connections = Connections()
         self._global_batch: GlobalBatch | None = None
@@ -194,7 +197,14 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Process groups, and what is known of modules, stay with their process.
-        empty = {"_world": None, "_attached": None, "_run": None, "_started": None, "_global_batch": None}
+        empty = {
+            "_start": None,
+            "_world": None,
+            "_attached": None,
+            "_run": None,
+            "_started": None,
+            "_global_batch": None,
+        }
         return {**super().__getstate__(), **empty}
 
     # -- what there is -----------------------------------------------------------------------------------------------
@@ -309,13 +319,15 @@ class HybridStrategy(ReplicaCollectives):
         if not launch.has_groups():
             assert self.cluster_environment is not None
             with self._connections.opened():
-                self._process_group_backend = launch.start_groups(
-                    self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
-                )
+                given = self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
+                self._process_group_backend = launch.start_groups(*given, watch=self._watch_start)
             self._world = None
+        elif self._world is None:
+            self._watch_start(launch.store_of_groups())
         checks.check_ranks(self.settings, self.sizes, self._module.trainer)
         if self._world is None:
-            self._world = World(self.settings, self.sizes, self.root_device, self._connections)
+            assert self._start is not None
+            self._world = World(self.settings, self.sizes, self.root_device, self._connections, self._start)
             checks.check_tensor_groups(self._world.mesh)
             self._attached, self._run = None, None
         module = self._module
@@ -326,6 +338,10 @@ class HybridStrategy(ReplicaCollectives):
         self._world.open(module.trainer)
         checks.check_trainer(module.trainer, module, num_stages=self._attached.parallelizer.num_stages)
         self._attached.divide_early()
+
+    def _watch_start(self, store: Store) -> None:
+        rank, size = self.global_rank, self.world_size
+        self._start = StartWatch(store, self.settings, self._connections, rank=rank, size=size)
 
     @contextmanager
     @override
@@ -401,10 +417,11 @@ class HybridStrategy(ReplicaCollectives):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, and leave every group without a collective."""
         super().on_exception(exception)
-        if self._world is None or self.world_size == 1 or stops_together(exception, self._module.trainer):
+        if self._start is None or self.world_size == 1 or stops_together(exception, self._module.trainer):
             return
-        cause = self._world.exceptions.leave(exception)
-        told_elsewhere = cause is not None or self._world.exceptions.are_told_elsewhere(exception)
+        exceptions = None if self._world is None else self._world.exceptions
+        cause = (exceptions or self._start).leave(exception)
+        told_elsewhere = cause is not None or (exceptions is not None and exceptions.are_told_elsewhere(exception))
         print_shortly(cause or exception, self.global_rank, told_elsewhere=told_elsewhere)
         if cause is not None:
             self.teardown()  # the Trainer comes no further than this
@@ -420,6 +437,8 @@ class HybridStrategy(ReplicaCollectives):
         finally:
             if self._world is not None:
                 self._world.watch.finish()
+            elif self._start is not None:
+                self._start.close()
 
     def _teardown(self) -> None:
         if self._world is not None and self._attached is not None and self.lightning_module is not None:

@@ -557,6 +557,25 @@ def test_a_rank_that_has_gone_is_named_by_the_roll_call() -> None:
     assert str(other.cause(patience=0.0)) == str(cause)
 
 
+def test_a_rank_that_has_gone_is_named_although_nobody_waits_for_it() -> None:
+    """Of another machine no process is seen; who saves, or waits for the store, sees that a connection is closed."""
+    store, lost, aborted = dist.HashStore(), [0], []
+    failures, watch = watched(store, 0, size=3, num_lost=lambda: lost[0], abort=lambda: aborted.append("aborted"))
+    _, healthy = watched(store, 1, size=3)
+    _, going = watched(store, 2, size=3)
+    for own, is_gone in ((1, False), (2, True)):  # a group that is closed on purpose, and a process that ends
+        lost[0] = own
+        watch.look()
+        for each in (healthy, *([] if is_gone else [going])):
+            each.look()
+        assert not aborted
+        with mock.patch.object(failure_watch, "_ANSWER", 0.0):
+            watch.look()
+    assert aborted
+    assert failures.gone == {2}
+    assert str(failures.cause(patience=0.0)).startswith("Gone without a message, so killed or crashed: rank 2 (on ")
+
+
 def test_a_timeout_says_where_every_rank_is() -> None:
     store = dist.HashStore()
     failures, _ = watched(store, 0)

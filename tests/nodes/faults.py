@@ -65,7 +65,8 @@ class Ending:
         fault, text = self.fault, self.texts.get(rank, "")
         if fault.kind == FULL:
             return re.search(r"could not be written.*\brank 0: ", text) is not None
-        return any(f"ank {true} (on node{fault.machine(true)})" in text for true in fault.true_ranks(rank))
+        hosts = [rf"rank {true} \(on (node|[\d.]+\.){fault.machine(true)}\)" for true in fault.true_ranks(rank)]
+        return re.search("|".join(hosts), text) is not None  # before it has said its host's name, rank 0 has an address
 
     @property
     def problems(self) -> list[str]:

@@ -95,7 +95,7 @@ def draw(number: int, kinds: list[str] | None = None) -> Fault:
     fault = Fault(number, chance.choice(kinds or KINDS), chance.choice(["pp2", "pp2", "dp2 pp2"]))
     fault.place = chance.choice(PLACES)
     fault.time = 1 if fault.place == "set-up" else chance.randint(1, 4)
-    fault.delay = chance.uniform(0, 1.5 if fault.place == "set-up" else 0.15)
+    fault.delay = chance.uniform(0, 1.0 if fault.place == "set-up" else 0.15)
     fault.rank = chance.randrange(fault.size)
     # TCP says again what was lost after twice the time of before, so a cable that is back may be used only later.
     fault.seconds = chance.uniform(0.1, 0.45) * LEASE

@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hybrid.strategy import launch
 from tests.faults.forks import fork, tell
-from tests.nodes.node_fault import FULL, LAYOUTS, LEASE, SILENT, Fault
+from tests.nodes.node_fault import FULL, LAYOUTS, LEASE, Fault
 from tests.training_jobs import Regression, loader, make_trainer
 
 SMALL = 300_000  # bytes of the disk: about eight checkpoints
@@ -106,10 +106,8 @@ def train(job: Job, rank: int) -> None:
     data, pipeline = LAYOUTS[fault.layout]
     comes = Comes(folder, fault)
     try:
-        if fault.kind in SILENT:  # who falls silent before there is a store is waited for
-            launch.make_store = _telling(launch.make_store, partial(comes.come, "set-up", rank))
-        else:
-            comes.come("set-up", rank)
+        # Who is gone before there is a store is waited for, as one that comes late.
+        launch.connect_processes = _telling(launch.connect_processes, partial(comes.come, "set-up", rank))
         saver = ModelCheckpoint(job.checkpoints, filename="{step}", every_n_train_steps=2, save_top_k=-1)
         trainer = make_trainer(
             {"data_parallel_size": data, "pipeline_parallel_size": pipeline, "lease": timedelta(seconds=LEASE)},
@@ -128,13 +126,12 @@ def train(job: Job, rank: int) -> None:
         raise
 
 
-def _telling(make: Callable[..., Any], tell: Callable[[], None]) -> Callable[..., Any]:
-    def made(*args: Any, **arguments: Any) -> Any:
-        store = make(*args, **arguments)
+def _telling(act: Callable[..., Any], tell: Callable[[], None]) -> Callable[..., Any]:
+    def acting(*args: Any, **arguments: Any) -> Any:
         tell()
-        return store
+        return act(*args, **arguments)
 
-    return made
+    return acting
 
 
 def _empty(disk: Path, filled: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import socket
 import stat
 from collections.abc import Iterator
@@ -37,6 +38,17 @@ class Connections:
             yield
         finally:
             self._sockets |= _sockets() - before
+
+    def num_lost(self) -> int:
+        """How many of them have been closed, here or on the other side; where the system does not tell, none."""
+        opened, number = tuple(self._sockets), 0  # the run may open others meanwhile
+        hung_up = getattr(select, "POLLRDHUP", 0)
+        for descriptor, inode in opened if hung_up else ():
+            poll = select.poll()
+            poll.register(descriptor, hung_up)
+            with suppress(OSError):
+                number += os.fstat(descriptor).st_ino == inode and not poll.poll(0)
+        return len(opened) - number if hung_up else 0
 
     def shut_down(self, store_port: int | None = None) -> None:
         """Wake whoever waits, here and on the other side; the groups are of no use afterwards.

@@ -39,6 +39,9 @@ class Watcher:
         descriptors: Files that wake the thread when they can be read.
         patience: Seconds that a call may take; ``None`` if it does not matter.
         stuck: What another thread calls, again and again, while a call takes longer.
+
+    Attributes:
+        look: As given; another function may take its place while the thread runs.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Watcher:
         patience: float | None = None,
         stuck: Callable[[], object] = bool,
     ) -> None:
-        self._look, self._interval, self._descriptors = look, interval, descriptors
+        self.look, self._interval, self._descriptors = look, interval, descriptors
         self._patience, self._stuck = patience, stuck
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()  # of the present threads
@@ -94,7 +97,7 @@ class Watcher:
                 break
             self._num_looks += 1
             try:
-                self._look([number for number in woken if number])
+                self.look([number for number in woken if number])
             except Exception:  # whatever it is, the next look may succeed, and nobody else would
                 if not has_failed:
                     traceback.print_exc()
