@@ -1123,3 +1123,24 @@ def test_leaving_closes_the_groups_of_those_who_wait(ranks: Pools) -> None:
         (False, "Rank 1 failed: ArithmeticError: broken"),
         (False, "None"),
     ]
+
+
+SLOW_LOOK = """
+import datetime, threading, torch.distributed as dist
+from lightning_hybrid.distributed.watch.watcher import Watcher
+store, looks = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), threading.Event()
+def look(signals):
+    looks.set()
+    store.wait(["never"], datetime.timedelta(seconds=2.5))
+watcher = Watcher(look)
+watcher.start()
+watcher.wake()
+looks.wait()
+watcher.close()
+"""
+
+
+def test_a_process_ends_well_whose_watcher_still_waits_for_the_store() -> None:
+    """Over a link with delay a look takes a second: "terminate called without an active exception", and SIGABRT."""
+    done = subprocess.run([sys.executable, "-c", SLOW_LOOK], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

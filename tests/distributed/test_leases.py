@@ -74,6 +74,14 @@ def test_who_gives_none_is_found_within_seconds_of_the_end_of_its_lease(clock: C
     assert ranks.pass_time(15, without=(2,)) == {0: [2]}
 
 
+def test_who_works_for_nearly_a_lease_without_a_sign_is_not_silent(clock: Clock) -> None:
+    """It was, wherever the last sign before the work was a few seconds old."""
+    ranks = Ranks(clock)
+    for _ in range(12):
+        ranks.pass_time(7)
+        assert ranks.pass_time(int(SECONDS) - 5, without=(1,)) == {}
+
+
 def test_the_first_rank_is_missed_by_the_last(clock: Clock) -> None:
     ranks = Ranks(clock)
     ranks.pass_time(10)

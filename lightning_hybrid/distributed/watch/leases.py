@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 _SLEPT = 5.0  # seconds between two looks after which this process has been stopped in the meantime
-_MOST_BETWEEN = 2.0  # seconds between two times of reading
-_RENEWALS = 6  # in the time of a lease
+_MOST_BETWEEN = 2.0  # seconds between two renewals, and two times of reading: a rank may be silent for nearly a lease
+_RENEWALS = 6  # in the time of a short lease, at least
 
 
 class _Store(Protocol):
@@ -35,8 +35,8 @@ class Leases:
 
     ::
 
-        every rank   renews its lease, a number in the store, six times in its length      one message
-        rank 0       reads all leases every two seconds                                    one message
+        every rank   renews its lease, a number in the store, every two seconds             one message
+        rank 0       reads all leases every two seconds                                     one message
         last rank    reads that of rank 0, from another machine if there is one
 
     The watcher renews it, whatever the rank does: in a step, while it validates or saves. So a rank that computes, or
@@ -61,6 +61,7 @@ class Leases:
         self._store, self._key, self.seconds = store, key, seconds
         self._rank, self._size = rank, size
         self._reads = rank in (0, size - 1)
+        self._between = min(_MOST_BETWEEN, seconds / _RENEWALS)
         self.begin()
 
     def begin(self) -> None:
@@ -78,14 +79,14 @@ class Leases:
             self._seen = {rank: (value, since + now - self._looked) for rank, (value, since) in self._seen.items()}
         self._looked = now
         if now >= self._renew_at:
-            self._renew_at = now + self.seconds / _RENEWALS
+            self._renew_at = now + self._between
             self._renewals += 1
             self._store.set(self._key(f"lease/{self._rank}"), str(self._renewals))
             if self._renewals == 1:
                 self._store.set(self._key(f"begun/{self._store.add(self._key('begun'), 1)}"), str(self._rank))
         if not self._reads or now < self._read_at:
             return []
-        self._read_at = now + min(_MOST_BETWEEN, self.seconds / _RENEWALS)
+        self._read_at = now + self._between
         ranks = sorted({*self._seen, *self._new()})
         keys = [self._key(f"lease/{rank}") for rank in ranks]
         for rank, value in zip(ranks, self._store.multi_get(keys) if keys else [], strict=True):
