@@ -35,7 +35,6 @@ from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.debug.stall import Position
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
-from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.distributed.watch.flight_recorder import read_collectives
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.memory.report import MemoryReport
@@ -87,10 +86,10 @@ class World:
         config: The arguments of the strategy.
         sizes: (data, tensor, pipeline) parallel size.
         device: The device of this process.
-        connections: Those of the group of all ranks.
         start: What has watched this rank since there is a store.
 
     Attributes:
+        connections: Those of the process groups.
         mesh: The ranks.
         failures: Where failures are written.
         watch: The thread beside a run.
@@ -105,15 +104,10 @@ class World:
     """
 
     def __init__(
-        self,
-        config: HybridConfig,
-        sizes: tuple[int, int, int],
-        device: torch.device,
-        connections: Connections,
-        start: StartWatch,
+        self, config: HybridConfig, sizes: tuple[int, int, int], device: torch.device, start: StartWatch
     ) -> None:
         self.config, self.sizes, self.device = config, sizes, device
-        self.connections = connections
+        self.connections = connections = start.connections
         before = read_collectives().last
         with connections.opened():
             self.mesh = Mesh(*sizes, rank_order=config.rank_order, device_type=device.type, timeout=config.timeout)

@@ -120,9 +120,9 @@ class HybridStrategy(ReplicaCollectives):
         stall_timeout: How long nothing may finish while ranks wait for each other. Then where each rank stands is
             printed as a table, with the rank that the others wait for, and all end; unless that one computes, loads,
             saves or compiles. It happens after four fifths of ``timeout`` at the latest. ``None`` switches it off.
-        lease: How long a rank may give no sign: its process is stopped, its machine is cut off or has lost its power.
-            Then it is named, and all end. A rank that computes, waits, loads or saves gives signs. ``None`` looks for
-            nobody.
+        lease: How long a rank may give no sign once it has met the others: its process is stopped, its machine is cut
+            off or has lost its power. Then it is named, and all end. A rank that computes, waits, loads or saves gives
+            signs. ``None`` looks for nobody.
         detect_desync: Whether, before each training batch, checksums are compared: of the batch over each model group,
             of parameters over replicas and all stages that hold them, and of the state of random numbers; for finding a
             fault, as it takes time. What decides the messages between ranks is always compared.
@@ -327,7 +327,7 @@ class HybridStrategy(ReplicaCollectives):
         checks.check_ranks(self.settings, self.sizes, self._module.trainer)
         if self._world is None:
             assert self._start is not None
-            self._world = World(self.settings, self.sizes, self.root_device, self._connections, self._start)
+            self._world = World(self.settings, self.sizes, self.root_device, self._start)
             checks.check_tensor_groups(self._world.mesh)
             self._attached, self._run = None, None
         module = self._module

@@ -14,7 +14,7 @@ from contextlib import suppress
 THREAD_NAME, GUARD_NAME = "lightning_hybrid-watcher", "lightning_hybrid-guard"
 
 
-_LAST_LOOK = 10.0  # seconds for one that has not ended when the process does
+_LAST_LOOK = 3.0  # seconds for one that has not ended when the process does
 
 _hearing: set[int] = set()  # files into which this process writes its signals
 _threads: set[threading.Thread] = set()  # that may still look, though their watcher is closed

@@ -41,6 +41,7 @@ class StartWatch:
     Attributes:
         store: As given.
         watched: A clone of it, for the watcher alone: a store is locked while it waits for a key.
+        connections: As given.
         failures: Of this rank.
         thread: That of the run.
         failure_watch: Finds failures.
@@ -51,7 +52,7 @@ class StartWatch:
     def __init__(self, store: Store, config: HybridConfig, connections: Connections, *, rank: int, size: int) -> None:
         self.store = store
         self.watched = store.clone()  # type: ignore[attr-defined]
-        self._connections, self._rank = connections, rank
+        self.connections, self._rank = connections, rank
         self.failures = FailureStore(store, str(next(_STARTS) if size > 1 else -1), rank=rank, size=size)
         self.thread = WatchedThread()
         self.is_first_run = size > 1
@@ -100,4 +101,4 @@ class StartWatch:
         if dist.is_initialized() and has_nccl():
             close_groups(self.failures.cause(patience=0.0) if self.failures.is_known else None)
         port = os.environ.get("MASTER_PORT", "")
-        self._connections.shut_down(int(port) if port.isdigit() else None)
+        self.connections.shut_down(int(port) if port.isdigit() else None)
