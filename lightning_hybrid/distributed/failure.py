@@ -285,7 +285,10 @@ class FailureStore:
         if cause is None and is_transport(error):
             found = RuntimeError(self._hear_roll(roll, f"{where} failed: {type(error).__name__}: {error}"))
             self.report(found, where, verbatim=True)
-            cause = self.cause(patience=0.0) or found  # another rank may have been first
+            cause = self.cause(patience=0.0)  # another rank may have been first
+            if cause is None:  # there is no store any more
+                self.learn_text(str(found))
+                cause = found
         elif cause is None:
             self.report(error, where, verbatim=verbatim)
         with contextlib.suppress(Exception):

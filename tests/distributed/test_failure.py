@@ -1081,6 +1081,22 @@ def test_leaving_reports_the_first_failure_and_returns_it_to_the_others() -> Non
     assert seen == ["Rank 1, stage 1 failed: ArithmeticError: broken"] * 3, "reported before anything is closed"
 
 
+def test_who_leaves_twice_without_a_store_tells_the_same() -> None:
+    """The text stood in itself: the error of the step is raised again as that of the run."""
+
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise dist.DistNetworkError("Broken pipe")
+
+    failures = FailureStore(Gone(), "run", rank=1, size=2)
+    failures.learn_host(0, "node7")
+    first = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1, action 0F1", lambda: None)
+    assert first is not None
+    assert str(first).startswith("The store of all ranks is gone, so rank 0 (on node7) or what launched the ranks has")
+    again = failures.leave(first, "Rank 1", lambda: None)
+    assert str(again) == str(first)
+
+
 def test_leaving_waits_for_the_cause_of_a_transport_error_only() -> None:
     store = dist.HashStore()
     late = threading.Timer(0.3, of_rank(store, 1).report, (ValueError("broken"), "Rank 1"))

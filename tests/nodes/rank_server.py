@@ -115,7 +115,7 @@ def train(job: Job, rank: int) -> None:
             num_nodes=2,
             callbacks=[comes, saver],
             enable_checkpointing=True,
-            max_epochs=2,
+            max_epochs=3,  # places of faults are in the first two
             num_sanity_val_steps=0,
             default_root_dir=folder,
         )
