@@ -28,7 +28,8 @@ from tests.nodes.node_fault import FULL, KINDS, MENDED, Fault, draw
 from tests.nodes.rank_server import Job
 from tests.training_jobs import assert_same
 
-HANGS = 60.0  # seconds from the fault after which a run hangs, and of a run without one
+HANGS = 60.0  # seconds from the fault after which a run hangs
+_STARTS = 180.0  # seconds in which the ranks have come to where the fault happens, or through a run without one
 _CONTINUED = 20.0  # seconds in which who was stopped ends, once it goes on
 _COMPARED = ("state_dict", "optimizer_states", "global_step", "epoch", "loops")  # what a run that goes on needs
 
@@ -121,15 +122,18 @@ class Lane:
             ending = self.run(undisturbed)
             assert set(ending.codes.values()) == {0}, ending
             self._expected[fault.layout] = self._folder / str(undisturbed.number)
-        folder = self._folder / str(fault.number)
+        port = next(self._ports)
+        folder = self._folder / (str(fault.number) if fault.kind == "none" else f"{fault.number}-{port}")
         folder.mkdir()
-        job = Job(str(folder), str(self._small), self._machines.address(1), next(self._ports), fault)
+        job = Job(str(folder), str(self._small), self._machines.address(1), port, fault)
         for server in self._servers.values():
             assert server.stdin is not None
             print(job.dumps(), file=server.stdin, flush=True)
         ending = Ending(fault)
         began = None if fault.kind == "none" else self._hit(fault, folder)
-        _until(lambda: _have_ended(folder, fault.survivors if began else range(fault.size)), HANGS)
+        _until(
+            lambda: _have_ended(folder, fault.survivors if began else range(fault.size)), HANGS if began else _STARTS
+        )
         for rank in fault.hit - fault.survivors:  # who was stopped goes on, to find out the same
             _signal(folder, rank, signal.SIGCONT)
         _until(lambda: _have_ended(folder, range(fault.size)), _CONTINUED)
@@ -140,7 +144,7 @@ class Lane:
     def _hit(self, fault: Fault, folder: Path) -> float | None:
         """Do it, and say when; ``None`` if the ranks have not come to the place."""
         ready = [folder / f"ready-{rank}" for rank in (range(fault.size) if fault.place == "set-up" else [fault.rank])]
-        _until(lambda: all(path.exists() for path in ready) or _have_ended(folder, range(fault.size)), HANGS)
+        _until(lambda: all(path.exists() for path in ready) or _have_ended(folder, range(fault.size)), _STARTS)
         if not all(path.exists() for path in ready):
             return None
         if fault.kind == FULL:
@@ -242,11 +246,10 @@ def endings(faults: list[Fault], lanes: int, told: Callable[[Ending], None]) -> 
             return ending
 
         found = list(pool.map(run, faults))
+        lane = free.get()
         for index, ending in enumerate(found):
             if ending.is_late:
-                (Path(folder) / "late").mkdir(exist_ok=True)
-                with Lane(Path(folder, "late", str(index))) as lane:
-                    found[index] = lane.run(ending.fault)
+                found[index] = lane.run(ending.fault)
                 found[index].is_again = True
                 told(found[index])
     return found

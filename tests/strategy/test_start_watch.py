@@ -43,6 +43,23 @@ def test_a_rank_that_fails_in_the_set_up_is_named_by_the_others(ranks: Pools) ->
     assert results == [("Rank 1 failed: ArithmeticError: broken", False), ("broken", False)]
 
 
+def is_refused() -> list[str]:
+    """The ranks are asked for what is not the same on each, and then for something else."""
+    texts = []
+    for number in (int(os.environ["RANK"]) + 4, 4):
+        try:
+            make_trainer({**PP2, "num_microbatches": number}).fit(Regression(), loader())
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_ranks_that_are_refused_may_ask_for_something_else(ranks: Pools) -> None:
+    for texts in ranks(2, lightning=True).run(is_refused, timeout=60):
+        (text,) = texts
+        assert text.startswith("`num_microbatches` is not the same on every rank: 4 on rank 0; 5 on rank 1.")
+
+
 def stops(folder: str) -> tuple[str, bool]:
     """Rank 0 stops rank 1, and waits for it."""
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hybrid.config import HybridConfig
-from lightning_hybrid.distributed.failure import FailureStore, close_groups
+from lightning_hybrid.distributed.failure import FailureStore, close_groups, is_transport
 from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.connections import Connections
@@ -84,12 +84,15 @@ class StartWatch:
             self.watcher.wake()
 
     def leave(self, exception: BaseException) -> BaseException | None:
-        """Tell the other ranks of an exception, and leave the groups.
+        """Tell the other ranks of an exception, and leave the groups; not if it is one that all of them raise.
 
         Returns:
             What was raised on another rank, if this exception only says that it has left.
         """
-        return self.failures.leave(exception, f"Rank {self._rank}", lambda: None)
+        if isinstance(exception, (ValueError, TypeError)):  # what was asked for is wrong; with other arguments they go on
+            return None
+        cause = self.failures.leave(exception, f"Rank {self._rank}", lambda: None)
+        return cause if is_transport(exception) else None
 
     def close(self) -> None:
         """Watch nothing any more."""
