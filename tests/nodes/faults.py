@@ -131,9 +131,8 @@ class Lane:
             print(job.dumps(), file=server.stdin, flush=True)
         ending = Ending(fault)
         began = None if fault.kind == "none" else self._hit(fault, folder)
-        _until(
-            lambda: _have_ended(folder, fault.survivors if began else range(fault.size)), HANGS if began else _STARTS
-        )
+        waited_for = range(fault.size) if began is None else fault.survivors
+        _until(lambda: _have_ended(folder, waited_for), _STARTS if began is None else HANGS)
         for rank in fault.hit - fault.survivors:  # who was stopped goes on, to find out the same
             _signal(folder, rank, signal.SIGCONT)
         _until(lambda: _have_ended(folder, range(fault.size)), _CONTINUED)

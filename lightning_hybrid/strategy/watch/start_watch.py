@@ -89,7 +89,7 @@ class StartWatch:
         Returns:
             What was raised on another rank, if this exception only says that it has left.
         """
-        if isinstance(exception, (ValueError, TypeError)):  # what was asked for is wrong; with other arguments they go on
+        if isinstance(exception, (ValueError, TypeError)):  # with other arguments they go on
             return None
         cause = self.failures.leave(exception, f"Rank {self._rank}", lambda: None)
         return cause if is_transport(exception) else None
