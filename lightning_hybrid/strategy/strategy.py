@@ -31,6 +31,7 @@ from lightning_hybrid.config import HybridConfig, preferred, resolve_sizes, usua
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.distributed.dtensor import keeping_marks
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.strategy import checks, launch
@@ -321,6 +322,8 @@ class HybridStrategy(ReplicaCollectives):
             with self._connections.opened():
                 given = self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
                 self._process_group_backend = launch.start_groups(*given, watch=self._watch_start)
+            if not has_nccl():  # whose connections come and go
+                self._connections.watch_opened()
             self._world = None
         elif self._world is None:
             self._watch_start(launch.store_of_groups())

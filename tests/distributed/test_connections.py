@@ -58,7 +58,12 @@ def test_connections_that_are_closed_here_or_elsewhere_are_counted() -> None:
     connections, listener = Connections(), socket.create_server(("127.0.0.1", 0))
     with connections.opened():
         own = [socket.create_connection(listener.getsockname()) for _ in range(3)]
-    others = [listener.accept()[0] for _ in own]
+    connections.watch_opened()
+    with connections.opened():  # of a group that may go
+        socket.create_connection(listener.getsockname()).close()
+        own.append(socket.create_connection(listener.getsockname()))
+    others = [listener.accept()[0] for _ in range(5)]
+    own[3].close()
     assert connections.num_lost() == 0
     own[0].close()
     others[1].close()
