@@ -227,6 +227,8 @@ def _lightning_job(rank: int, size: int, rendezvous: Path) -> Iterator[None]:
     """What ``torchrun --nproc-per-node=size`` puts into the environment of a rank on a single node."""
     import torch.distributed as dist
 
+    from lightning_hybrid.strategy import launch
+
     with _clean_slate():
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         os.environ.update(
@@ -240,23 +242,24 @@ def _lightning_job(rank: int, size: int, rendezvous: Path) -> Iterator[None]:
             MASTER_PORT=_free_port(),
             TORCHELASTIC_RUN_ID="pool",
         )
-        initialize, stores = dist.init_process_group, itertools.count()
+        initialize, make_store, stores = dist.init_process_group, launch.make_store, itertools.count()
 
-        def initialize_by_file(*args: Any, store: dist.Store | None = None, **kwargs: Any) -> None:
+        def store_in_file(*_: Any) -> dist.Store:
             # Every client of a TCPStore looks up its peer's host name, and a slow resolver costs 5 s (in one of
             # 25 connections, measured); a file costs nothing and no two runs compete for a port.
-            if store is None:
-                store = dist.FileStore(f"{rendezvous}-{next(stores)}", size)
-            initialize(*args, **{"store": store, "rank": rank, "world_size": size, **kwargs})
+            return dist.FileStore(f"{rendezvous}-{next(stores)}", size)
 
-        dist.init_process_group = initialize_by_file
+        def initialize_by_file(*args: Any, store: dist.Store | None = None, **kwargs: Any) -> None:
+            initialize(*args, **{"store": store or store_in_file(), "rank": rank, "world_size": size, **kwargs})
+
+        dist.init_process_group, launch.make_store = initialize_by_file, store_in_file
         try:
             yield
             if dist.is_initialized():
                 dist.barrier()
                 dist.destroy_process_group()
         finally:
-            dist.init_process_group = initialize
+            dist.init_process_group, launch.make_store = initialize, make_store
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 import socket
 import struct
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from lightning_hybrid.distributed.process_group import all_gather_bytes, num_groups, world_device
 
 _T = TypeVar("_T")
-_RANK_INFO = struct.Struct("64sqQQ")  # names of hosts have at most 64 bytes (HOST_NAME_MAX of Linux)
+_RANK_INFO = struct.Struct("64sqQ")  # names of hosts have at most 64 bytes (HOST_NAME_MAX of Linux)
 
 
 class RankInfo(NamedTuple):
@@ -25,18 +24,16 @@ class RankInfo(NamedTuple):
         host: The name of its machine.
         num_groups: How many process groups it has.
         seed: Of torch's random numbers.
-        token: Drawn anew each time: the first rank's names what all ranks make together.
     """
 
     host: str
     num_groups: int
     seed: int
-    token: int
 
     @classmethod
     def own(cls) -> RankInfo:
         """That of this rank."""
-        return cls(socket.gethostname(), num_groups(), torch.initial_seed() % (1 << 64), secrets.randbits(63))
+        return cls(socket.gethostname(), num_groups(), torch.initial_seed() % (1 << 64))
 
     def to_bytes(self) -> bytes:
         """As bytes, equally many for every rank."""

@@ -21,6 +21,7 @@ from lightning_hybrid.distributed.watch.process_ends import describe_process, ho
 _KEY = "lightning_hybrid/failure"
 EVENT, CAUSE = "event", "cause"  # keys in the store: whether there is anything to look at; the first failure
 _PATIENCE = 1.5  # seconds that watches of other ranks may take to answer
+_LATE = 0.5  # seconds more, for those that have not answered then
 _LINGER = 1.5
 _MOST = 8  # ranks in one text
 _DEADLINE = 10.0  # seconds in which NCCL has let go of its communicators
@@ -83,6 +84,7 @@ class FailureStore:
         is_leaving: Whether this rank is on its way out after an exception.
         is_interrupted: Whether this rank's groups were closed to bring it to the handler of SIGINT.
         gone: The ranks whose processes are known to have ended.
+        num_rolls: To how many roll calls this rank has answered.
         is_over: Whether all ranks have come to the end of this run together: then any of them may go.
         is_store_silent: Whether the store is there and does not answer: who asks it waits for ever.
     """
@@ -93,6 +95,7 @@ class FailureStore:
         self._known: str | None = None  # the first failure: the store may be gone when it is asked for
         self._hosts: dict[int, str] = {}
         self._machine = ""
+        self.num_rolls = 0
         self.gone: set[int] = set()
         self.failed = self.is_leaving = self.is_over = self.is_store_silent = self.is_interrupted = False
 
@@ -109,6 +112,7 @@ class FailureStore:
         """The next run begins: what former ones wrote counts no longer."""
         self._run += 1
         self.is_leaving = self.is_over = self.is_interrupted = False
+        self.num_rolls = 0
         self.gone.clear()
         description = describe_process()
         self._machine = machine_of(description)
@@ -134,6 +138,11 @@ class FailureStore:
         description = store.get(key).decode()
         self._hosts[rank] = host_of(description)
         return description
+
+    def learn_host(self, rank: int, host: str | None) -> None:
+        """Where another rank is, if nothing else is known of it."""
+        if host is not None:
+            self._hosts.setdefault(rank, host)
 
     def new_neighbours(self, store: Store, known: Collection[int]) -> dict[int, int]:
         """The ranks on this machine that have begun this run since this was asked before.
@@ -264,6 +273,9 @@ class FailureStore:
         """
         self.is_leaving = True
         cause: BaseException | None
+        roll = self.num_rolls + 1
+        if is_transport(error) and not self.is_store_silent and not self.is_known:
+            roll = self.call_roll(self._store)  # they answer while this one waits for a cause
         if self.is_interrupted and is_transport(error):
             # In a backward the handler's exception may be lost: torch asks for signals while it describes this error.
             cause = KeyboardInterrupt()
@@ -271,9 +283,12 @@ class FailureStore:
         else:
             cause = self.cause(patience=_PATIENCE if is_transport(error) else 0.0)
         if cause is None and is_transport(error):
-            found = RuntimeError(self._call_roll(f"{where} failed: {type(error).__name__}: {error}"))
+            found = RuntimeError(self._hear_roll(roll, f"{where} failed: {type(error).__name__}: {error}"))
             self.report(found, where, verbatim=True)
-            cause = self.cause(patience=0.0) or found  # another rank may have been first
+            cause = self.cause(patience=0.0)  # another rank may have been first
+            if cause is None:  # there is no store any more
+                self.learn_text(str(found))
+                cause = found
         elif cause is None:
             self.report(error, where, verbatim=verbatim)
         with contextlib.suppress(Exception):
@@ -282,29 +297,67 @@ class FailureStore:
         close_groups(error)
         return cause
 
-    def _call_roll(self, text: str) -> str:
+    def call_roll(self, store: Store) -> int:
+        """Have the watch of every living rank answer; ranks that notice the same call the same roll.
+
+        Args:
+            store: That of the thread that calls.
+
+        Returns:
+            The number of the roll.
+        """
+        number = self.num_rolls + 1
+        with contextlib.suppress(Exception):
+            store.set(self.key(f"roll call/{number}"), "")
+            store.set(self.key(EVENT), "")
+        return number
+
+    def answer_rolls(self, store: Store, place: Callable[[], str]) -> None:
+        """Say that this rank is there, if somebody has asked.
+
+        Args:
+            store: That of the watcher.
+            place: Says where this rank is.
+        """
+        while store.check([self.key(f"roll call/{self.num_rolls + 1}")]):
+            self.num_rolls += 1
+            store.set(self.key(f"here/{self.num_rolls}/{self._rank}"), place())
+
+    def absent(self, roll: int, store: Store) -> list[int]:
+        """The ranks that have not answered when the roll was called, though their run is not over.
+
+        Args:
+            roll: Its number.
+            store: That of the thread that asks.
+        """
+        keys = {rank: [self.key(f"here/{roll}/{rank}"), self.key(f"finished/{rank}")] for rank in range(self._size)}
+        del keys[self._rank]
+        if not keys or store.check([here for here, _ in keys.values()]):
+            return []
+        return [rank for rank, own in keys.items() if not any(store.check([key]) for key in own)]
+
+    def _hear_roll(self, roll: int, text: str) -> str:
         """Find out who has gone, or who keeps the others waiting.
 
         Args:
+            roll: The number of the roll that was called.
             text: What this rank noticed.
         """
         others = [rank for rank in range(self._size) if rank != self._rank]
         try:
-            self._tell("roll call")
-            deadline = time.monotonic() + _PATIENCE
-            here = {rank: self.key(f"here/{rank}") for rank in others}
-            while here and not self._store.check(list(here.values())) and time.monotonic() < deadline:
+            deadline = time.monotonic() + _LATE
+            while (silent := self.absent(roll, self._store)) and time.monotonic() < deadline:
                 time.sleep(0.02)
-            present = {rank: self._read(f"here/{rank}") for rank in others}
+            present = {rank: self._read(f"here/{roll}/{rank}") for rank in others}
             finished = [rank for rank in others if self._store.check([self.key(f"finished/{rank}")])]
-            silent = [rank for rank in others if present[rank] is None and rank not in finished]
             gone = [rank for rank in silent if rank in self.gone] or silent  # a busy machine answers late
             if gone:
+                self.gone.update(gone)  # so nobody waits for them
                 for rank in gone:
                     self.description_of(rank, self._store)
                 return f"{gone_text(list(map(self.name_of, gone)))} {text}"
         except Exception:
-            return f"The store of all ranks is gone, so rank 0 or what launched the ranks has ended. {text}"
+            return f"{store_gone_text(self.name_of(0))} {text}"
         if finished:
             return f"{finished_text(finished)} {text}"
         places = "; ".join(f"rank {rank} at {present[rank]}" for rank in others[:_MOST])
@@ -318,6 +371,15 @@ class FailureStore:
 def gone_text(names: Sequence[str]) -> str:
     """What is wrong if the processes of ranks have ended without a word."""
     return f"Gone without a message, so killed or crashed: {', '.join(names)}."
+
+
+def store_gone_text(name: str) -> str:
+    """What is wrong if the store is not there any more.
+
+    Args:
+        name: Of the first rank, whose process has it, unless that of its launcher does.
+    """
+    return f"The store of all ranks is gone, so {name} or what launched the ranks has ended."
 
 
 def silent_text(names: Sequence[str], seconds: float) -> str:

@@ -20,6 +20,7 @@ from lightning_hybrid.distributed.failure import (
     gone_text,
     print_error,
     silent_text,
+    store_gone_text,
 )
 from lightning_hybrid.distributed.wait_watch import WaitWatch
 from lightning_hybrid.distributed.watch.leases import Leases
@@ -28,9 +29,9 @@ from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
 _INTERRUPTED = 1.0  # seconds in which a rank comes to the handler of SIGINT, if it can
 _STEP = 1.5  # seconds before something stronger is done
+_ANSWER = 2.0  # seconds in which every watch answers, if it can
 _WAITS = 0.5  # seconds in one place after which a rank may wait in vain
 _PATIENCE = 3.0  # seconds that a rank waits in one place before its process is ended
-_STORE_GONE = "The store of all ranks is gone, so rank 0 or what launched the ranks has ended."
 
 
 class FailureWatch:
@@ -53,12 +54,17 @@ class FailureWatch:
         rank: This rank.
         size: The number of ranks.
         thread: That of the run.
-        waits: Finds ranks that wait for each other.
+        waits: Finds ranks that wait for each other; ``None`` if nobody looks for them, as before a run.
         leases: Finds ranks that have fallen silent; ``None`` if nobody looks for them.
         abort: Wakes who waits in this rank's groups, which are of no use then.
+        num_lost: How many connections have been closed so far, here or by other ranks.
         interrupt: Has this exception raised in the thread of the run; whether that is possible.
         parent: The process that started this one, if this one shall not outlive it.
         end: Ends the process.
+
+    Attributes:
+        waits: As given.
+        interrupt: As given.
     """
 
     def __init__(
@@ -69,16 +75,18 @@ class FailureWatch:
         rank: int,
         size: int,
         thread: WatchedThread,
-        waits: WaitWatch,
+        waits: WaitWatch | None,
         leases: Leases | None,
         abort: Callable[[], None],
         interrupt: Callable[[Exception], bool],
+        num_lost: Callable[[], int] = int,
         parent: int | None = None,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self._failures, self._store, self._rank, self._size = failures, store, rank, size
-        self._thread, self._waits, self._leases = thread, waits, leases
-        self._abort, self._interrupt = abort, interrupt
+        self._thread, self._leases = thread, leases
+        self.waits, self.interrupt = waits, interrupt
+        self._abort, self._num_lost = abort, num_lost
         self._parent, self._end = parent, end
         self._ends = ProcessEnds()
         self._finished: set[int] = set()
@@ -87,14 +95,15 @@ class FailureWatch:
     def begin(self) -> None:
         """A run begins, on the thread that is watched."""
         self._thread.watch_this()
-        self._waits.begin()
         if self._leases is not None:
             self._leases.begin()
         self._ends.close()
         self._finished.clear()
         self._met: set[int] = set()  # the numbers of ranks on this machine
         self._knows_first = False
-        self._answered = self._has_aborted = self._has_interrupted = False
+        self._lost = self._num_lost()
+        self._roll, self._lost_at = 0, 0.0  # that was called when a connection was found closed, and when that was
+        self._has_aborted = self._has_interrupted = False
         self._cause: str | None = None
         self._known_at = 0.0
         self._sigint_at: float | None = None
@@ -164,15 +173,13 @@ class FailureWatch:
                 return finished_text([0]) if stuck else None
             if 0 in self._failures.gone:
                 return gone_text([self._failures.name_of(0)])
-            return _STORE_GONE
+            return store_gone_text(self._failures.name_of(0))
 
     def _look_at_store(self) -> str | None:
         failures, check = self._failures, self._store.check
         self._meet()
         if check([failures.key(EVENT)]):
-            if not self._answered and check([failures.key("roll call")]):
-                self._answered = True
-                self._store.set(failures.key(f"here/{self._rank}"), self._thread.calls())
+            failures.answer_rolls(self._store, self._thread.calls)
             if check([failures.key(CAUSE)]):
                 return self._learn()
             # Who does not wait need not know whether others still come: of thousands of ranks these are many requests.
@@ -184,16 +191,37 @@ class FailureWatch:
         gone = sorted(failures.gone - self._finished)
         if gone:
             return self._report(gone_text([failures.name_of(rank) for rank in gone]))
+        if absent := self._find_absent():
+            return self._report(gone_text([failures.name_of(rank) for rank in absent]))
         if self._leases is not None and (silent := self._leases.look()):
             for rank in silent:
                 failures.description_of(rank, self._store)
             return self._report(silent_text([failures.name_of(rank) for rank in silent], self._leases.seconds))
         terminating = None if self._sigterm_at is None else time.monotonic() - self._sigterm_at
-        found = self._waits.look(terminating, any_finished=bool(self._finished))
-        if found is None and self._finished and not self._waits.knows_what and self._thread.waits:
+        if self.waits is None:
+            return None
+        found = self.waits.look(terminating, any_finished=bool(self._finished))
+        if found is None and self._finished and not self.waits.knows_what and self._thread.waits:
             # Nothing tells for what it waits.
             found = finished_text(sorted(self._finished)) if self._thread.seconds_still > _PATIENCE else None
         return None if found is None else self._report(found)
+
+    def _find_absent(self) -> list[int]:
+        """The ranks that have gone while nobody waits for them: a connection is closed, and they do not answer.
+
+        So a rank of another machine is missed while the others save, or wait for the store.
+        """
+        before, self._lost = self._lost, self._num_lost()
+        if self._lost > before and not self._roll:
+            self._roll, self._lost_at = self._failures.call_roll(self._store), time.monotonic()
+        if not self._roll or time.monotonic() < self._lost_at + _ANSWER:
+            return []
+        roll, self._roll = self._roll, 0
+        absent = self._failures.absent(roll, self._store)
+        self._failures.gone.update(absent)
+        for rank in absent:
+            self._failures.description_of(rank, self._store)
+        return absent
 
     def _meet(self) -> None:
         """Come to know the processes on this machine, and where the store is, as soon as they have begun this run."""
@@ -244,7 +272,7 @@ class FailureWatch:
             self._end_process()
         elif is_elsewhere and not self._has_interrupted and max(seconds, thread.seconds_still) > _STEP:
             self._has_interrupted = True
-            self._interrupt(RuntimeError(self._cause))
+            self.interrupt(RuntimeError(self._cause))
 
     def _end_process(self) -> None:
         print_error(f"[rank {self._rank}] {self._cause}\nThis rank was at {self._thread.calls()}, and ends.")

@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import Store
 
 from lightning_hybrid.strategy.rendezvous import choose_interface, make_store
 from lightning_hybrid.trainer.lightning_internals import connect_processes, subprocess_launcher
@@ -77,7 +79,12 @@ def announce(rank: int) -> None:
 
 
 def start_groups(
-    environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: timedelta | None
+    environment: ClusterEnvironment,
+    backend: str | None,
+    device: torch.device,
+    timeout: timedelta | None,
+    *,
+    watch: Callable[[Store], object] = bool,
 ) -> str:
     """Make the process group of all processes.
 
@@ -88,6 +95,7 @@ def start_groups(
         backend: nccl on CUDA and gloo elsewhere if ``None``.
         device: The device of this process.
         timeout: Of the group.
+        watch: Is called as soon as there is a store.
 
     Returns:
         The backend.
@@ -100,11 +108,20 @@ def start_groups(
     bound = device if device.type == "cuda" and "nccl" in backend else None
     choose_interface(environment.main_address)
     store = make_store(environment, timeout or default_pg_timeout)
+    watch(store)
     connect_processes(environment, backend, timeout=timeout, device=bound, store=store)
     outlive_parent()
     atexit.unregister(_leave_groups)
     atexit.register(_leave_groups)
     return backend
+
+
+def store_of_groups() -> Store:
+    """What the processes have met over, where the group of them all exists already."""
+    world = dist.group.WORLD
+    assert world is not None
+    store: Store = world.get_group_store()
+    return store
 
 
 def _leave_groups() -> None:

@@ -116,8 +116,10 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-def make_store(environment: ClusterEnvironment, timeout: timedelta) -> Store | None:
-    """The store of this attempt, if its processes share one with the attempts before; ``None`` if torch makes its own.
+def make_store(environment: ClusterEnvironment, timeout: timedelta) -> Store:
+    """The store of this attempt: its own, or a part of the agents', which they share with the attempts before.
+
+    Nobody waits for the others here: who has a store is watched.
 
     Args:
         environment: The cluster.
@@ -126,12 +128,18 @@ def make_store(environment: ClusterEnvironment, timeout: timedelta) -> Store | N
     Raises:
         TimeoutError: If the first rank does not come.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return None
     rank, main_address = environment.global_rank(), environment.main_address
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-        main_address, environment.main_port, is_master=False, timeout=timeout
+        main_address,
+        environment.main_port,
+        is_master=rank == 0 and not is_agents,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=not is_agents,
     )
+    if not is_agents:
+        return store
     if rank == 0:
         others = set(range(1, environment.world_size()))
         token = _begin_attempt(store, address_towards(main_address) or main_address, others)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, partial
 from types import CodeType
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -31,11 +31,9 @@ from lightning_hybrid.distributed.agreement import RankInfo, agree
 from lightning_hybrid.distributed.broadcast.leaf_readers import LeafFetch
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.debug.stall import Position
-from lightning_hybrid.distributed.failure import FailureStore
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import equally_many_groups
 from lightning_hybrid.distributed.random import RandomStreams
-from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.distributed.watch.flight_recorder import read_collectives
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.memory.report import MemoryReport
@@ -50,6 +48,7 @@ from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
 from lightning_hybrid.strategy.summary import memory_table, placed_text
 from lightning_hybrid.strategy.watch.run_watch import RunWatch
+from lightning_hybrid.strategy.watch.start_watch import StartWatch
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
 from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
@@ -86,10 +85,11 @@ class World:
         config: The arguments of the strategy.
         sizes: (data, tensor, pipeline) parallel size.
         device: The device of this process.
-        connections: Those of the group of all ranks.
+        start: What has watched this rank since there is a store.
         ranks: What each rank has told of itself.
 
     Attributes:
+        connections: Those of the process groups.
         mesh: The ranks.
         failures: Where failures are written.
         watch: The thread beside a run.
@@ -108,37 +108,27 @@ class World:
         config: HybridConfig,
         sizes: tuple[int, int, int],
         device: torch.device,
-        connections: Connections,
+        start: StartWatch,
         ranks: Sequence[RankInfo],
     ) -> None:
-        self.config, self.sizes, self.device = config, sizes, device
-        self.connections = connections
-        before = read_collectives().last
+        self.config, self.sizes, self.device, self.seed = config, sizes, device, ranks[0].seed
+        self.connections = connections = start.connections
+        before, hosts = read_collectives().last, [each.host for each in ranks]
+        axes: dict[str, Any] = {"rank_order": config.rank_order, "device_type": device.type, "timeout": config.timeout}
         with connections.opened(), equally_many_groups(max(each.num_groups for each in ranks)):
-            self.mesh = Mesh(
-                *sizes,
-                rank_order=config.rank_order,
-                device_type=device.type,
-                timeout=config.timeout,
-                hosts=[each.host for each in ranks],
-                writes_in_background=config.save_distributed_checkpoint and config.async_save,
-            )
+            self.mesh = Mesh(*sizes, **axes, hosts=hosts, writes_in_background=config.writes_in_background)
             channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
-        world = dist.group.WORLD
-        assert world is not None
-        self.seed = ranks[0].seed
-        store = world.get_group_store()
-        rank, size = dist.get_rank(), dist.get_world_size()
-        self.failures = FailureStore(store, f"{ranks[0].token:x}", rank=rank, size=size)
-        watched = store.clone()  # type: ignore[attr-defined]  # a store is locked while it waits for a key
+        self.failures, store, watched = start.failures, start.store, start.watched
+        rank = dist.get_rank()
         groups = [self.mesh.model_ranks(replica) for replica in range(self.mesh.data_parallel_size)]
         limit = config.seconds_to_time_out
         self.desync = Desync(self.failures, store, watched, rank=rank, model_groups=groups, timeout=limit)
         self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
         self.engine = Engine(self.mesh.pipeline_rank, channels)
         fetch = LeafFetch(store, watched, self.failures.key, lambda: self.failures.failed or self.failures.is_over)
-        seen = self.mesh, self.engine, self.failures, watched, connections
-        self.watch = RunWatch(*seen, config, since=before, desync=self.desync, fetch=fetch, position=self._position)
+        seen = self.mesh, self.engine, start
+        stall, position = config.seconds_to_stall, self._position
+        self.watch = RunWatch(*seen, stall=stall, since=before, desync=self.desync, fetch=fetch, position=position)
         self.in_flight: WeakSet[_InFlight] = WeakSet()
         self._mixed_operations = ExitStack()
         self.exceptions = ExceptionCallback(self.failures, self.abandon, lambda: place_text(self.engine, self.mesh))

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -30,6 +31,7 @@ from lightning_hybrid.config import HybridConfig, preferred, resolve_sizes, usua
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.distributed.dtensor import keeping_marks
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.strategy import checks, launch
@@ -39,6 +41,7 @@ from lightning_hybrid.strategy.meta_init import lacks_values
 from lightning_hybrid.strategy.patches import add_callbacks
 from lightning_hybrid.strategy.run import AttachedModule, Run, World
 from lightning_hybrid.strategy.summary import batch_text
+from lightning_hybrid.strategy.watch.start_watch import StartWatch
 from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import pinned
 from lightning_hybrid.trainer.debug.desync import DesyncDetector
@@ -120,9 +123,9 @@ class HybridStrategy(ReplicaCollectives):
         stall_timeout: How long nothing may finish while ranks wait for each other. Then where each rank stands is
             printed as a table, with the rank that the others wait for, and all end; unless that one computes, loads,
             saves or compiles. It happens after four fifths of ``timeout`` at the latest. ``None`` switches it off.
-        lease: How long a rank may give no sign: its process is stopped, its machine is cut off or has lost its power.
-            Then it is named, and all end. A rank that computes, waits, loads or saves gives signs. ``None`` looks for
-            nobody.
+        lease: How long a rank may give no sign once it has met the others: its process is stopped, its machine is cut
+            off or has lost its power. Then it is named, and all end. A rank that computes, waits, loads or saves gives
+            signs. ``None`` looks for nobody.
         detect_desync: Whether, before each training batch, checksums are compared: of the batch over each model group,
             of parameters over replicas and all stages that hold them, and of the state of random numbers; for finding a
             fault, as it takes time. What decides the messages between ranks is always compared.
@@ -185,6 +188,7 @@ class HybridStrategy(ReplicaCollectives):
         self._world: World | None = None
         self._attached: AttachedModule | None = None
         self._run: Run | None = None
+        self._start: StartWatch | None = None
         self._started: WeakSet[LightningModule] | None = None  # modules that have had their initial weights
         self._connections = Connections()
         self._global_batch: GlobalBatch | None = None
@@ -196,7 +200,14 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Process groups, and what is known of modules, stay with their process.
-        empty = {"_world": None, "_attached": None, "_run": None, "_started": None, "_global_batch": None}
+        empty = {
+            "_start": None,
+            "_world": None,
+            "_attached": None,
+            "_run": None,
+            "_started": None,
+            "_global_batch": None,
+        }
         return {**super().__getstate__(), **empty}
 
     # -- what there is -----------------------------------------------------------------------------------------------
@@ -311,13 +322,17 @@ class HybridStrategy(ReplicaCollectives):
         if not launch.has_groups():
             assert self.cluster_environment is not None
             with self._connections.opened():
-                self._process_group_backend = launch.start_groups(
-                    self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
-                )
+                given = self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
+                self._process_group_backend = launch.start_groups(*given, watch=self._watch_start)
+            if not has_nccl():  # whose connections come and go
+                self._connections.watch_opened()
             self._world = None
+        elif self._world is None:
+            self._watch_start(launch.store_of_groups())
         ranks = checks.check_ranks(self.settings, self.sizes, self._module.trainer)
         if self._world is None:
-            self._world = World(self.settings, self.sizes, self.root_device, self._connections, ranks)
+            assert self._start is not None
+            self._world = World(self.settings, self.sizes, self.root_device, self._start, ranks)
             checks.check_tensor_groups(self._world.mesh)
             self._attached, self._run = None, None
         module = self._module
@@ -328,6 +343,10 @@ class HybridStrategy(ReplicaCollectives):
         self._world.open(module.trainer)
         checks.check_trainer(module.trainer, module, num_stages=self._attached.parallelizer.num_stages)
         self._attached.divide_early()
+
+    def _watch_start(self, store: Store) -> None:
+        rank, size = self.global_rank, self.world_size
+        self._start = StartWatch(store, self.settings, self._connections, rank=rank, size=size)
 
     @contextmanager
     @override
@@ -403,10 +422,11 @@ class HybridStrategy(ReplicaCollectives):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, and leave every group without a collective."""
         super().on_exception(exception)
-        if self._world is None or self.world_size == 1 or stops_together(exception, self._module.trainer):
+        if self._start is None or self.world_size == 1 or stops_together(exception, self._module.trainer):
             return
-        cause = self._world.exceptions.leave(exception)
-        told_elsewhere = cause is not None or self._world.exceptions.are_told_elsewhere(exception)
+        exceptions = None if self._world is None else self._world.exceptions
+        cause = (exceptions or self._start).leave(exception)
+        told_elsewhere = cause is not None or (exceptions is not None and exceptions.are_told_elsewhere(exception))
         print_shortly(cause or exception, self.global_rank, told_elsewhere=told_elsewhere)
         if cause is not None:
             self.teardown()  # the Trainer comes no further than this
@@ -422,6 +442,8 @@ class HybridStrategy(ReplicaCollectives):
         finally:
             if self._world is not None:
                 self._world.watch.finish()
+            elif self._start is not None:
+                self._start.close()
 
     def _teardown(self) -> None:
         if self._world is not None and self._attached is not None and self.lightning_module is not None:

@@ -54,6 +54,26 @@ def test_who_waits_in_a_group_is_woken_and_other_sockets_are_left_alone(ranks: P
         assert seconds < 5
 
 
+def test_connections_that_are_closed_here_or_elsewhere_are_counted() -> None:
+    connections, listener = Connections(), socket.create_server(("127.0.0.1", 0))
+    with connections.opened():
+        own = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+    connections.watch_opened()
+    with connections.opened():  # of a group that may go
+        socket.create_connection(listener.getsockname()).close()
+        own.append(socket.create_connection(listener.getsockname()))
+    others = [listener.accept()[0] for _ in range(5)]
+    own[3].close()
+    assert connections.num_lost() == 0
+    own[0].close()
+    others[1].close()
+    assert connections.num_lost() == 2
+    connections.shut_down()
+    assert connections.num_lost() == 0
+    for each in (*own, *others, listener):
+        each.close()
+
+
 def recorded() -> tuple[list[tuple[str, int, str]], str, dict[str, tuple[int, list[str]]], list[int], bool, str]:
     """What is told of a rank that waits in the second collective of a group, after a receive and a foreign group."""
     old = dist.new_group([0, 1], backend="gloo")

@@ -557,6 +557,25 @@ def test_a_rank_that_has_gone_is_named_by_the_roll_call() -> None:
     assert str(other.cause(patience=0.0)) == str(cause)
 
 
+def test_a_rank_that_has_gone_is_named_although_nobody_waits_for_it() -> None:
+    """Of another machine no process is seen; who saves, or waits for the store, sees that a connection is closed."""
+    store, lost, aborted = dist.HashStore(), [0], []
+    failures, watch = watched(store, 0, size=3, num_lost=lambda: lost[0], abort=lambda: aborted.append("aborted"))
+    _, healthy = watched(store, 1, size=3)
+    _, going = watched(store, 2, size=3)
+    for own, is_gone in ((1, False), (2, True)):  # a group that is closed on purpose, and a process that ends
+        lost[0] = own
+        watch.look()
+        for each in (healthy, *([] if is_gone else [going])):
+            each.look()
+        assert not aborted
+        with mock.patch.object(failure_watch, "_ANSWER", 0.0):
+            watch.look()
+    assert aborted
+    assert failures.gone == {2}
+    assert str(failures.cause(patience=0.0)).startswith("Gone without a message, so killed or crashed: rank 2 (on ")
+
+
 def test_a_timeout_says_where_every_rank_is() -> None:
     store = dist.HashStore()
     failures, _ = watched(store, 0)
@@ -1062,6 +1081,22 @@ def test_leaving_reports_the_first_failure_and_returns_it_to_the_others() -> Non
     assert seen == ["Rank 1, stage 1 failed: ArithmeticError: broken"] * 3, "reported before anything is closed"
 
 
+def test_who_leaves_twice_without_a_store_tells_the_same() -> None:
+    """The text stood in itself: the error of the step is raised again as that of the run."""
+
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise dist.DistNetworkError("Broken pipe")
+
+    failures = FailureStore(Gone(), "run", rank=1, size=2)
+    failures.learn_host(0, "node7")
+    first = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1, action 0F1", lambda: None)
+    assert first is not None
+    assert str(first).startswith("The store of all ranks is gone, so rank 0 (on node7) or what launched the ranks has")
+    again = failures.leave(first, "Rank 1", lambda: None)
+    assert str(again) == str(first)
+
+
 def test_leaving_waits_for_the_cause_of_a_transport_error_only() -> None:
     store = dist.HashStore()
     late = threading.Timer(0.3, of_rank(store, 1).report, (ValueError("broken"), "Rank 1"))
@@ -1104,3 +1139,24 @@ def test_leaving_closes_the_groups_of_those_who_wait(ranks: Pools) -> None:
         (False, "Rank 1 failed: ArithmeticError: broken"),
         (False, "None"),
     ]
+
+
+SLOW_LOOK = """
+import datetime, threading, torch.distributed as dist
+from lightning_hybrid.distributed.watch.watcher import Watcher
+store, looks = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), threading.Event()
+def look(signals):
+    looks.set()
+    store.wait(["never"], datetime.timedelta(seconds=2.5))
+watcher = Watcher(look)
+watcher.start()
+watcher.wake()
+looks.wait()
+watcher.close()
+"""
+
+
+def test_a_process_ends_well_whose_watcher_still_waits_for_the_store() -> None:
+    """Over a link with delay a look takes a second: "terminate called without an active exception", and SIGABRT."""
+    done = subprocess.run([sys.executable, "-c", SLOW_LOOK], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

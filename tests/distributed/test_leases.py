@@ -74,6 +74,14 @@ def test_who_gives_none_is_found_within_seconds_of_the_end_of_its_lease(clock: C
     assert ranks.pass_time(15, without=(2,)) == {0: [2]}
 
 
+def test_who_works_for_nearly_a_lease_without_a_sign_is_not_silent(clock: Clock) -> None:
+    """It was, wherever the last sign before the work was a few seconds old."""
+    ranks = Ranks(clock)
+    for _ in range(12):
+        ranks.pass_time(7)
+        assert ranks.pass_time(int(SECONDS) - 5, without=(1,)) == {}
+
+
 def test_the_first_rank_is_missed_by_the_last(clock: Clock) -> None:
     ranks = Ranks(clock)
     ranks.pass_time(10)
@@ -97,9 +105,16 @@ def test_who_was_stopped_itself_blames_nobody(clock: Clock) -> None:
     assert ranks.pass_time(100) == {}
 
 
-def test_before_all_have_begun_nobody_is_silent(clock: Clock) -> None:
+def test_who_has_not_begun_is_not_silent(clock: Clock) -> None:
     ranks = Ranks(clock)
     assert ranks.pass_time(3600, without=(2,)) == {}
+
+
+def test_who_has_begun_is_missed_while_others_have_not(clock: Clock) -> None:
+    """A rank that is stopped in the set-up would be waited for as long as one that comes late."""
+    ranks = Ranks(clock)
+    ranks.pass_time(10, without=(2,))
+    assert ranks.pass_time(int(SECONDS) + 4, without=(1, 2)) == {0: [1]}
 
 
 def test_who_has_come_to_the_end_of_the_run_may_be_silent(clock: Clock) -> None:

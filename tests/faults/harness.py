@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -11,12 +10,13 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tests.faults.fault import ALONE, Fault
+from tests.faults.forks import fork, told
 
 TIMEOUT = 120.0  # seconds after which a run hangs: SIGTERM to a rank that sleeps takes 20 of them
 
@@ -159,41 +159,13 @@ def _fork(fault: Fault, directory: Path, checkpoint: Path | None = None) -> list
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    pids = []
-    for rank in range(fault.size):
-        pid = os.fork()
-        if pid:
-            pids.append(pid)
-            continue
-        code = 1
-        try:
-            os.setsid()
-            _redirect(directory / f"output-{rank}")
-            os.environ.update(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=str(fault.size),
-                LOCAL_WORLD_SIZE=str(fault.size),
-                NODE_RANK="0",
-                GROUP_RANK="0",
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
-            )
-            os.environ["TORCHELASTIC_RUN_ID"] = "fault"
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            program.run(fault, directory, checkpoint)
-            code = 0
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            for worker in multiprocessing.active_children():  # as an interpreter ends them
-                worker.terminate()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return pids
+    shared = {"WORLD_SIZE": str(fault.size), "LOCAL_WORLD_SIZE": str(fault.size), "NODE_RANK": "0", "GROUP_RANK": "0"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "fault"}
+    act = partial(program.run, fault, directory, checkpoint)
+    return [
+        fork(act, directory / f"output-{rank}", RANK=str(rank), LOCAL_RANK=str(rank), **shared)
+        for rank in range(fault.size)
+    ]
 
 
 def _launch(fault: Fault, directory: Path) -> list[int]:
@@ -214,13 +186,6 @@ def _launch(fault: Fault, directory: Path) -> list[int]:
 def _environment(directory: Path) -> dict[str, str]:
     root = str(Path(__file__).parents[2])
     return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "FAULT": str(directory)}
-
-
-def _redirect(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
 
 
 def _hit_from_outside(fault: Fault, directory: Path, processes: list[int]) -> None:
@@ -259,17 +224,9 @@ def _wait_for_all(sessions: list[int], directory: Path, patience: float) -> floa
 
 
 def _texts(fault: Fault, directory: Path) -> dict[int, str]:
-    texts = {}
-    for rank in range(fault.size):
-        story = directory / f"story-{rank}"
-        output = directory / f"output-{rank}" if fault.launcher == "fork" else directory / "output"
-        text = story.read_text() if story.exists() else ""
-        if output.exists():
-            said = re.findall(rf"^\[rank {rank}\] (.*)$", output.read_text(errors="replace"), re.MULTILINE)
-            text = text or "".join(said[-1:])
-        if text:
-            texts[rank] = text
-    return texts
+    forked = fault.launcher == "fork"
+    outputs = {rank: directory / (f"output-{rank}" if forked else "output") for rank in range(fault.size)}
+    return {rank: text for rank, output in outputs.items() if (text := told(directory, rank, output))}
 
 
 def _train_on(fault: Fault, directory: Path) -> str:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.pipeline_parallel.p2p import Channel
 from tests.faults.fault import STALLS, Fault
+from tests.faults.forks import tell
 
 MARK = "fault"  # a file with the moment of the fault
 READY = "ready"  # the rank is where it is to be hit from outside
@@ -310,10 +311,7 @@ def run(fault: Fault, directory: Path, checkpoint: Path | None = None) -> None:
     try:
         main(fault, directory, checkpoint)
     except BaseException as error:
-        rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-        story = directory / f"story-{rank}"
-        if not story.exists():
-            story.write_text(f"{type(error).__name__}: {error}")
+        tell(directory, int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))), error)
         raise
 
 

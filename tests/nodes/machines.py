@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
@@ -35,7 +36,8 @@ _NUMBERS = itertools.count()
 _ENTER = """#!/bin/bash
 number=${{1#node}}; shift
 exec ip netns exec {name}n$number unshare --uts --mount bash -c '
-    hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/disk" {disk}; shift 2; exec "$@"
+    hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/disk" {disk}
+    mount --bind "$2/boot_id" /proc/sys/kernel/random/boot_id; shift 2; exec "$@"
 ' - node$number {folder}/$number "$@"
 """
 _REMOTE_SHELL = """#!/bin/bash
@@ -105,6 +107,7 @@ class Machines:
         own = self._folder / "machines" / str(number)
         (own / "disk").mkdir(parents=True)
         others = [f"{self.address(other)} node{other}" for other in self.numbers if other != number]
+        (own / "boot_id").write_text(f"{uuid.uuid4()}\n")  # processes elsewhere are not to be found by their numbers
         # As Debian and Ubuntu write it: the machine's own name is its loopback device.
         (own / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 node{number}", *others, ""]))
 
@@ -174,6 +177,7 @@ class Machines:
             [str(self._folder / "machines" / "enter"), str(number), *words],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _PATHS, **environment},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -49,6 +49,7 @@ def test_groups_are_left_before_the_interpreter_ends(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(atexit, "register", at_exit.append)
     monkeypatch.setattr(atexit, "unregister", lambda job: at_exit.remove(job) if job in at_exit else None)
     store = dist.HashStore()
+    monkeypatch.setattr(launch, "make_store", lambda *_: store)
     monkeypatch.setattr(
         launch,
         "connect_processes",

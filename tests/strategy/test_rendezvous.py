@@ -104,9 +104,16 @@ def test_who_waits_for_a_first_rank_that_does_not_come_says_so(agent: dist.TCPSt
         make_store(Rank(1), timedelta(seconds=1))
 
 
-def test_torch_makes_the_store_where_there_is_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rank_has_the_store_where_there_is_no_agent_and_nobody_waits_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    assert make_store(Rank(0), SECONDS) is None
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(Rank, "main_port", port)
+    first = make_store(Rank(0), SECONDS)
+    assert share(first, make_store(Rank(2), SECONDS))
 
 
 def test_gloo_listens_where_the_other_machines_are(interface: None) -> None:

@@ -7,15 +7,21 @@ from collections.abc import Callable
 from typing import Protocol
 
 _SLEPT = 5.0  # seconds between two looks after which this process has been stopped in the meantime
-_MOST_BETWEEN = 2.0  # seconds between two times of reading
-_RENEWALS = 6  # in the time of a lease
+_MOST_BETWEEN = 2.0  # seconds between two renewals, and two times of reading: a rank may be silent for nearly a lease
+_RENEWALS = 6  # in the time of a short lease, at least
 
 
 class _Store(Protocol):
     """What is needed of `torch.distributed.Store`."""
 
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number and return it."""
+
     def set(self, key: str, value: str) -> None:
         """Write."""
+
+    def get(self, key: str) -> bytes:
+        """Read."""
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys have been written."""
@@ -29,8 +35,8 @@ class Leases:
 
     ::
 
-        every rank   renews its lease, a number in the store, six times in its length      one message
-        rank 0       reads all leases every two seconds                                    one message
+        every rank   renews its lease, a number in the store, every two seconds             one message
+        rank 0       reads all leases every two seconds                                     one message
         last rank    reads that of rank 0, from another machine if there is one
 
     The watcher renews it, whatever the rank does: in a step, while it validates or saves. So a rank that computes, or
@@ -38,7 +44,7 @@ class Leases:
     together with others does not reach the store, and finds that by itself: see
     :class:`~lightning_hybrid.distributed.watch.watcher.Watcher`, whose ``patience`` is the length of a lease.
 
-    Before all ranks have begun a run nobody is silent, and neither is who has come to its end.
+    A rank that has not begun the run is not silent, and neither is one that has come to its end.
 
     Args:
         store: What all ranks see, for the watcher alone.
@@ -52,8 +58,10 @@ class Leases:
     """
 
     def __init__(self, store: _Store, key: Callable[[str], str], *, rank: int, size: int, seconds: float) -> None:
-        self._store, self._key, self._rank, self.seconds = store, key, rank, seconds
-        self._read = list(range(1, size)) if rank == 0 else [0] if rank == size - 1 else []
+        self._store, self._key, self.seconds = store, key, seconds
+        self._rank, self._size = rank, size
+        self._reads = rank in (0, size - 1)
+        self._between = min(_MOST_BETWEEN, seconds / _RENEWALS)
         self.begin()
 
     def begin(self) -> None:
@@ -61,6 +69,7 @@ class Leases:
         self._renewals = 0
         self._renew_at = self._read_at = 0.0
         self._looked = time.monotonic()
+        self._num_begun = 0  # ranks that rank 0 knows to have begun
         self._seen: dict[int, tuple[bytes, float]] = {}  # what was read last, and when it was new
 
     def look(self) -> list[int]:
@@ -70,17 +79,28 @@ class Leases:
             self._seen = {rank: (value, since + now - self._looked) for rank, (value, since) in self._seen.items()}
         self._looked = now
         if now >= self._renew_at:
-            self._renew_at = now + self.seconds / _RENEWALS
+            self._renew_at = now + self._between
             self._renewals += 1
             self._store.set(self._key(f"lease/{self._rank}"), str(self._renewals))
-        if not self._read or now < self._read_at:
+            if self._renewals == 1:
+                self._store.set(self._key(f"begun/{self._store.add(self._key('begun'), 1)}"), str(self._rank))
+        if not self._reads or now < self._read_at:
             return []
-        self._read_at = now + min(_MOST_BETWEEN, self.seconds / _RENEWALS)
-        keys = [self._key(f"lease/{rank}") for rank in self._read]
-        if not self._seen and not self._store.check(keys):
-            return []
-        for rank, value in zip(self._read, self._store.multi_get(keys), strict=True):
+        self._read_at = now + self._between
+        ranks = sorted({*self._seen, *self._new()})
+        keys = [self._key(f"lease/{rank}") for rank in ranks]
+        for rank, value in zip(ranks, self._store.multi_get(keys) if keys else [], strict=True):
             if rank not in self._seen or value != self._seen[rank][0]:
                 self._seen[rank] = value, now
         silent = [rank for rank, (_, since) in self._seen.items() if now > since + self.seconds]
         return [rank for rank in silent if not self._store.check([self._key(f"finished/{rank}")])]
+
+    def _new(self) -> list[int]:
+        """The ranks that are read, and have begun since this was asked before: two requests for each."""
+        if self._rank != 0:
+            return [0] if not self._seen and self._store.check([self._key("lease/0")]) else []
+        found = []
+        while self._num_begun < self._size and self._store.check([self._key(f"begun/{self._num_begun + 1}")]):
+            self._num_begun += 1
+            found.append(int(self._store.get(self._key(f"begun/{self._num_begun}"))))
+        return [rank for rank in found if rank != 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import signal
@@ -13,7 +14,20 @@ from contextlib import suppress
 THREAD_NAME, GUARD_NAME = "lightning_hybrid-watcher", "lightning_hybrid-guard"
 
 
+_LAST_LOOK = 3.0  # seconds for one that has not ended when the process does
+
 _hearing: set[int] = set()  # files into which this process writes its signals
+_threads: set[threading.Thread] = set()  # that may still look, though their watcher is closed
+
+
+def _wait_for_last_looks() -> None:
+    """An interpreter that ends would end a thread in the middle of the store's C++, and the process by SIGABRT."""
+    for thread in tuple(_threads):
+        if thread is not threading.current_thread():
+            thread.join(_LAST_LOOK)
+
+
+atexit.register(_wait_for_last_looks)
 
 
 def _be_deaf() -> None:
@@ -21,6 +35,7 @@ def _be_deaf() -> None:
     if _hearing:
         signal.set_wakeup_fd(-1)
         _hearing.clear()
+    _threads.clear()
 
 
 os.register_at_fork(after_in_child=_be_deaf)
@@ -39,6 +54,9 @@ class Watcher:
         descriptors: Files that wake the thread when they can be read.
         patience: Seconds that a call may take; ``None`` if it does not matter.
         stuck: What another thread calls, again and again, while a call takes longer.
+
+    Attributes:
+        look: As given; another function may take its place while the thread runs.
     """
 
     def __init__(
@@ -49,7 +67,7 @@ class Watcher:
         patience: float | None = None,
         stuck: Callable[[], object] = bool,
     ) -> None:
-        self._look, self._interval, self._descriptors = look, interval, descriptors
+        self.look, self._interval, self._descriptors = look, interval, descriptors
         self._patience, self._stuck = patience, stuck
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()  # of the present threads
@@ -94,13 +112,14 @@ class Watcher:
                 break
             self._num_looks += 1
             try:
-                self._look([number for number in woken if number])
+                self.look([number for number in woken if number])
             except Exception:  # whatever it is, the next look may succeed, and nobody else would
                 if not has_failed:
                     traceback.print_exc()
                 has_failed = True
             self._num_looks += 1
         os.close(read_fd)
+        _threads.discard(threading.current_thread())
 
     def _guard(self, closed: threading.Event, patience: float) -> None:
         """Count how long the same look takes: not by the clock, since all threads may have been stopped."""
@@ -122,6 +141,7 @@ class Watcher:
         thread, self._thread = self._thread, None
         if thread is None:
             return
+        _threads.add(thread)
         self._closed.set()
         if self._hears_signals and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)

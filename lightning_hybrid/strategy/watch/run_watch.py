@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Sequence
 from types import CodeType
 
@@ -11,21 +10,14 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.broadcast.leaf_readers import LeafFetch
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.debug.stall import Position, StallWatch
-from lightning_hybrid.distributed.failure import FailureStore, Store, close_groups
-from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.wait_watch import Messages, WaitWatch
-from lightning_hybrid.distributed.watch.connections import Connections
-from lightning_hybrid.distributed.watch.leases import Leases
-from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
-from lightning_hybrid.distributed.watch.watcher import Watcher
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.strategy.watch.signals import SignalAgreement
+from lightning_hybrid.strategy.watch.start_watch import StartWatch
 
 
 class RunWatch:
@@ -34,10 +26,8 @@ class RunWatch:
     Args:
         mesh: The ranks.
         engine: Whose messages are looked at.
-        failures: Of this rank.
-        store: What all ranks see, for the watcher alone.
-        connections: Those of the process groups.
-        config: How long nothing may finish, and how long a rank may be silent.
+        start: What has watched this rank until now.
+        stall: Seconds in which nothing may finish; ``None`` if it may.
         since: The last collective of before the groups were made.
         desync: Compares what ranks do.
         fetch: Answers what other ranks ask for.
@@ -51,26 +41,23 @@ class RunWatch:
         self,
         mesh: Mesh,
         engine: Engine,
-        failures: FailureStore,
-        store: Store,
-        connections: Connections,
-        config: HybridConfig,
+        start: StartWatch,
         *,
+        stall: float | None,
         since: int,
         desync: Desync,
         fetch: LeafFetch,
         position: Callable[[Sequence[CodeType]], Position],
     ) -> None:
-        self._mesh, self._engine, self._failures, self._connections = mesh, engine, failures, connections
-        self._fetch = fetch
+        self._mesh, self._engine, self._fetch, self._start = mesh, engine, fetch, start
+        self._failures = failures = start.failures
+        self._watcher, self._failure_watch, self._thread = start.watcher, start.failure_watch, start.thread
+        store = start.watched
         self._others: list[Desync | StallWatch | LeafFetch] = [desync, fetch]
         rank, size = dist.get_rank(), dist.get_world_size()
-        stall, lease = config.seconds_to_stall, config.seconds_of_lease
         if stall is not None:
             watch = StallWatch(failures, store, rank=rank, size=size, timeout=stall, position=position)
             self._others.append(watch)
-        leases = None if lease is None else Leases(store, failures.key, rank=rank, size=size, seconds=lease)
-        self._thread = WatchedThread()
         self._waits = WaitWatch(
             failures,
             store,
@@ -82,35 +69,20 @@ class RunWatch:
             meetings=desync.meetings,
             since=since,
         )
-        self._failure_watch = FailureWatch(
-            failures,
-            store,
-            rank=rank,
-            size=size,
-            thread=self._thread,
-            waits=self._waits,
-            leases=leases,
-            abort=self._abort,
-            interrupt=self._interrupt,
-            parent=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None,
-        )
-        self._watcher = Watcher(
-            self._look,
-            descriptors=self._failure_watch.descriptors,
-            patience=min(filter(None, (stall, lease)), default=None),
-            stuck=self._failure_watch.end_without_store,
-        )
         self._signals = SignalAgreement(mesh, store, failures.key, self._watcher.wake)
         self.trainer: Trainer | None = None
 
     def open(self, trainer: Trainer) -> None:
         """A run begins."""
         self.trainer = trainer
-        self._failures.begin()
-        self._failure_watch.begin()
-        for other in self._others:
+        if not self._start.is_first_run:  # which has begun with the store
+            self._failures.begin()
+            self._failure_watch.begin()
+        for other in (self._waits, *self._others):
             other.begin()
         self._signals.install(trainer)
+        self._failure_watch.waits, self._failure_watch.interrupt = self._waits, self._interrupt
+        self._watcher.look = self._look
         self._watcher.start()
         self._watcher.wake()
 
@@ -136,9 +108,8 @@ class RunWatch:
         """The last collectives of a run are behind this rank."""
         if self.trainer is not None and not self._failures.failed:
             self._failures.finish(self._waits.final_note())
-        self.trainer = None
-        self._watcher.close()
-        self._failure_watch.close()
+        self.trainer, self._start.is_first_run = None, False
+        self._start.close()
 
     # -- on the watcher's thread ---------------------------------------------------------------------------------------
 
@@ -173,13 +144,6 @@ class RunWatch:
         stage = "validating" if trainer.validating or trainer.sanity_checking else "training"
         stops = ", should_stop" if trainer.should_stop else ""
         return f"{stage}, epoch {trainer.current_epoch}, global_step {trainer.global_step}{stops}"
-
-    def _abort(self) -> None:
-        """Wake who waits in a group."""
-        if has_nccl():
-            close_groups(self._failures.cause(patience=0.0) if self._failures.is_known else None)
-        port = os.environ.get("MASTER_PORT", "")
-        self._connections.shut_down(int(port) if port.isdigit() else None)
 
     def _interrupt(self, exception: Exception) -> bool:
         """Raise in the thread of the run."""
