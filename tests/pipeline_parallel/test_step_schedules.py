@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.links import step_schedules
 from lightning_hybrid.pipeline_parallel.links.delays import Delay, measure_delays
 from lightning_hybrid.pipeline_parallel.links.step_schedules import (
@@ -106,7 +106,7 @@ def trained(layout: Any, folder: str = "", delay: float | None = None) -> dict[s
     module, losses, told = Regression(), Losses(), list[str]()
     callbacks: list[Any] = [losses, *([HybridTimeline([1, 7], folder)] if folder else [])]
     trainer = make_trainer(layout, max_epochs=2, callbacks=callbacks)
-    far = [f"node{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
+    host = f"node{os.environ['RANK']}"
 
     def delays(*arguments: Any) -> dict[int, Delay]:
         found = measure_delays(*arguments)
@@ -118,7 +118,7 @@ def trained(layout: Any, folder: str = "", delay: float | None = None) -> dict[s
         patches.enter_context(patch.object(log, "info", lambda text, *_: told.append(text)))
         patches.enter_context(patch.object(step_schedules, "measure_delays", delays))
         if delay is not None:
-            patches.enter_context(patch.object(Mesh, "hosts", far))
+            patches.enter_context(patch.object(socket, "gethostname", return_value=host))
         trainer.fit(module, loader(), loader())
     return {
         "same": {"losses": losses.values, "metrics": plain(trainer.callback_metrics)},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import socket
 import warnings
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.cli.suggest.planned import planned_traffic
-from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.watch import flight_recorder
 from lightning_hybrid.distributed.watch.flight_recorder import read_bytes
 from lightning_hybrid.pipeline_parallel.links import traffic
@@ -118,10 +118,10 @@ def noted(layout: Any, module: Any = None) -> tuple[list[Any], list[str]]:
         seen.append(given[-1])
         return traffic_text(*given)
 
-    hosts = [f"node{rank // 2}" for rank in range(int(os.environ["WORLD_SIZE"]))]
+    host = f"node{int(os.environ['RANK']) // 2}"
     trainer = make_trainer(layout, max_epochs=2)
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Mesh, "hosts", hosts))
+        stack.enter_context(patch.object(socket, "gethostname", return_value=host))
         stack.enter_context(patch.object(traffic, "traffic_text", text))
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
