@@ -81,11 +81,6 @@ class HybridConfig:
         return None if self.lease is None else self.lease.total_seconds()
 
     @property
-    def writes_in_background(self) -> bool:
-        """Whether ranks write files together beside training."""
-        return self.save_distributed_checkpoint and self.async_save
-
-    @property
     def shares_casts(self) -> bool:
         """Whether the microbatches of a step share what autocast makes of parameters: not where these are let go of."""
         return self.zero_stage < 3 or not self.frees_early

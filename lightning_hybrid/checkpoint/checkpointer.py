@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -22,7 +22,6 @@ from lightning_hybrid.checkpoint.metadata import METADATA, check_kind, make_meta
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.partial_state import part_expected
-from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
 from lightning_hybrid.checkpoint.snapshot import snapshot
 from lightning_hybrid.checkpoint.state_dict_match import load_module_state
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
@@ -34,6 +33,9 @@ from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+
+if TYPE_CHECKING:
+    from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
 
 
 class TrainingState(Protocol):
@@ -75,9 +77,15 @@ class Checkpointer:
         self.optimizers = OptimizerStates(module)
         self._ownership = Ownership(module, stage_map, mesh)
         self._full = FullCheckpoint(module, self._ownership, self.optimizers, mesh)
-        self._sharded = ShardedCheckpoint(module, self._ownership, self.optimizers, mesh)
         self._background = BackgroundWriter()
         self._is_in_run = False
+
+    @cached_property
+    def _sharded(self) -> ShardedCheckpoint:
+        """What writes and reads directories, with torch's part of that, which takes time to import."""
+        from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
+
+        return ShardedCheckpoint(self._module, self._ownership, self.optimizers, self._mesh)
 
     def open(self) -> None:
         """A run begins: until :meth:`close` there is somebody who waits for what is written in the background.

@@ -108,7 +108,7 @@ class Mesh:
         device_type: ``"cpu"`` or ``"cuda"``.
         timeout: Of the groups made here, and of the group of all ranks where that is one of them.
         hosts: The machine of each rank.
-        writes_in_background: Whether ranks write files together beside training, and need a group for it.
+        writes_together: Whether ranks write files together, for which they need a group: it may be beside training.
 
     Attributes:
         hosts: As given.
@@ -125,7 +125,7 @@ class Mesh:
         device_type: str = "cpu",
         timeout: timedelta | None = None,
         hosts: Sequence[str] = (),
-        writes_in_background: bool = False,
+        writes_together: bool = False,
     ) -> None:
         sizes = {"dp": data_parallel_size, "tp": tensor_parallel_size, "pp": pipeline_parallel_size}
         order = rank_order.split("-")
@@ -152,7 +152,7 @@ class Mesh:
         self._control_group = self._group(by_replica, "gloo", use="control")
         takes_host_tensors = "cpu" in device_backends()
         self._decision_group = GroupRef(dist.group.WORLD) if takes_host_tensors else self._group(everyone, "gloo")
-        beside = self._group(everyone, "gloo", use="beside training") if writes_in_background else self._decision_group
+        beside = self._group(everyone, "gloo", use="beside training") if writes_together else self._decision_group
         self._writing_group = beside
         self._data_control_group = self._group(by_stage, "gloo") if data_parallel_size > 1 else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import torch
@@ -45,3 +46,32 @@ def tell_autograd(written: Any) -> None:
     for tensor in written if isinstance(written, list) else [written]:
         if isinstance(tensor, Tensor) and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
+
+
+def first_message(payload: bytes) -> Tensor:
+    """The first message of a payload whose length its receiver does not know: the length, and what there is room for.
+
+    Args:
+        payload: Of any length.
+
+    Returns:
+        Bytes, :data:`FIRST_MESSAGE` of them. What is left, ``payload[FIRST_ROOM:]``, is a second message.
+    """
+    return bytes_tensor(_LENGTH.pack(len(payload)) + payload[:FIRST_ROOM].ljust(FIRST_ROOM))
+
+
+def read_first(message: Tensor) -> tuple[bytes, int]:
+    """What a first message says: the beginning of the payload, and the length of what is left."""
+    received = bytes(message.cpu().numpy())
+    (length,) = _LENGTH.unpack(received[: _LENGTH.size])
+    return received[_LENGTH.size :][:length], max(0, length - FIRST_ROOM)
+
+
+def bytes_tensor(payload: bytes) -> Tensor:
+    """Bytes on the host, shape (number of them)."""
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+
+
+_LENGTH = struct.Struct("q")
+FIRST_MESSAGE = 4096  # bytes
+FIRST_ROOM = FIRST_MESSAGE - _LENGTH.size

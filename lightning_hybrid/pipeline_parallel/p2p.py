@@ -14,7 +14,14 @@ from torch.distributed import ProcessGroup, Work
 from lightning_hybrid.distributed.mesh import STAGE_TAGS, Mesh
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends
 from lightning_hybrid.distributed.pytree import TensorMeta, TreeMeta, TreeSpec
-from lightning_hybrid.distributed.tensor_bytes import as_bytes
+from lightning_hybrid.distributed.tensor_bytes import (
+    FIRST_MESSAGE,
+    FIRST_ROOM,
+    as_bytes,
+    bytes_tensor,
+    first_message,
+    read_first,
+)
 from lightning_hybrid.pipeline_parallel.schedules import ChannelKey
 
 # What every backend moves as it is; everything else moves as bytes.
@@ -255,9 +262,9 @@ class Channel:
             recv.pending.append((wire, tensor, work))
 
     def _send_meta(self, meta: TreeMeta, send: Send) -> _Format:
-        data = torch.frombuffer(bytearray(pickle.dumps(meta)), dtype=torch.uint8)
-        group = self._meta_group()
-        for tensor in (torch.tensor([data.numel()]), data):
+        payload, group = pickle.dumps(meta), self._meta_group()
+        rest = [bytes_tensor(payload[FIRST_ROOM:])] if len(payload) > FIRST_ROOM else []
+        for tensor in (first_message(payload), *rest):
             tensor = tensor.to(self._meta_wire)
             send.pending.append((group.send([tensor], self._meta_peer, self._meta_tag), tensor))
         return _Format.of(meta, self._wire)
@@ -275,11 +282,14 @@ class Channel:
 
     def _receive_meta(self) -> TreeMeta:
         group = self._meta_group()
-        length = torch.empty(1, dtype=torch.int64, device=self._meta_wire)
-        group.recv([length], self._meta_peer, self._meta_tag).wait()
-        data = torch.empty(int(length.item()), dtype=torch.uint8, device=self._meta_wire)
-        group.recv([data], self._meta_peer, self._meta_tag).wait()
-        meta: TreeMeta = pickle.loads(data.cpu().numpy().tobytes())
+        first = torch.empty(FIRST_MESSAGE, dtype=torch.uint8, device=self._meta_wire)
+        group.recv([first], self._meta_peer, self._meta_tag).wait()
+        payload, length = read_first(first)
+        if length:
+            rest = torch.empty(length, dtype=torch.uint8, device=self._meta_wire)
+            group.recv([rest], self._meta_peer, self._meta_tag).wait()
+            payload += bytes(rest.cpu().numpy())
+        meta: TreeMeta = pickle.loads(payload)
         return meta
 
 

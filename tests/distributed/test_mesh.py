@@ -353,7 +353,7 @@ def test_the_timeout_is_that_of_every_group(ranks: Pools) -> None:
 
 def groups_made_later() -> list[str]:
     made: list[str] = []
-    mesh = Mesh(2, 1, 1, writes_in_background=True)
+    mesh = Mesh(2, 1, 1, writes_together=True)
     with mock.patch.object(dist, "new_group", side_effect=lambda *_, **__: made.append("a group")):
         assert mesh.writing_group.size() == mesh.decision_group.size() == 2
         assert mesh.data_parallel_min(3 + dist.get_rank()) == 3

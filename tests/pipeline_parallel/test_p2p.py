@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.tensor_bytes import FIRST_MESSAGE
 from lightning_hybrid.pipeline_parallel import p2p
 from lightning_hybrid.pipeline_parallel.p2p import Channel
 from tests.pipeline_parallel.channels import open_channel
@@ -105,21 +106,27 @@ def test_the_meta_travels_once_per_key(ranks: Pools) -> None:
     (_, sent), (received, posted) = ranks(2).run(exchange, messages)
     assert [tensor.numel() for tensor in received] == [2, 2, 5, 2, 5]
     sizes = [size for _, size in sent]
-    meta = slice(0, 2)  # length and bytes
-    assert sizes[0] == 1
-    assert sizes[2:4] == [2, 2]
-    assert sizes[4] == 1
-    assert sizes[6:] == [5, 2, 5]
+    assert sizes == [FIRST_MESSAGE, 2, 2, FIRST_MESSAGE, 5, 2, 5]
     assert [size for _, size in posted] == sizes, "the k-th send meets the k-th receive"
     (_, sent), _ = ranks(2).run(exchange, messages, True)
-    assert len(sent) == 3 * len(messages)
-    assert all(size < 1000 for _, size in sent[meta])
+    assert len(sent) == 2 * len(messages)
+
+
+def test_a_long_meta_is_two_messages(ranks: Pools) -> None:
+    names = {f"{number:01000}": torch.ones(()) for number in range(9)}
+    (_, sent), (received, posted) = ranks(2).run(exchange, [("key", names)] * 2)
+    assert list(received[1]) == list(names)
+    first, second, *numbers = [size for _, size in sent]
+    assert [size for _, size in posted] == [first, second, *numbers]
+    assert first == FIRST_MESSAGE
+    assert second > 4000
+    assert numbers == [1] * 2 * len(names)
 
 
 def test_message_without_elements_costs_nothing_once_known(ranks: Pools) -> None:
     messages = [("none", [None, None])] * 3 + [("empty", torch.empty(0, 2))] * 3
     (_, sent), (received, _) = ranks(2).run(exchange, messages)
-    assert len(sent) == 2 * 2
+    assert len(sent) == 2
     assert received[2] == [None, None]
     assert received[5].shape == (0, 2)
 
@@ -258,8 +265,8 @@ def exchange_with_few_formats() -> tuple[int, int]:
 
 
 def test_formats_are_forgotten_on_both_sides_at_the_same_message(ranks: Pools) -> None:
-    # 1 2 3(-1) 1(-2) 1 4(-3) 2(-1) 4 3(-4) 1(-2) 3: eight of eleven are sent with a length and a meta before them.
-    assert ranks(2).run(exchange_with_few_formats) == [(11 + 2 * 8, 2)] * 2
+    # 1 2 3(-1) 1(-2) 1 4(-3) 2(-1) 4 3(-4) 1(-2) 3: eight of eleven are sent with a meta before them.
+    assert ranks(2).run(exchange_with_few_formats) == [(11 + 8, 2)] * 2
 
 
 def test_gloo_keeps_the_order_of_many_messages(ranks: Pools) -> None:

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
-from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
 from lightning_hybrid.checkpoint.state_dict_match import check_match, load_module_state, shape_of
 from lightning_hybrid.checkpoint.storage.checksums import verify
-from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from lightning_hybrid.checkpoint.storage.remote import is_directory
 from lightning_hybrid.checkpoint.weights.hugging_face import HuggingFaceFolder
 from lightning_hybrid.checkpoint.weights.tensor_files import SAFETENSORS, open_tensors, read_torch
@@ -63,6 +61,8 @@ class Weights:
             return {name: self._folder.shapes[source] for name, source in names.items()}
         if self._directory is None:
             return {name: value.shape for name, value in self._state.items() if isinstance(value, Tensor)}
+        from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint  # torch's part takes time to import
+
         directory = DistributedCheckpoint(self._directory)
         return {path[0]: entry.size for path, entry in directory.below(directory.module_root).items() if entry}
 
@@ -90,6 +90,8 @@ class Weights:
         if self._directory is None:
             load_module_state(module, _with_ties(self._state, module), strict=module.strict_loading)
             return
+        from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint  # as there
+
         checkpoint = ShardedCheckpoint(module, Ownership(module, stage_map, mesh), OptimizerStates(module), mesh)
         checkpoint.load(self._directory, strict=module.strict_loading, read_extra=lambda path: {})
 

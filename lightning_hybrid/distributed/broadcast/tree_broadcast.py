@@ -16,14 +16,19 @@ from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadc
 from lightning_hybrid.distributed.failure import PeerFailedError, WrongUseError
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends
 from lightning_hybrid.distributed.pytree import TreeMeta, TreeSpec, flatten, unflatten
-from lightning_hybrid.distributed.tensor_bytes import as_bytes, tell_autograd
+from lightning_hybrid.distributed.tensor_bytes import (
+    FIRST_ROOM,
+    as_bytes,
+    bytes_tensor,
+    first_message,
+    read_first,
+    tell_autograd,
+)
 
 _NEW, _FAILED, _END = -1, -2, 0  # what comes, if it is no tree whose meta is known; the numbers of metas begin at 1
 _HEADER = struct.Struct("qqqq")  # of a packet: what comes, the bytes of its pickle, and of all, and what it is about
 _LEAST = 1 << 10  # bytes of a packet
 SMALL = 1 << 20  # bytes of a tensor, up to which it is worth a second copy to save a message
-_LENGTH = struct.Struct("q")  # of what is pickled
-_ROOM = 4096 - _LENGTH.size  # bytes of it in the first message
 _MOST_METAS = 4096  # that are remembered
 
 
@@ -38,14 +43,11 @@ def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
     is_source, root = dist.get_rank(group) == source, dist.get_global_rank(group, source)
     device = "cpu" if "cpu" in device_backends(group) else f"cuda:{torch.cuda.current_device()}"
     payload = pickle.dumps(value) if is_source else b""
-    first = torch.frombuffer(bytearray(_LENGTH.pack(len(payload)) + payload[:_ROOM].ljust(_ROOM)), dtype=torch.uint8)
-    first = first.to(device)
+    first = first_message(payload).to(device)
     broadcast(first, src=root, group=group)
-    received = bytes(first.cpu().numpy())
-    (length,) = _LENGTH.unpack(received[: _LENGTH.size])
-    pickled = received[_LENGTH.size :][:length]
-    if length > _ROOM:
-        rest = torch.frombuffer(bytearray(payload[_ROOM:] or length - _ROOM), dtype=torch.uint8).to(device)
+    pickled, length = read_first(first)
+    if length:
+        rest = bytes_tensor(payload[FIRST_ROOM:] or bytes(length)).to(device)
         broadcast(rest, src=root, group=group)
         pickled += bytes(rest.cpu().numpy())
     return value if is_source else pickle.loads(pickled)
