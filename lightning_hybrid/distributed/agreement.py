@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import socket
 import struct
 from collections.abc import Callable, Mapping
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from lightning_hybrid.distributed.process_group import all_gather_bytes, num_groups, world_device
 
 _T = TypeVar("_T")
+_LENGTH = struct.Struct("q")
+_SMALL = 512  # bytes, of what is pickled
 _RANK_INFO = struct.Struct("64sqQ")  # names of hosts have at most 64 bytes (HOST_NAME_MAX of Linux)
 
 
@@ -104,6 +107,22 @@ def check_equal(values: Mapping[str, str], advice: str, own: bytes = b"") -> lis
         if len(set(of_name.values())) > 1:
             raise ValueError(f"{unequal_text(name, of_name)} {advice}")
     raise AssertionError("texts that are equal have equal digests")
+
+
+def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of a group has, by one collective if these are small: torch takes two, of which one is the sizes.
+
+    Args:
+        value: Of this rank; anything that can be pickled.
+        group: As of :func:`~.process_group.all_gather_bytes`.
+    """
+    own = pickle.dumps(value)
+    told = all_gather_bytes(_LENGTH.pack(len(own)) + own[:_SMALL].ljust(_SMALL), group)
+    longest = max(_LENGTH.unpack_from(of_rank)[0] for of_rank in told)
+    if longest > _SMALL:
+        rest = all_gather_bytes(own[_SMALL:].ljust(longest - _SMALL), group)
+        told = [of_rank + more for of_rank, more in zip(told, rest, strict=True)]
+    return [pickle.loads(of_rank[_LENGTH.size :]) for of_rank in told]  # which ends where the pickle does
 
 
 def unequal_text(name: str, values: Mapping[int, str]) -> str:

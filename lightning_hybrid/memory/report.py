@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -14,13 +13,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich import filesize
 from torch import Tensor
 
-from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
+from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.distributed.process_group import all_gather_bytes
 from lightning_hybrid.memory.account import MemoryUsage, storage_bytes
 
 _log = logging.getLogger("lightning.pytorch")
-_ROOM = 1024  # bytes of what a rank tells, pickled
 _TOLERANCE = 1.2  # what an estimate may be short of
 
 
@@ -29,7 +26,7 @@ class MemoryReport(Callback):
 
     The second time the peak of the CUDA allocator stands beside the estimate. Of ranks that share layers, the one that
     holds the most is shown. A rank whose parameters or optimizer states take more than they should says so, after that
-    step, by itself. Nothing is estimated where this level of logging is switched off.
+    step, by itself. Nothing is logged where this level of logging is switched off on the first rank.
 
     Args:
         estimate: What this rank will hold.
@@ -51,9 +48,8 @@ class MemoryReport(Callback):
         """Log the estimates."""
         if self._mesh.data_rank > 0:
             return
-        if not broadcast_object(_log.isEnabledFor(logging.INFO), 0, self._mesh.control_group):
-            return
-        estimates = self._gather(self._try_estimate())
+        is_silent = self._mesh.is_first and not _log.isEnabledFor(logging.INFO)
+        estimates = self._gather(None if is_silent else self._try_estimate())
         if any(None in of_rank for of_rank in estimates):
             return
         self._estimates = [max(of_rank, key=_known_bytes) for of_rank in estimates]
@@ -104,7 +100,7 @@ class MemoryReport(Callback):
     def _gather(self, value: Any) -> list[list[Any]]:
         """The values of the first replica, by pipeline rank and tensor-parallel rank."""
         mesh, group = self._mesh, self._mesh.control_group
-        values = [pickle.loads(of_rank) for of_rank in all_gather_bytes(pickle.dumps(value).ljust(_ROOM), group)]
+        values = all_gather_values(value, group)
         return [
             [values[mesh.model_group_rank(rank, tensor_rank)] for tensor_rank in range(mesh.tensor_parallel_size)]
             for rank in range(mesh.pipeline_parallel_size)

@@ -19,7 +19,7 @@ from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.data_parallel.zero.shard_module import shard_module, unshard_module
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
-from lightning_hybrid.distributed.agreement import agree
+from lightning_hybrid.distributed.agreement import agree, all_gather_values
 from lightning_hybrid.distributed.mesh import AXES, Mesh
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.account import MemoryUsage
@@ -286,9 +286,8 @@ class ModuleParallelizer:
         Returns:
             The stages by name, of those that are to leave one; ``None`` if some replica does not know.
         """
-        of_replicas: list[Any] = [None] * dist.get_world_size()
         found = None if used is None else {name: sorted(stages) for name, stages in used.items()}
-        dist.all_gather_object(of_replicas, found)
+        of_replicas = all_gather_values(found)
         if None in of_replicas:
             return None
         names = {name for found in of_replicas for name in found}
