@@ -334,6 +334,21 @@ def test_lightnings_asynchronous_plugin_works_with_directories(ranks: Pools, tmp
     assert results == [(True, False), (True, False)]
 
 
+def saved_often(layout: Any, directory: str) -> int:
+    """With a group of all ranks alone, the plugin's gathers come between those of the main thread."""
+    saver = ModelCheckpoint(directory, every_n_train_steps=2, save_top_k=-1)
+    plugin = AsyncCheckpointIO()
+    trainer = make_trainer(layout, plugins=[plugin], enable_checkpointing=True, max_epochs=4, callbacks=[saver])
+    trainer.fit(Regression(), loader())
+    return len(list(Path(directory).iterdir()))
+
+
+@pytest.mark.parametrize("layout", [SHARDED, {**SHARDED, "pipeline_parallel_size": 1}], ids=["pp2", "dp2"])
+def test_lightnings_asynchronous_plugin_writes_beside_training(ranks: Pools, tmp_path: Path, layout: Any) -> None:
+    found = ranks(2, lightning=True).run(saved_often, layout, str(tmp_path / "saved"))
+    assert found[0] == found[1] >= 5
+
+
 def kept(layout: Any, directory: str) -> list[str]:
     """What is there after the second of two asynchronous saves has failed."""
     saver = ModelCheckpoint(directory, "{epoch}", monitor="epoch", mode="max", save_top_k=1, every_n_epochs=1)

@@ -36,6 +36,12 @@ def test_a_slow_stage_hides_delay_by_itself() -> None:
     assert choose_extra("1f1b", two(4.0), 2, 64) == (3,)
 
 
+def test_who_has_no_time_to_look_takes_what_is_surely_enough() -> None:
+    """Way there and back over the time of a microbatch, though two are in flight anyhow."""
+    assert choose_extra("1f1b", two(4.0), 2, 64, patience=0.0) == (math.ceil(8 / 3) + 0,)
+    assert choose_extra("1f1b", two(40.0), 2, 64, [5, 5], patience=0.0) == (5,)
+
+
 def test_nothing_is_asked_for_without_delay_or_by_gpipe() -> None:
     assert choose_extra("1f1b", two(0.0), 2, 64) == (0,)
     assert choose_extra("gpipe", two(50.0), 2, 64) == (0,)

@@ -143,6 +143,16 @@ def test_a_run_counts_what_it_sends_and_names_the_better_order(ranks: Pools) -> 
     assert "with rank_order='pp-dp-tp' it would send" in texts[0]
 
 
+def noted_with_nccl(layout: Any) -> tuple[list[Any], list[str]]:
+    with patch.object(traffic, "has_nccl", lambda group: True):
+        return noted(layout)
+
+
+def test_with_nccl_whose_bytes_are_not_known_nothing_is_said(ranks: Pools) -> None:
+    layout = {"pipeline_parallel_size": 2, "num_microbatches": 2, "rank_order": "dp-pp-tp", "partition": [3, 3]}
+    assert ranks(4, lightning=True).run(noted_with_nccl, layout) == [([], [])] * 4
+
+
 class MoreBatches(Blocks):
     def train_dataloader(self) -> Any:
         return DataLoader(TensorDataset(torch.randn(128, 6, 8), torch.randint(0, 3, (128,))), 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from functools import cache
 
@@ -22,6 +23,8 @@ def choose_extra(
     num_ranks: int,
     num_microbatches: int,
     most: Sequence[float] | None = None,
+    *,
+    patience: float = math.inf,
 ) -> tuple[int, ...]:
     """The smallest numbers with which a step takes as long as with any, by the simulator.
 
@@ -37,11 +40,12 @@ def choose_extra(
         num_ranks: Pipeline ranks.
         num_microbatches: Of a step.
         most: For each rank, how many more it has memory for; ``None`` for any number.
+        patience: Seconds after which links that have not been looked at keep what is surely enough.
 
     Returns:
         A number for each link between neighbouring ranks; zeros where more would gain less than :data:`NOT_WORTH`.
     """
-    nothing = (0,) * (num_ranks - 1)
+    deadline, nothing = time.monotonic() + patience, (0,) * (num_ranks - 1)
     num_chunks = len(times.forwards) // max(1, num_ranks)
     enough = _bounded(_enough(times, num_ranks, num_microbatches), most)
     if name == "gpipe" or not any(enough):
@@ -62,7 +66,7 @@ def choose_extra(
     chosen = nothing if seconds(nothing) <= goal else enough
     for link in range(num_ranks - 1):
         low, high = 0, chosen[link]
-        while low < high:
+        while low < high and time.monotonic() < deadline:
             middle = (low + high) // 2
             if seconds(_with(chosen, link, middle)) <= goal:
                 high = middle

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.engine import Engine, Profile
 from lightning_hybrid.pipeline_parallel.links.delays import Delay, far_links, measure_delays
@@ -25,6 +26,7 @@ from lightning_hybrid.pipeline_parallel.timeline import simulate
 _log = logging.getLogger("lightning.pytorch")
 
 _WARM_UP, _MEASURED = 1, 2  # steps: the first one is slower than later ones
+_PATIENCE = 3.0  # seconds of training that the choice may take, and what a single simulation takes
 _KEPT_FREE = 0.05  # of a device's memory, for fragments and what single operations need
 
 
@@ -80,7 +82,7 @@ class StepSchedules:
 
     With ``extra_in_flight="auto"``, and pipeline ranks on several machines, the first steps run with no more in flight
     than the schedule's own. The second and the third one are timed. Before the fourth one messages are sent over the
-    links between machines, all ranks tell each other what they have found, each makes the same choice of it
+    links between machines, all ranks tell each other what they have found, the first one chooses
     (:func:`~.in_flight.choose_extra`), and later steps have as many more in flight. Nothing but time and memory
     depends on the choice: no number does, and no checkpoint. The Trainer's profiler does not hear of the actions of
     steps that are timed.
@@ -119,7 +121,11 @@ class StepSchedules:
         assert self._recorder is not None
         seconds, self._recorder = medians(self._recorder.ranges), None
         found = self._gather(self._measure(seconds))
-        self.extra_in_flight = choose(self._config.schedule, self._mesh.pipeline_parallel_size, found)
+        chosen: tuple[int, ...] = ()
+        size = self._mesh.pipeline_parallel_size
+        if self._mesh.is_first:  # alone: how far it comes in the time that it has is not the same everywhere
+            chosen = choose(self._config.schedule, size, found, patience=_PATIENCE)
+        self.extra_in_flight = broadcast_object(chosen, self._mesh.rank(0, 0, 0), self._mesh.decision_group)
         self._links = []
         if self._mesh.is_first:
             _log.info(choice_text(self.extra_in_flight, found))
@@ -204,17 +210,18 @@ def step_times(num_ranks: int, found: Sequence[Measured]) -> StepTimes:
     return StepTimes(forwards, backwards, [each.latency for each in between], [each.occupied for each in between])
 
 
-def choose(schedule: str, num_ranks: int, found: Sequence[Measured]) -> tuple[int, ...]:
+def choose(schedule: str, num_ranks: int, found: Sequence[Measured], *, patience: float = math.inf) -> tuple[int, ...]:
     """How many more are to be on their way over each link.
 
     Args:
         schedule: Its name.
         num_ranks: Pipeline ranks.
-        found: What each rank has measured, the same on every rank and in one order.
+        found: What each rank has measured.
+        patience: As of :func:`~.in_flight.choose_extra`.
     """
     most = [min(each.most for each in found if each.rank == rank) for rank in range(num_ranks)]
     number = max(each.num_microbatches for each in found)
-    return choose_extra(schedule, step_times(num_ranks, found), num_ranks, number, most)
+    return choose_extra(schedule, step_times(num_ranks, found), num_ranks, number, most, patience=patience)
 
 
 def choice_text(extra_in_flight: Sequence[int], found: Sequence[Measured]) -> str:

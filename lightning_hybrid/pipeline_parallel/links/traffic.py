@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rich import filesize
 
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.flight_recorder import read_bytes
 from lightning_hybrid.pipeline_parallel.engine import Engine
 
@@ -96,8 +97,8 @@ class TrafficWatch:
     """Finds out in the fourth optimizer step what is sent between machines, and says it if that could be less.
 
     By then delays have been measured (:class:`~.step_schedules.StepSchedules`), whose messages do not count. Nothing is
-    done in a step for it: torch notes its collectives anyway, and channels know their messages. Where torch does not,
-    nothing is said.
+    done in a step for it: torch notes collectives of gloo anyway, and channels know their messages. Where torch does
+    not, and with NCCL, nothing is said; ``lightning-hybrid plan`` works it out for these.
 
     Args:
         mesh: The ranks.
@@ -108,7 +109,9 @@ class TrafficWatch:
     def __init__(self, mesh: Mesh, engine: Engine, rank_order: str) -> None:
         self._mesh, self._engine, self._rank_order = mesh, engine, rank_order
         sizes = mesh.data_parallel_size, mesh.pipeline_parallel_size
-        self._seeks = len(set(mesh.hosts)) > 1 and (mesh.tensor_parallel_size > 1 or min(sizes) > 1)
+        is_told = not any(map(has_nccl, (mesh.data_group, mesh.tensor_group)))  # NCCL has a recorder of its own
+        several = len(set(mesh.hosts)) > 1 and (mesh.tensor_parallel_size > 1 or min(sizes) > 1)
+        self._seeks = several and is_told
         self._num_steps = self._last = 0
         self._before: dict[int, int] = {}
 

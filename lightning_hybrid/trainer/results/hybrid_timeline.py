@@ -91,13 +91,15 @@ class HybridTimeline(Callback):
         strategy: Any = trainer.strategy
         mesh = strategy.mesh
         record = (mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank), recorder.ranges
-        records: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(records, record, group=mesh.decision_group)
+        told: list[Any] = [None] * trainer.world_size
+        # The first replica's schedule: another one may have fewer microbatches in this step.
+        schedule = recorder.schedule if mesh.is_first else None
+        dist.all_gather_object(told, (record, schedule), group=mesh.decision_group)
+        records = [of_rank for of_rank, _ in told]
         first = [
             ranges for (_, data, tensor), ranges in sorted(records, key=lambda each: each[0]) if data == tensor == 0
         ]
-        assert recorder.schedule is not None
-        timeline = measured(recorder.schedule, first)
+        timeline = measured(next(of_first for _, of_first in told if of_first is not None), first)
         pl_module.log_dict(_shares(timeline, first), rank_zero_only=True)
         if trainer.is_global_zero:
             self._write(trainer, timeline, records)

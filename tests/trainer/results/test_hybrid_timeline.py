@@ -6,11 +6,14 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid import HybridTimeline
 from lightning_hybrid.pipeline_parallel.schedules import build
@@ -41,6 +44,27 @@ def plain(layout: dict[str, Any]) -> dict[str, torch.Tensor]:
     trainer.fit(module, loader())
     trainer.strategy.gather_module()
     return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+class Uneven(IterableDataset[Any]):
+    """Eight samples a batch on the first rank, and three on others, which make fewer microbatches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        size = 8 if dist.get_rank() == 0 else 3
+        for _ in range(4):
+            yield torch.ones(size, 6, dtype=torch.float64), torch.ones(size, 1, dtype=torch.float64)
+
+
+def uneven(folder: str) -> int:
+    callback = HybridTimeline(batches=[1], dirpath=folder)
+    trainer = make_trainer({"num_microbatches": 4}, use_distributed_sampler=False, callbacks=[callback])
+    trainer.fit(Regression(), DataLoader(Uneven(), batch_size=None))
+    return int(trainer.global_step)
+
+
+def test_replicas_with_fewer_microbatches_are_recorded_too(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(2, lightning=True).run(uneven, str(tmp_path)) == [4, 4]
+    assert (tmp_path / "batch-1.svg").exists()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
