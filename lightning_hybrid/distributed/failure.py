@@ -375,7 +375,8 @@ class FailureStore:
         if finished:
             return f"{finished_text(finished)} {text}"
         if elsewhere := [self.name_of(rank) for rank, place in present.items() if place is None]:
-            return f"Not in this run, so elsewhere in the program, or gone before: {', '.join(elsewhere[:_MOST])}. {text}"
+            names = ", ".join(elsewhere[:_MOST])
+            return f"Not in this run, so elsewhere in the program, or gone before: {names}. {text}"
         places = "; ".join(f"rank {rank} at {present[rank]}" for rank in others[:_MOST])
         return f"{text} All ranks are there: {places}."
 
