@@ -273,7 +273,7 @@ class FailureStore:
         """
         self.is_leaving = True
         cause: BaseException | None
-        roll = self.num_rolls + 1
+        roll = None
         if is_transport(error) and not self.is_store_silent and not self.is_known:
             roll = self.call_roll(self._store)  # they answer while this one waits for a cause
         if self.is_interrupted and is_transport(error):
@@ -324,7 +324,7 @@ class FailureStore:
             store.set(self.key(f"here/{self.num_rolls}/{self._rank}"), place())
 
     def absent(self, roll: int, store: Store) -> list[int]:
-        """The ranks that have not answered when the roll was called, though their run is not over.
+        """The ranks that have not answered when the roll was called, though they are in this run.
 
         Args:
             roll: Its number.
@@ -334,18 +334,32 @@ class FailureStore:
         del keys[self._rank]
         if not keys or store.check([here for here, _ in keys.values()]):
             return []
-        return [rank for rank, own in keys.items() if not any(store.check([key]) for key in own)]
+        silent = [rank for rank, own in keys.items() if not any(store.check([key]) for key in own)]
+        return [rank for rank in silent if store.check([self.key(f"process/{rank}")])]
 
-    def _hear_roll(self, roll: int, text: str) -> str:
+    def lease_of(self, rank: int, store: Store) -> bytes | None:
+        """What changes whenever a rank renews its lease; ``None`` if it has none.
+
+        Args:
+            rank: The rank.
+            store: That of the thread that asks.
+        """
+        key = self.key(f"lease/{rank}")
+        return store.get(key) if store.check([key]) else None
+
+    def _hear_roll(self, roll: int | None, text: str) -> str:
         """Find out who has gone, or who keeps the others waiting.
 
         Args:
-            roll: The number of the roll that was called.
+            roll: The number of the roll that was called; ``None`` if none was, so that it is called now.
             text: What this rank noticed.
         """
         others = [rank for rank in range(self._size) if rank != self._rank]
         try:
             deadline = time.monotonic() + _LATE
+            if roll is None:
+                roll = self.call_roll(self._store)
+                deadline += _PATIENCE
             while (silent := self.absent(roll, self._store)) and time.monotonic() < deadline:
                 time.sleep(0.02)
             present = {rank: self._read(f"here/{roll}/{rank}") for rank in others}
@@ -360,6 +374,9 @@ class FailureStore:
             return f"{store_gone_text(self.name_of(0))} {text}"
         if finished:
             return f"{finished_text(finished)} {text}"
+        if elsewhere := [self.name_of(rank) for rank, place in present.items() if place is None]:
+            names = ", ".join(elsewhere[:_MOST])
+            return f"Not in this run, so elsewhere in the program, or gone before: {names}. {text}"
         places = "; ".join(f"rank {rank} at {present[rank]}" for rank in others[:_MOST])
         return f"{text} All ranks are there: {places}."
 

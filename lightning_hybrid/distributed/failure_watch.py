@@ -29,7 +29,7 @@ from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
 _INTERRUPTED = 1.0  # seconds in which a rank comes to the handler of SIGINT, if it can
 _STEP = 1.5  # seconds before something stronger is done
-_ANSWER = 2.0  # seconds in which every watch answers, if it can
+_ANSWER = 1.8  # seconds in which every watch answers, if it can: that is four looks
 _WAITS = 0.5  # seconds in one place after which a rank may wait in vain
 _PATIENCE = 3.0  # seconds that a rank waits in one place before its process is ended
 
@@ -102,7 +102,8 @@ class FailureWatch:
         self._met: set[int] = set()  # the numbers of ranks on this machine
         self._knows_first = False
         self._lost = self._num_lost()
-        self._roll, self._lost_at = 0, 0.0  # that was called when a connection was found closed, and when that was
+        self._roll, self._called_at = 0, 0.0  # that was called as a connection was found closed, and when
+        self._missing: dict[int, bytes | None] = {}  # the leases of those that have not answered the roll before
         self._has_aborted = self._has_interrupted = False
         self._cause: str | None = None
         self._known_at = 0.0
@@ -209,19 +210,32 @@ class FailureWatch:
     def _find_absent(self) -> list[int]:
         """The ranks that have gone while nobody waits for them: a connection is closed, and they do not answer.
 
-        So a rank of another machine is missed while the others save, or wait for the store.
+        So a rank of another machine is missed while the others save, or wait for the store. A connection may be closed
+        for other reasons, and a rank be too busy to answer: the roll is called twice.
         """
-        before, self._lost = self._lost, self._num_lost()
-        if self._lost > before and not self._roll:
-            self._roll, self._lost_at = self._failures.call_roll(self._store), time.monotonic()
-        if not self._roll or time.monotonic() < self._lost_at + _ANSWER:
+        lost = self._num_lost()
+        self._lost = min(self._lost, lost)
+        if lost > self._lost and not self._roll:
+            self._lost = lost
+            self._call_roll()
+        if not self._roll or time.monotonic() < self._called_at + _ANSWER:
             return []
-        roll, self._roll = self._roll, 0
-        absent = self._failures.absent(roll, self._store)
+        before, roll, self._roll = self._missing, self._roll, 0
+        silent = self._failures.absent(roll, self._store)
+        self._missing = {rank: self._failures.lease_of(rank, self._store) for rank in silent}
+        if not before:
+            if silent:
+                self._call_roll()
+            return []
+        absent = [rank for rank, lease in self._missing.items() if rank in before and before[rank] == lease]
+        self._missing = {}
         self._failures.gone.update(absent)
         for rank in absent:
             self._failures.description_of(rank, self._store)
         return absent
+
+    def _call_roll(self) -> None:
+        self._roll, self._called_at = self._failures.call_roll(self._store), time.monotonic()
 
     def _meet(self) -> None:
         """Come to know the processes on this machine, and where the store is, as soon as they have begun this run."""

@@ -24,6 +24,7 @@ import uuid
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ _PATIENCE = 30.0  # seconds for a name that is not known yet: in a cluster it ma
 _ANSWER = 5.0  # seconds for an answer
 _POLL = 0.05  # seconds
 _POLL_NAME = 1.0  # seconds: a server of names is asked
+
+_STARTS = count()  # of several ranks in this process, so equally many on each of them
 
 
 def choose_interface(main_address: str) -> None:
@@ -119,6 +122,8 @@ def _interface_of(address: str) -> str | None:
 def make_store(environment: ClusterEnvironment, timeout: timedelta) -> Store:
     """The store of this attempt: its own, or a part of the agents', which they share with the attempts before.
 
+    One of its own may still be there from a start before in the same processes, with the addresses of its groups.
+
     Nobody waits for the others here: who has a store is watched.
 
     Args:
@@ -139,13 +144,17 @@ def make_store(environment: ClusterEnvironment, timeout: timedelta) -> Store:
         multi_tenant=not is_agents,
     )
     if not is_agents:
-        return store
+        return PrefixStore(f"lightning_hybrid/start {_number_of_start(environment.world_size())}", store)
     if rank == 0:
         others = set(range(1, environment.world_size()))
         token = _begin_attempt(store, address_towards(main_address) or main_address, others)
     else:
         token = _join_attempt(store, rank, timeout)
     return PrefixStore(f"lightning_hybrid/{token}", store)
+
+
+def _number_of_start(size: int) -> int:
+    return next(_STARTS) if size > 1 else -1
 
 
 def _begin_attempt(store: Store, address: str, others: set[int]) -> str:

@@ -321,12 +321,14 @@ class HybridStrategy(ReplicaCollectives):
             check_accumulation(samples, trainer, self._module)
         if not launch.has_groups():
             assert self.cluster_environment is not None
+            if self._start is not None:  # of groups that are gone: what fails now is not theirs
+                self._start.close()
+            self._world = self._start = None
             with self._connections.opened():
                 given = self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
                 self._process_group_backend = launch.start_groups(*given, watch=self._watch_start)
             if not has_nccl():  # whose connections come and go
-                self._connections.watch_opened()
-            self._world = None
+                self._connections.watch_opened(self.cluster_environment.main_port)
         elif self._world is None:
             self._watch_start(launch.store_of_groups())
         ranks = checks.check_ranks(self.settings, self.sizes, self._module.trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -56,22 +57,44 @@ def test_who_waits_in_a_group_is_woken_and_other_sockets_are_left_alone(ranks: P
 
 def test_connections_that_are_closed_here_or_elsewhere_are_counted() -> None:
     connections, listener = Connections(), socket.create_server(("127.0.0.1", 0))
+
+    def connect() -> int:
+        return socket.create_connection(listener.getsockname()).detach()  # as in C++
+
     with connections.opened():
-        own = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+        own = [connect() for _ in range(3)]
     connections.watch_opened()
     with connections.opened():  # of a group that may go
-        socket.create_connection(listener.getsockname()).close()
-        own.append(socket.create_connection(listener.getsockname()))
+        os.close(connect())
+        own.append(connect())
     others = [listener.accept()[0] for _ in range(5)]
-    own[3].close()
+    os.close(own[3])
     assert connections.num_lost() == 0
-    own[0].close()
+    os.close(own[0])
     others[1].close()
     assert connections.num_lost() == 2
     connections.shut_down()
     assert connections.num_lost() == 0
-    for each in (*own, *others, listener):
-        each.close()
+    for each in own[1:3]:
+        os.close(each)
+    for other in (*others, listener):
+        other.close()
+
+
+def test_what_python_and_the_store_have_opened_is_not_counted() -> None:
+    """A logger's thread may connect to its server while groups are made, and the server close that when it is idle."""
+    connections = Connections()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as store:
+        with connections.opened():
+            loggers = socket.create_connection(server.getsockname())
+            numbers = [socket.create_connection(store.getsockname()).detach()]
+            numbers += [each.detach() for each in socket.socketpair(socket.AF_UNIX)]
+            numbers.append(socket.create_server(("127.0.0.1", 0)).detach())
+        connections.watch_opened(store.getsockname()[1])
+        loggers.close()
+        for number in numbers:
+            os.close(number)
+        assert connections.num_lost() == 0
 
 
 def recorded() -> tuple[list[tuple[str, int, str]], str, dict[str, tuple[int, list[str]]], list[int], bool, str]:

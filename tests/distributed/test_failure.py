@@ -566,14 +566,71 @@ def test_a_rank_that_has_gone_is_named_although_nobody_waits_for_it() -> None:
     for own, is_gone in ((1, False), (2, True)):  # a group that is closed on purpose, and a process that ends
         lost[0] = own
         watch.look()
-        for each in (healthy, *([] if is_gone else [going])):
-            each.look()
-        assert not aborted
-        with mock.patch.object(failure_watch, "_ANSWER", 0.0):
-            watch.look()
+        for _ in range(2):  # rolls
+            assert not aborted
+            for each in (healthy, *([] if is_gone else [going])):
+                each.look()
+            with mock.patch.object(failure_watch, "_ANSWER", 0.0):
+                watch.look()
     assert aborted
     assert failures.gone == {2}
     assert str(failures.cause(patience=0.0)).startswith("Gone without a message, so killed or crashed: rank 2 (on ")
+
+
+def test_a_rank_that_is_busy_or_not_in_the_run_has_not_gone() -> None:
+    """A connection may be closed that says nothing about the ranks, while one of them lets no other thread run."""
+    for late in ("answers the second roll", "renews its lease", "is between two runs"):
+        store, lost = dist.HashStore(), [0]
+        _, watch = watched(store, 0, num_lost=lambda lost=lost: lost[0], abort=pytest.fail)
+        other, answers = watched(store, 1)
+        store.set(other.key("lease/1"), "1")
+        if late == "is between two runs":
+            store.delete_key(other.key("process/1"))
+        lost[0] = 1
+        watch.look()
+        with mock.patch.object(failure_watch, "_ANSWER", 0.0):
+            watch.look()  # it has not answered
+            if late == "answers the second roll":
+                answers.look()
+            elif late == "renews its lease":
+                store.set(other.key("lease/1"), "2")
+            for _ in range(3):
+                watch.look()
+
+
+def test_a_rank_that_goes_while_the_roll_is_called_is_missed() -> None:
+    store, lost, aborted = dist.HashStore(), [1], []
+    failures, watch = watched(store, 0, num_lost=lambda: lost[0], abort=lambda: aborted.append("aborted"))
+    _, going = watched(store, 1)
+    lost[0] = 2
+    watch.look()
+    going.look()
+    lost[0] = 3
+    watch.look()
+    with mock.patch.object(failure_watch, "_ANSWER", 0.0):
+        for _ in range(4):
+            watch.look()
+    assert aborted
+    assert failures.gone == {1}
+
+
+def test_a_roll_that_could_not_be_called_before_is_called_where_it_is_heard() -> None:
+    """The store was silent, and answers again."""
+    store = dist.HashStore()
+    failures, _ = watched(store, 0)
+    _, healthy = watched(store, 1)
+    failures.is_store_silent = True
+    watcher = Watcher(healthy.look, interval=0.05)
+    watcher.start()
+    cause = failures.leave(dist.DistError("gloo: Connection reset by peer"), "Rank 0", lambda: None)
+    watcher.close()
+    assert "All ranks are there: rank 1 at " in str(cause)
+
+
+def test_a_rank_that_has_not_begun_the_run_is_not_said_to_be_killed() -> None:
+    failures, _ = watched(dist.HashStore(), 0)
+    cause = failures.leave(dist.DistError("gloo: Timed out waiting 8000ms for recv"), "Rank 0", lambda: None)
+    assert str(cause).startswith("Not in this run, so elsewhere in the program, or gone before: rank 1 (on ")
 
 
 def test_a_timeout_says_where_every_rank_is() -> None:

@@ -13,6 +13,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -112,8 +113,14 @@ def test_the_first_rank_has_the_store_where_there_is_no_agent_and_nobody_waits_f
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     monkeypatch.setattr(Rank, "main_port", port)
-    first = make_store(Rank(0), SECONDS)
-    assert share(first, make_store(Rank(2), SECONDS))
+    stores = []
+    for rank in (0, 2):  # each in a process of its own
+        monkeypatch.setattr(rendezvous, "_STARTS", count())
+        stores.append([make_store(Rank(rank), SECONDS) for _ in range(2)])
+    (first, first_again), (third, third_again) = stores
+    assert share(first, third)
+    assert share(first_again, third_again.clone())
+    assert not share(first, third_again), "the server is the same one, with what groups before have left"
 
 
 def test_gloo_listens_where_the_other_machines_are(interface: None) -> None:

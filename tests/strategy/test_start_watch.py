@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightning_hybrid.strategy import checks
+from lightning_hybrid.strategy import checks, launch
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, loader, make_trainer
 
@@ -58,6 +58,28 @@ def test_ranks_that_are_refused_may_ask_for_something_else(ranks: Pools) -> None
     for texts in ranks(2, lightning=True).run(is_refused, timeout=60):
         (text,) = texts
         assert text.startswith("`num_microbatches` is not the same on every rank: 4 on rank 0; 5 on rank 1.")
+
+
+def starts_again_in_vain() -> tuple[bool, bool]:
+    """Whether the strategy knows the groups of before, and their watch looks on, when those that follow are made."""
+    trainer, seen = make_trainer(PP2), []
+    trainer.fit(Regression(), loader())
+    strategy = trainer.strategy
+    watcher = strategy._start.watcher
+    watcher.start()
+    dist.destroy_process_group()
+
+    def start(*_: object, **__: object) -> str:
+        seen.append((strategy._world is None and strategy._start is None, watcher._thread is not None))
+        raise ArithmeticError("broken")
+
+    with mock.patch.object(launch, "start_groups", start), pytest.raises(ArithmeticError):
+        trainer.validate(Regression(), loader())
+    return seen[0]
+
+
+def test_what_fails_as_groups_are_made_again_is_not_said_to_those_before(ranks: Pools) -> None:
+    assert ranks(2, lightning=True).run(starts_again_in_vain, timeout=60) == [(True, False)] * 2
 
 
 def stops(folder: str) -> tuple[str, bool]:

@@ -31,9 +31,13 @@ class Connections:
         self._sockets: set[tuple[int, int]] = set()
         self._lasting: set[tuple[int, int]] = set()
 
-    def watch_opened(self) -> None:
-        """Nobody but a process that ends closes what has been opened so far: :meth:`num_lost` counts it."""
-        self._lasting = self._sockets.copy()
+    def watch_opened(self, store_port: int | None = None) -> None:
+        """Only a process that ends is likely to close what has been opened so far: :meth:`num_lost` counts it.
+
+        Args:
+            store_port: Of the store, which is not watched.
+        """
+        self._lasting = set(self._connected(store_port))
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -47,7 +51,8 @@ class Connections:
     def num_lost(self) -> int:
         """How many of those that last have been closed all the same; where the system does not tell, none.
 
-        Those of other groups may be closed on purpose, while a rank is busy and cannot say that it is there.
+        Those of other groups may be closed on purpose, while a rank is busy and cannot say that it is there. Other C++
+        than gloo's may have opened one at the same time: that it is closed says little by itself.
         """
         number, hung_up = 0, getattr(select, "POLLRDHUP", 0)
         lasting = self._lasting if hung_up else set()
@@ -64,8 +69,16 @@ class Connections:
         Args:
             store_port: Of the store, which the others still read.
         """
+        for number, _ in self._connected(store_port):
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        self._sockets.clear()
+        self._lasting = set()
+
+    def _connected(self, store_port: int | None) -> Iterator[tuple[int, int]]:
+        """What connects this process with another one, and is neither Python's nor the store's."""
         of_python = {each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.socket)}
-        for number, _ in self._sockets & _sockets():
+        for number, inode in self._sockets & _sockets():
             if number in of_python:
                 continue
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
@@ -73,9 +86,7 @@ class Connections:
                 if listens or connection.family not in (socket.AF_INET, socket.AF_INET6):
                     continue  # gloo ends the process if a socket that listens is shut down
                 if store_port not in (connection.getsockname()[1], connection.getpeername()[1]):
-                    connection.shutdown(socket.SHUT_RDWR)
-        self._sockets.clear()
-        self._lasting = set()
+                    yield number, inode
 
 
 def _sockets() -> set[tuple[int, int]]:
