@@ -49,7 +49,7 @@ def nccl_world(rank: int = 1) -> Iterator[Recorded]:
 
     try:
         with mock.patch.object(dist, "new_group", fake):
-            recorded.mesh = Mesh(2, 2, 2)
+            recorded.mesh = Mesh(2, 2, 2, writes_together=True)
             recorded.mesh.new_p2p_group([(0, 1)])
         with (
             mock.patch.object(dist.ProcessGroup, "abort", lambda group: record("abort", group)),
@@ -62,7 +62,7 @@ def nccl_world(rank: int = 1) -> Iterator[Recorded]:
             dist.destroy_process_group()
 
 
-#: The groups of rank 1 of 2 x 2 x 2: everyone (two of them over gloo), data, tensor, model and control, pipeline, pair.
+#: The groups of rank 1 of 2 x 2 x 2: everyone (one over gloo), data, tensor, model and control, pipeline, pair.
 GROUPS = sorted([(*range(8),)] * 2 + [(1, 3)] * 2 + [(0, 1)] + [(0, 1, 4, 5)] * 2 + [(1, 5)] * 2)
 
 
