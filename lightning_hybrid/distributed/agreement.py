@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.distributed.process_group import all_gather_bytes, num_groups, world_device
+from lightning_hybrid.distributed.tensor_bytes import first_message, read_first, room
 
 _T = TypeVar("_T")
-_LENGTH = struct.Struct("q")
-_SMALL = 512  # bytes, of what is pickled
+_SMALL = 512  # bytes that each rank tells all others in one collective
 _RANK_INFO = struct.Struct("64sqQ")  # names of hosts have at most 64 bytes (HOST_NAME_MAX of Linux)
 
 
@@ -117,12 +117,11 @@ def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> lis
         group: As of :func:`~.process_group.all_gather_bytes`.
     """
     own = pickle.dumps(value)
-    told = all_gather_bytes(_LENGTH.pack(len(own)) + own[:_SMALL].ljust(_SMALL), group)
-    longest = max(_LENGTH.unpack_from(of_rank)[0] for of_rank in told)
-    if longest > _SMALL:
-        rest = all_gather_bytes(own[_SMALL:].ljust(longest - _SMALL), group)
-        told = [of_rank + more for of_rank, more in zip(told, rest, strict=True)]
-    return [pickle.loads(of_rank[_LENGTH.size :]) for of_rank in told]  # which ends where the pickle does
+    told = [read_first(of_rank) for of_rank in all_gather_bytes(first_message(own, _SMALL), group)]
+    longest = max(length for _, length in told)
+    rest = all_gather_bytes(own[room(_SMALL) :].ljust(longest), group) if longest else [b""] * len(told)
+    # What is behind a pickle is not read.
+    return [pickle.loads(beginning + more) for (beginning, _), more in zip(told, rest, strict=True)]
 
 
 def unequal_text(name: str, values: Mapping[int, str]) -> str:

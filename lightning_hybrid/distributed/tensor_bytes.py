@@ -48,23 +48,25 @@ def tell_autograd(written: Any) -> None:
             torch.autograd.graph.increment_version(tensor)
 
 
-def first_message(payload: bytes) -> Tensor:
+def first_message(payload: bytes, size: int) -> bytes:
     """The first message of a payload whose length its receiver does not know: the length, and what there is room for.
 
     Args:
         payload: Of any length.
-
-    Returns:
-        Bytes, :data:`FIRST_MESSAGE` of them. What is left, ``payload[FIRST_ROOM:]``, is a second message.
+        size: Bytes of the message. What is left of the payload, ``payload[room(size):]``, is a second one.
     """
-    return bytes_tensor(_LENGTH.pack(len(payload)) + payload[:FIRST_ROOM].ljust(FIRST_ROOM))
+    return _LENGTH.pack(len(payload)) + payload[: room(size)].ljust(room(size))
 
 
-def read_first(message: Tensor) -> tuple[bytes, int]:
+def read_first(message: bytes) -> tuple[bytes, int]:
     """What a first message says: the beginning of the payload, and the length of what is left."""
-    received = bytes(message.cpu().numpy())
-    (length,) = _LENGTH.unpack(received[: _LENGTH.size])
-    return received[_LENGTH.size :][:length], max(0, length - FIRST_ROOM)
+    (length,) = _LENGTH.unpack_from(message)
+    return message[_LENGTH.size :][:length], max(0, length - room(len(message)))
+
+
+def room(size: int) -> int:
+    """How many bytes of its payload a first message of so many bytes has."""
+    return size - _LENGTH.size
 
 
 def bytes_tensor(payload: bytes) -> Tensor:
@@ -73,5 +75,4 @@ def bytes_tensor(payload: bytes) -> Tensor:
 
 
 _LENGTH = struct.Struct("q")
-FIRST_MESSAGE = 4096  # bytes
-FIRST_ROOM = FIRST_MESSAGE - _LENGTH.size
+FIRST_MESSAGE = 4096  # bytes that are sent as fast as fewer

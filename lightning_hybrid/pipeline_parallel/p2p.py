@@ -16,11 +16,11 @@ from lightning_hybrid.distributed.process_group import GroupRef, device_backends
 from lightning_hybrid.distributed.pytree import TensorMeta, TreeMeta, TreeSpec
 from lightning_hybrid.distributed.tensor_bytes import (
     FIRST_MESSAGE,
-    FIRST_ROOM,
     as_bytes,
     bytes_tensor,
     first_message,
     read_first,
+    room,
 )
 from lightning_hybrid.pipeline_parallel.schedules import ChannelKey
 
@@ -263,9 +263,9 @@ class Channel:
 
     def _send_meta(self, meta: TreeMeta, send: Send) -> _Format:
         payload, group = pickle.dumps(meta), self._meta_group()
-        rest = [bytes_tensor(payload[FIRST_ROOM:])] if len(payload) > FIRST_ROOM else []
-        for tensor in (first_message(payload), *rest):
-            tensor = tensor.to(self._meta_wire)
+        rest = payload[room(FIRST_MESSAGE) :]
+        for message in (first_message(payload, FIRST_MESSAGE), *([rest] if rest else [])):
+            tensor = bytes_tensor(message).to(self._meta_wire)
             send.pending.append((group.send([tensor], self._meta_peer, self._meta_tag), tensor))
         return _Format.of(meta, self._wire)
 
@@ -284,7 +284,7 @@ class Channel:
         group = self._meta_group()
         first = torch.empty(FIRST_MESSAGE, dtype=torch.uint8, device=self._meta_wire)
         group.recv([first], self._meta_peer, self._meta_tag).wait()
-        payload, length = read_first(first)
+        payload, length = read_first(bytes(first.cpu().numpy()))
         if length:
             rest = torch.empty(length, dtype=torch.uint8, device=self._meta_wire)
             group.recv([rest], self._meta_peer, self._meta_tag).wait()

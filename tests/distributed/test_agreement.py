@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.distributed.agreement import RankInfo, check_equal
+from lightning_hybrid.distributed.agreement import RankInfo, all_gather_values, check_equal
 from lightning_hybrid.distributed.process_group import equally_many_groups, make_group, num_groups
 from lightning_hybrid.distributed.watch.flight_recorder import read_collectives
 from tests.pool import Pools
@@ -46,6 +47,17 @@ def test_what_a_rank_tells_of_itself_survives_the_way() -> None:
     assert RankInfo.from_bytes(info.to_bytes()) == info
     assert (info.host, info.seed) == (socket.gethostname(), (1 << 64) - 1)
     assert len(info._replace(host="a" * 99).to_bytes()) == len(info.to_bytes())
+
+
+def gathered(lengths: tuple[int, int]) -> tuple[list[int], int]:
+    before = read_collectives().last
+    found = all_gather_values(bytes(lengths[dist.get_rank()]))
+    return list(map(len, found)), num_collectives(before)
+
+
+@pytest.mark.parametrize(("lengths", "taken"), [((0, 9), 1), ((400, 480), 1), ((5, 600), 2), ((9000, 600), 2)])
+def test_small_values_are_gathered_by_one_collective(ranks: Pools, lengths: tuple[int, int], taken: int) -> None:
+    assert ranks(2).run(gathered, lengths) == [(list(lengths), taken)] * 2
 
 
 def made_evenly() -> tuple[bool, list[int], int]:

@@ -17,11 +17,12 @@ from lightning_hybrid.distributed.failure import PeerFailedError, WrongUseError
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends
 from lightning_hybrid.distributed.pytree import TreeMeta, TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.tensor_bytes import (
-    FIRST_ROOM,
+    FIRST_MESSAGE,
     as_bytes,
     bytes_tensor,
     first_message,
     read_first,
+    room,
     tell_autograd,
 )
 
@@ -43,11 +44,11 @@ def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
     is_source, root = dist.get_rank(group) == source, dist.get_global_rank(group, source)
     device = "cpu" if "cpu" in device_backends(group) else f"cuda:{torch.cuda.current_device()}"
     payload = pickle.dumps(value) if is_source else b""
-    first = first_message(payload).to(device)
+    first = bytes_tensor(first_message(payload, FIRST_MESSAGE)).to(device)
     broadcast(first, src=root, group=group)
-    pickled, length = read_first(first)
+    pickled, length = read_first(bytes(first.cpu().numpy()))
     if length:
-        rest = bytes_tensor(payload[FIRST_ROOM:] or bytes(length)).to(device)
+        rest = bytes_tensor(payload[room(FIRST_MESSAGE) :] or bytes(length)).to(device)
         broadcast(rest, src=root, group=group)
         pickled += bytes(rest.cpu().numpy())
     return value if is_source else pickle.loads(pickled)
