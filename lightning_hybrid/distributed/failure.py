@@ -116,10 +116,11 @@ class FailureStore:
         self.gone.clear()
         description = describe_process()
         self._machine = machine_of(description)
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the store need not answer any of these: nobody waits
             self._store.set(self.key(f"process/{self._rank}"), description)
-            number = self._store.add(self.key(f"machine/{self._machine}"), 1)
-            self._store.set(self.key(f"machine/{self._machine}/{number}"), str(self._rank))
+            self._store.set(self.key(f"lease/{self._rank}"), "0")
+            for name in ("begun", f"machine/{self._machine}"):
+                self._store.append(self.key(name), f"{self._rank} ")  # type: ignore[attr-defined]  # torch's stubs
 
     def finish(self, note: str = "") -> None:
         """This rank has come to the end of its run: who waits for it now waits in vain.
@@ -144,21 +145,15 @@ class FailureStore:
         if host is not None:
             self._hosts.setdefault(rank, host)
 
-    def new_neighbours(self, store: Store, known: Collection[int]) -> dict[int, int]:
-        """The ranks on this machine that have begun this run since this was asked before.
+    def neighbours(self, store: Store) -> list[int]:
+        """The ranks on this machine that have begun this run, in this order; with it this one.
 
-        One request, and two more for each rank: with thousands of ranks nobody asks for all of them.
+        One request: with thousands of ranks nobody asks for all of them.
 
         Args:
             store: That of the watcher.
-            known: The numbers of those that are known.
-
-        Returns:
-            The ranks by their numbers, in the order in which they have begun.
         """
-        key = self.key(f"machine/{self._machine}")
-        numbers = [number for number in range(1, store.add(key, 0) + 1) if number not in known]
-        return {number: int(store.get(f"{key}/{number}")) for number in numbers if store.check([f"{key}/{number}"])}
+        return [int(rank) for rank in store.get(self.key(f"machine/{self._machine}")).split()]
 
     def name_of(self, rank: int) -> str:
         """A rank and its host, as a text."""

@@ -29,7 +29,7 @@ from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
 _INTERRUPTED = 1.0  # seconds in which a rank comes to the handler of SIGINT, if it can
 _STEP = 1.5  # seconds before something stronger is done
-_ANSWER = 1.8  # seconds in which every watch answers, if it can: that is four looks
+_ANSWER = 1.5  # seconds in which every watch answers, if it can: that is three looks
 _WAITS = 0.5  # seconds in one place after which a rank may wait in vain
 _PATIENCE = 3.0  # seconds that a rank waits in one place before its process is ended
 
@@ -99,7 +99,7 @@ class FailureWatch:
             self._leases.begin()
         self._ends.close()
         self._finished.clear()
-        self._met: set[int] = set()  # the numbers of ranks on this machine
+        self._met: set[int] = set()  # the ranks on this machine that have begun
         self._knows_first = False
         self._lost = self._num_lost()
         self._roll, self._called_at = 0, 0.0  # that was called as a connection was found closed, and when
@@ -243,8 +243,10 @@ class FailureWatch:
             self._knows_first = self._failures.description_of(0, self._store) is not None
         if len(self._met) == self._size:
             return
-        for number, rank in self._failures.new_neighbours(self._store, self._met).items():
-            self._met.add(number)
+        for rank in self._failures.neighbours(self._store):
+            if rank in self._met:
+                continue
+            self._met.add(rank)
             description = self._failures.description_of(rank, self._store)
             if rank != self._rank and description is not None:
                 self._ends.add(rank, description)

@@ -209,7 +209,7 @@ def _make_group(
         if _EVEN:
             _fill_up(num_groups() + 1)
         return None
-    with _unbound(), _connecting_lazily(len(own) > MOST_CONNECTED):
+    with _unbound(), _connecting_lazily(len(own)):
         group: dist.ProcessGroup | None = dist.new_group(
             own, timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
         )
@@ -292,7 +292,7 @@ def _even_out() -> None:
 
 def _fill_up(most: int) -> None:
     """Make groups of this rank alone until it has so many."""
-    with _unbound():
+    with _unbound(), _connecting_lazily(1):
         for _ in range(most - num_groups()):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
@@ -313,10 +313,13 @@ def _unbound() -> Iterator[None]:
 
 
 @contextmanager
-def _connecting_lazily(is_large: bool) -> Iterator[None]:
-    """Inside, a gloo group opens a connection at the first message over it; torch reads this for each group."""
+def _connecting_lazily(size: int) -> Iterator[None]:
+    """Inside, a large gloo group opens a connection at the first message over it; torch reads this for each group.
+
+    So does one of a single rank, which has nobody to connect to, but else asks the store twice for its own address.
+    """
     name = "TORCH_GLOO_LAZY_INIT"
-    if not is_large or name in os.environ:
+    if 1 < size <= MOST_CONNECTED or name in os.environ:
         yield
         return
     os.environ[name] = "1"

@@ -914,7 +914,7 @@ class Counting:
 def test_a_rank_that_ends_while_it_begins_hides_no_other() -> None:
     store = dist.HashStore()
     failures, watch = watched(store, 0, size=4)
-    store.add(failures.key(f"machine/{describe_process().split()[1]}"), 1)  # it has written no more
+    store.set(failures.key("process/1"), describe_process())  # it has written no more
     register(store, failures, 2, os.getpid())
     watch.look()
     assert len(watch.descriptors()) == 1

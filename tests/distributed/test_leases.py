@@ -34,11 +34,12 @@ class Clock:
 class Ranks:
     """Some ranks whose watchers look every second."""
 
-    def __init__(self, clock: Clock, size: int = 3) -> None:
+    def __init__(self, clock: Clock, size: int = 3, *, late: tuple[int, ...] = ()) -> None:
         self._clock, self._store = clock, dist.HashStore()
         self.failures = [FailureStore(self._store, "run", rank=rank, size=size) for rank in range(size)]
-        for each in self.failures:
-            each.begin()
+        for rank, each in enumerate(self.failures):
+            if rank not in late:
+                each.begin()
         self._leases = [
             Leases(self._store, failures.key, rank=rank, size=size, seconds=SECONDS)
             for rank, failures in enumerate(self.failures)
@@ -106,13 +107,19 @@ def test_who_was_stopped_itself_blames_nobody(clock: Clock) -> None:
 
 
 def test_who_has_not_begun_is_not_silent(clock: Clock) -> None:
-    ranks = Ranks(clock)
+    ranks = Ranks(clock, late=(2,))
     assert ranks.pass_time(3600, without=(2,)) == {}
+
+
+def test_who_has_only_said_that_it_is_there_is_missed(clock: Clock) -> None:
+    """A rank whose cable was cut before its watcher looked was waited for, as one that has not been started."""
+    ranks = Ranks(clock)
+    assert ranks.pass_time(int(SECONDS) + 4, without=(2,)) == {0: [2]}
 
 
 def test_who_has_begun_is_missed_while_others_have_not(clock: Clock) -> None:
     """A rank that is stopped in the set-up would be waited for as long as one that comes late."""
-    ranks = Ranks(clock)
+    ranks = Ranks(clock, late=(2,))
     ranks.pass_time(10, without=(2,))
     assert ranks.pass_time(int(SECONDS) + 4, without=(1, 2)) == {0: [1]}
 

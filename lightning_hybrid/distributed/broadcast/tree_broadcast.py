@@ -28,6 +28,7 @@ from lightning_hybrid.distributed.tensor_bytes import (
 
 _NEW, _FAILED, _END = -1, -2, 0  # what comes, if it is no tree whose meta is known; the numbers of metas begin at 1
 _HEADER = struct.Struct("qqqq")  # of a packet: what comes, the bytes of its pickle, and of all, and what it is about
+_FIRST = 12 << 10  # bytes of the first packet: TCP sends so many at once (RFC 6928)
 _LEAST = 1 << 10  # bytes of a packet
 SMALL = 1 << 20  # bytes of a tensor, up to which it is worth a second copy to save a message
 _MOST_METAS = 4096  # that are remembered
@@ -168,8 +169,8 @@ class TreeBroadcast:
         (on the host: only to ranks that read it)
 
     The meta of a tree is sent when it is new, and then known by its number. What is on the host stays there: it travels
-    through the host, so a number can be read where it arrives, and nobody waits for a device. The next packet's receive
-    is posted as soon as a tree has come. The source copies what it sends, and goes on.
+    through the host, so a number can be read where it arrives, and nobody waits for a device. The receive of the first
+    packet is posted here, that of the next one as soon as a tree has come. The source copies what it sends, and goes on.
 
     Args:
         messages: From the rank that has the trees to the others: for decisions, and for what is on the host.
@@ -198,10 +199,12 @@ class TreeBroadcast:
         self._pins = pin_memory
         self.is_source = messages.is_source
         self._is_sending = False
-        self._length = _LEAST  # of the next packet, as far as it is one message
+        self._length = _FIRST  # of the next packet, as far as it is one message
         self.about = 0
         self._numbers: dict[tuple[TreeMeta, Readers | None], int] = {}
         self._metas: list[tuple[TreeMeta, Readers | None]] = []
+        if not self.is_source:
+            messages.post_ahead(self._length)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeBroadcast:
         """Itself: what is known on both sides of the messages is known once."""

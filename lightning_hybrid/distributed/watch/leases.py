@@ -14,9 +14,6 @@ _RENEWALS = 6  # in the time of a short lease, at least
 class _Store(Protocol):
     """What is needed of `torch.distributed.Store`."""
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number and return it."""
-
     def set(self, key: str, value: str) -> None:
         """Write."""
 
@@ -44,7 +41,8 @@ class Leases:
     together with others does not reach the store, and finds that by itself: see
     :class:`~lightning_hybrid.distributed.watch.watcher.Watcher`, whose ``patience`` is the length of a lease.
 
-    A rank that has not begun the run is not silent, and neither is one that has come to its end.
+    A rank that has not begun the run is not silent, and neither is one that has come to its end. With the first word
+    that a rank says, it has a lease: see :meth:`~lightning_hybrid.distributed.failure.FailureStore.begin`.
 
     Args:
         store: What all ranks see, for the watcher alone.
@@ -69,7 +67,6 @@ class Leases:
         self._renewals = 0
         self._renew_at = self._read_at = 0.0
         self._looked = time.monotonic()
-        self._num_begun = 0  # ranks that rank 0 knows to have begun
         self._seen: dict[int, tuple[bytes, float]] = {}  # what was read last, and when it was new
 
     def look(self) -> list[int]:
@@ -82,8 +79,6 @@ class Leases:
             self._renew_at = now + self._between
             self._renewals += 1
             self._store.set(self._key(f"lease/{self._rank}"), str(self._renewals))
-            if self._renewals == 1:
-                self._store.set(self._key(f"begun/{self._store.add(self._key('begun'), 1)}"), str(self._rank))
         if not self._reads or now < self._read_at:
             return []
         self._read_at = now + self._between
@@ -95,12 +90,10 @@ class Leases:
         silent = [rank for rank, (_, since) in self._seen.items() if now > since + self.seconds]
         return [rank for rank in silent if not self._store.check([self._key(f"finished/{rank}")])]
 
-    def _new(self) -> list[int]:
-        """The ranks that are read, and have begun since this was asked before: two requests for each."""
+    def _new(self) -> set[int]:
+        """The ranks that are read, and have begun since this was asked before: two requests, and none for each."""
         if self._rank != 0:
-            return [0] if not self._seen and self._store.check([self._key("lease/0")]) else []
-        found = []
-        while self._num_begun < self._size and self._store.check([self._key(f"begun/{self._num_begun + 1}")]):
-            self._num_begun += 1
-            found.append(int(self._store.get(self._key(f"begun/{self._num_begun}"))))
-        return [rank for rank in found if rank != 0]
+            return {0} if not self._seen and self._store.check([self._key("lease/0")]) else set()
+        if len(self._seen) == self._size - 1 or not self._store.check([self._key("begun")]):
+            return set()
+        return {int(rank) for rank in self._store.get(self._key("begun")).split()} - {0}

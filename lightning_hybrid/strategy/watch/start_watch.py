@@ -50,10 +50,11 @@ class StartWatch:
     """
 
     def __init__(self, store: Store, config: HybridConfig, connections: Connections, *, rank: int, size: int) -> None:
-        self.store = store
-        self.watched = store.clone()  # type: ignore[attr-defined]
-        self.connections, self._rank = connections, rank
+        self.store, self.connections, self._rank = store, connections, rank
         self.failures = FailureStore(store, str(next(_STARTS) if size > 1 else -1), rank=rank, size=size)
+        if size > 1:
+            self.failures.begin()  # before all else: who is cut off before it has said that it is there is waited for
+        self.watched = store.clone()  # type: ignore[attr-defined]
         self.thread = WatchedThread()
         self.is_first_run = size > 1
         stall, lease = config.seconds_to_stall, config.seconds_of_lease
@@ -79,7 +80,6 @@ class StartWatch:
         )
         if size > 1:
             self.failures.learn_host(0, os.environ.get("MASTER_ADDR"))  # until it says its host's name
-            self.failures.begin()
             self.watcher.start()
             self.watcher.wake()
 
