@@ -228,6 +228,7 @@ def _lightning_job(rank: int, size: int, rendezvous: Path) -> Iterator[None]:
     import torch.distributed as dist
 
     from lightning_hybrid.strategy import launch
+    from lightning_hybrid.strategy.rendezvous import Stores
 
     with _clean_slate():
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -242,24 +243,25 @@ def _lightning_job(rank: int, size: int, rendezvous: Path) -> Iterator[None]:
             MASTER_PORT=_free_port(),
             TORCHELASTIC_RUN_ID="pool",
         )
-        initialize, make_store, stores = dist.init_process_group, launch.make_store, itertools.count()
+        initialize, make_stores, numbers = dist.init_process_group, launch.make_stores, itertools.count()
 
-        def store_in_file(*_: Any) -> dist.Store:
+        def stores_in_file(*_: Any) -> Stores:
             # Every client of a TCPStore looks up its peer's host name, and a slow resolver costs 5 s (in one of
             # 25 connections, measured); a file costs nothing and no two runs compete for a port.
-            return dist.FileStore(f"{rendezvous}-{next(stores)}", size)
+            store = dist.FileStore(f"{rendezvous}-{next(numbers)}", size)
+            return Stores(store, store.clone())
 
         def initialize_by_file(*args: Any, store: dist.Store | None = None, **kwargs: Any) -> None:
-            initialize(*args, **{"store": store or store_in_file(), "rank": rank, "world_size": size, **kwargs})
+            initialize(*args, **{"store": store or stores_in_file().of_run, "rank": rank, "world_size": size, **kwargs})
 
-        dist.init_process_group, launch.make_store = initialize_by_file, store_in_file
+        dist.init_process_group, launch.make_stores = initialize_by_file, stores_in_file
         try:
             yield
             if dist.is_initialized():
                 dist.barrier()
                 dist.destroy_process_group()
         finally:
-            dist.init_process_group, launch.make_store = initialize, make_store
+            dist.init_process_group, launch.make_stores = initialize, make_stores
 
 
 @contextlib.contextmanager

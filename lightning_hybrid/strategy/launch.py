@@ -19,9 +19,8 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.distributed_c10d import Store
 
-from lightning_hybrid.strategy.rendezvous import choose_interface, make_store
+from lightning_hybrid.strategy.rendezvous import Stores, choose_interface, make_stores
 from lightning_hybrid.trainer.lightning_internals import connect_processes, subprocess_launcher
 
 _STARTED_BY = "LIGHTNING_HYBRID_STARTED_BY"  # the process that starts the others of its node
@@ -84,7 +83,7 @@ def start_groups(
     device: torch.device,
     timeout: timedelta | None,
     *,
-    watch: Callable[[Store], object] = bool,
+    watch: Callable[[Stores], object] = bool,
 ) -> str:
     """Make the process group of all processes.
 
@@ -107,21 +106,21 @@ def start_groups(
     # A group that is bound to a device would open connections at once; through gloo there are none to a device.
     bound = device if device.type == "cuda" and "nccl" in backend else None
     choose_interface(environment.main_address)
-    store = make_store(environment, timeout or default_pg_timeout)
-    watch(store)
-    connect_processes(environment, backend, timeout=timeout, device=bound, store=store)
+    stores = make_stores(environment, timeout or default_pg_timeout)
+    watch(stores)
+    connect_processes(environment, backend, timeout=timeout, device=bound, store=stores.of_run)
     outlive_parent()
     atexit.unregister(_leave_groups)
     atexit.register(_leave_groups)
     return backend
 
 
-def store_of_groups() -> Store:
+def stores_of_groups() -> Stores:
     """What the processes have met over, where the group of them all exists already."""
     world = dist.group.WORLD
     assert world is not None
-    store: Store = world.get_group_store()
-    return store
+    store = world.get_group_store()
+    return Stores(store, store.clone())  # type: ignore[attr-defined]
 
 
 def _leave_groups() -> None:

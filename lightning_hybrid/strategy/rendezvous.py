@@ -21,12 +21,13 @@ import sys
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -41,6 +42,22 @@ _POLL = 0.05  # seconds
 _POLL_NAME = 1.0  # seconds: a server of names is asked
 
 _STARTS = count()  # of several ranks in this process, so equally many on each of them
+
+
+class Stores(NamedTuple):
+    """Two clients of what all ranks see: while one thread waits for a key, a client is locked.
+
+    Attributes:
+        of_run: For the process groups, and for the thread that trains.
+        of_watcher: For the thread beside it.
+    """
+
+    of_run: Store
+    of_watcher: Store
+
+    def part(self, name: str) -> Stores:
+        """The same, with keys of their own."""
+        return Stores(*(PrefixStore(name, each) for each in self))
 
 
 def choose_interface(main_address: str) -> None:
@@ -119,7 +136,7 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-def make_store(environment: ClusterEnvironment, timeout: timedelta) -> Store:
+def make_stores(environment: ClusterEnvironment, timeout: timedelta) -> Stores:
     """The store of this attempt: its own, or a part of the agents', which they share with the attempts before.
 
     One of its own may still be there from a start before in the same processes, with the addresses of its groups.
@@ -135,22 +152,33 @@ def make_store(environment: ClusterEnvironment, timeout: timedelta) -> Store:
     """
     rank, main_address = environment.global_rank(), environment.main_address
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-        main_address,
-        environment.main_port,
-        is_master=rank == 0 and not is_agents,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=not is_agents,
-    )
+
+    def connect(is_server: bool) -> Store:
+        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+            main_address,
+            environment.main_port,
+            is_master=is_server,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=not is_agents,
+        )
+        return store
+
+    if rank == 0 and not is_agents:
+        server = connect(True)
+        stores = Stores(server, server.clone())  # type: ignore[attr-defined]
+    else:
+        with ThreadPoolExecutor(1) as beside:  # each takes two ways there and back
+            second = beside.submit(connect, False)
+            stores = Stores(connect(False), second.result())
     if not is_agents:
-        return PrefixStore(f"lightning_hybrid/start {_number_of_start(environment.world_size())}", store)
+        return stores.part(f"lightning_hybrid/start {_number_of_start(environment.world_size())}")
     if rank == 0:
         others = set(range(1, environment.world_size()))
-        token = _begin_attempt(store, address_towards(main_address) or main_address, others)
+        token = _begin_attempt(stores.of_run, address_towards(main_address) or main_address, others)
     else:
-        token = _join_attempt(store, rank, timeout)
-    return PrefixStore(f"lightning_hybrid/{token}", store)
+        token = _join_attempt(stores.of_run, rank, timeout)
+    return stores.part(f"lightning_hybrid/{token}")
 
 
 def _number_of_start(size: int) -> int:

@@ -20,7 +20,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -39,6 +38,7 @@ from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of
 from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.meta_init import lacks_values
 from lightning_hybrid.strategy.patches import add_callbacks
+from lightning_hybrid.strategy.rendezvous import Stores
 from lightning_hybrid.strategy.run import AttachedModule, Run, World
 from lightning_hybrid.strategy.summary import batch_text
 from lightning_hybrid.strategy.watch.start_watch import StartWatch
@@ -330,7 +330,7 @@ class HybridStrategy(ReplicaCollectives):
             if not has_nccl():  # whose connections come and go
                 self._connections.watch_opened(self.cluster_environment.main_port)
         elif self._world is None:
-            self._watch_start(launch.store_of_groups())
+            self._watch_start(launch.stores_of_groups())
         ranks = checks.check_ranks(self.settings, self.sizes, self._module.trainer)
         if self._world is None:
             assert self._start is not None
@@ -346,9 +346,9 @@ class HybridStrategy(ReplicaCollectives):
         checks.check_trainer(module.trainer, module, num_stages=self._attached.parallelizer.num_stages)
         self._attached.divide_early()
 
-    def _watch_start(self, store: Store) -> None:
+    def _watch_start(self, stores: Stores) -> None:
         rank, size = self.global_rank, self.world_size
-        self._start = StartWatch(store, self.settings, self._connections, rank=rank, size=size)
+        self._start = StartWatch(*stores, self.settings, self._connections, rank=rank, size=size)
 
     @contextmanager
     @override

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_hybrid.strategy import launch
 from lightning_hybrid.strategy.launch import announce, make_launcher
+from lightning_hybrid.strategy.rendezvous import Stores
 from tests.strategy import quick_exits
 
 
@@ -49,7 +50,7 @@ def test_groups_are_left_before_the_interpreter_ends(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(atexit, "register", at_exit.append)
     monkeypatch.setattr(atexit, "unregister", lambda job: at_exit.remove(job) if job in at_exit else None)
     store = dist.HashStore()
-    monkeypatch.setattr(launch, "make_store", lambda *_: store)
+    monkeypatch.setattr(launch, "make_stores", lambda *_: Stores(store, store))
     monkeypatch.setattr(
         launch,
         "connect_processes",

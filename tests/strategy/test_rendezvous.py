@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_hybrid.strategy import rendezvous
-from lightning_hybrid.strategy.rendezvous import address_towards, choose_interface, make_store
+from lightning_hybrid.strategy.rendezvous import Stores, address_towards, choose_interface, make_stores
 from tests.nodes import train
 
 SECONDS = timedelta(seconds=20)
@@ -59,20 +59,23 @@ class Rank(TorchElasticEnvironment):
         return 3
 
 
-def attempt(*ranks: int) -> list[dist.Store]:
+def attempt(*ranks: int) -> list[Stores]:
     """The stores of processes that come in this order."""
     with ThreadPoolExecutor(len(ranks)) as threads:
-        found = list(threads.map(lambda rank: make_store(Rank(rank), SECONDS), ranks))
+        found = list(threads.map(lambda rank: make_stores(Rank(rank), SECONDS), ranks))
     assert None not in found
     return found
 
 
-def share(one: dist.Store, other: dist.Store) -> bool:
-    """Whether what is put into one is in the other."""
+def share(one: Stores, other: Stores) -> bool:
+    """Whether what is put into one is in the other, by both clients of either."""
     key = uuid.uuid4().hex
-    one.set(key, "")
-    one.get(key)  # the server has it: setting does not wait for that
-    return bool(other.check([key]))
+    one.of_run.set(key, "")
+    one.of_run.get(key)  # the server has it: setting does not wait for that
+    assert one.of_watcher.check([key])
+    found = {bool(each.check([key])) for each in other}
+    assert len(found) == 1
+    return found.pop()
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (2, 1, 0)])
@@ -89,7 +92,7 @@ def test_what_an_attempt_that_died_has_said_is_not_believed(agent: dist.TCPStore
     """Its port is closed, or belongs to somebody else by now."""
     with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as threads:
         agent.set("lightning_hybrid/attempt", f"127.0.0.1 {other.getsockname()[1]} died")
-        waiting = threads.submit(make_store, Rank(1), SECONDS)
+        waiting = threads.submit(make_stores, Rank(1), SECONDS)
         connection, _ = other.accept()
         with connection:
             connection.sendall(b"something else")
@@ -102,7 +105,7 @@ def test_what_an_attempt_that_died_has_said_is_not_believed(agent: dist.TCPStore
 
 def test_who_waits_for_a_first_rank_that_does_not_come_says_so(agent: dist.TCPStore) -> None:
     with pytest.raises(TimeoutError, match=re.escape("Rank 0 has not begun within 1 s")):
-        make_store(Rank(1), timedelta(seconds=1))
+        make_stores(Rank(1), timedelta(seconds=1))
 
 
 def test_the_first_rank_has_the_store_where_there_is_no_agent_and_nobody_waits_for_the_others(
@@ -116,10 +119,10 @@ def test_the_first_rank_has_the_store_where_there_is_no_agent_and_nobody_waits_f
     stores = []
     for rank in (0, 2):  # each in a process of its own
         monkeypatch.setattr(rendezvous, "_STARTS", count())
-        stores.append([make_store(Rank(rank), SECONDS) for _ in range(2)])
+        stores.append([make_stores(Rank(rank), SECONDS) for _ in range(2)])
     (first, first_again), (third, third_again) = stores
     assert share(first, third)
-    assert share(first_again, third_again.clone())
+    assert share(first_again, third_again)
     assert not share(first, third_again), "the server is the same one, with what groups before have left"
 
 

@@ -170,7 +170,7 @@ class TreeBroadcast:
 
     The meta of a tree is sent when it is new, and then known by its number. What is on the host stays there: it travels
     through the host, so a number can be read where it arrives, and nobody waits for a device. The receive of the first
-    packet is posted here, that of the next one as soon as a tree has come. The source copies what it sends, and goes on.
+    packet is posted here, that of the next one as soon as a tree has come. The source copies what it sends and goes on.
 
     Args:
         messages: From the rank that has the trees to the others: for decisions, and for what is on the host.

@@ -33,6 +33,7 @@ class StartWatch:
 
     Args:
         store: What all ranks see.
+        watched: Another client of it, for the watcher alone: one is locked while it waits for a key.
         config: How long a rank may be silent, and how long nothing may finish.
         connections: Those of the process groups.
         rank: This rank.
@@ -40,7 +41,7 @@ class StartWatch:
 
     Attributes:
         store: As given.
-        watched: A clone of it, for the watcher alone: a store is locked while it waits for a key.
+        watched: As given.
         connections: As given.
         failures: Of this rank.
         thread: That of the run.
@@ -49,12 +50,13 @@ class StartWatch:
         is_first_run: Whether no run has come to an end yet.
     """
 
-    def __init__(self, store: Store, config: HybridConfig, connections: Connections, *, rank: int, size: int) -> None:
-        self.store, self.connections, self._rank = store, connections, rank
+    def __init__(
+        self, store: Store, watched: Store, config: HybridConfig, connections: Connections, *, rank: int, size: int
+    ) -> None:
+        self.store, self.watched, self.connections, self._rank = store, watched, connections, rank
         self.failures = FailureStore(store, str(next(_STARTS) if size > 1 else -1), rank=rank, size=size)
         if size > 1:
             self.failures.begin()  # before all else: who is cut off before it has said that it is there is waited for
-        self.watched = store.clone()  # type: ignore[attr-defined]
         self.thread = WatchedThread()
         self.is_first_run = size > 1
         stall, lease = config.seconds_to_stall, config.seconds_of_lease
