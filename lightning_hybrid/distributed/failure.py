@@ -74,8 +74,7 @@ class FailureStore:
     where the rank itself is stuck, and says where that is.
 
     Args:
-        store: A store that all ranks see.
-        name: Distinguishes these ranks' runs from others over the same store.
+        store: A store that all ranks see, and nobody before them has used.
         rank: This rank.
         size: The number of ranks.
 
@@ -89,8 +88,8 @@ class FailureStore:
         is_store_silent: Whether the store is there and does not answer: who asks it waits for ever.
     """
 
-    def __init__(self, store: Store, name: str, *, rank: int, size: int) -> None:
-        self._store, self._name, self._rank, self._size = store, name, rank, size
+    def __init__(self, store: Store, *, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
         self._run = 0
         self._known: str | None = None  # the first failure: the store may be gone when it is asked for
         self._hosts: dict[int, str] = {}
@@ -106,7 +105,7 @@ class FailureStore:
 
     def key(self, name: str) -> str:
         """The key of something in the store that belongs to this run."""
-        return f"{_KEY}/{self._name}/{self._run}/{name}"
+        return f"{_KEY}/{self._run}/{name}"
 
     def begin(self) -> None:
         """The next run begins: what former ones wrote counts no longer."""

@@ -115,14 +115,6 @@ def start_groups(
     return backend
 
 
-def stores_of_groups() -> Stores:
-    """What the processes have met over, where the group of them all exists already."""
-    world = dist.group.WORLD
-    assert world is not None
-    store = world.get_group_store()
-    return Stores(store, store.clone())  # type: ignore[attr-defined]
-
-
 def _leave_groups() -> None:
     """Before the interpreter ends: a thread of gloo may still hold tensors of a collective that is over.
 

@@ -172,7 +172,7 @@ def make_stores(environment: ClusterEnvironment, timeout: timedelta) -> Stores:
             second = beside.submit(connect, False)
             stores = Stores(connect(False), second.result())
     if not is_agents:
-        return stores.part(f"lightning_hybrid/start {_number_of_start(environment.world_size())}")
+        return _part_of_start(stores, environment.world_size())
     if rank == 0:
         others = set(range(1, environment.world_size()))
         token = _begin_attempt(stores.of_run, address_towards(main_address) or main_address, others)
@@ -181,8 +181,17 @@ def make_stores(environment: ClusterEnvironment, timeout: timedelta) -> Stores:
     return stores.part(f"lightning_hybrid/{token}")
 
 
-def _number_of_start(size: int) -> int:
-    return next(_STARTS) if size > 1 else -1
+def stores_of_groups() -> Stores:
+    """What the processes have met over, where the group of them all exists already."""
+    world = dist.group.WORLD
+    assert world is not None
+    store = world.get_group_store()
+    return _part_of_start(Stores(store, store.clone()), world.size())  # type: ignore[attr-defined]
+
+
+def _part_of_start(stores: Stores, size: int) -> Stores:
+    """For this start alone: nothing that one before has written is in it."""
+    return stores.part(f"lightning_hybrid/start {next(_STARTS) if size > 1 else -1}")
 
 
 def _begin_attempt(store: Store, address: str, others: set[int]) -> str:

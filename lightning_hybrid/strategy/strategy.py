@@ -38,7 +38,7 @@ from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of
 from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.meta_init import lacks_values
 from lightning_hybrid.strategy.patches import add_callbacks
-from lightning_hybrid.strategy.rendezvous import Stores
+from lightning_hybrid.strategy.rendezvous import Stores, stores_of_groups
 from lightning_hybrid.strategy.run import AttachedModule, Run, World
 from lightning_hybrid.strategy.summary import batch_text
 from lightning_hybrid.strategy.watch.start_watch import StartWatch
@@ -330,7 +330,7 @@ class HybridStrategy(ReplicaCollectives):
             if not has_nccl():  # whose connections come and go
                 self._connections.watch_opened(self.cluster_environment.main_port)
         elif self._world is None:
-            self._watch_start(launch.stores_of_groups())
+            self._watch_start(stores_of_groups())
         ranks = checks.check_ranks(self.settings, self.sizes, self._module.trainer)
         if self._world is None:
             assert self._start is not None

@@ -61,7 +61,7 @@ class Interleaved:
 
 
 def desync_watch(store: Any, rank: int, timeout: float = 30.0) -> DesyncWatch:
-    failures = FailureStore(store, "run", rank=rank, size=2)
+    failures = FailureStore(store, rank=rank, size=2)
     return DesyncWatch(failures, store, store, "both", rank=rank, ranks=[0, 1], advice="Do the same.", timeout=timeout)
 
 
@@ -96,7 +96,7 @@ def test_ranks_that_meet_tell_alike_from_different_in_any_order(
 
     def until_it_waits() -> None:
         other.start()
-        while not store.check(["lightning_hybrid/failure/run/0/desync/both/1/here 1"]):
+        while not store.check(["lightning_hybrid/failure/0/desync/both/1/here 1"]):
             time.sleep(0.01)
 
     meet(0, desync_watch(Interleaved(store, until_it_waits), 0))
@@ -117,7 +117,7 @@ def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
 
 def test_who_takes_no_part_is_not_asked_again() -> None:
     watch = DesyncWatch(
-        *(FailureStore(store := dist.HashStore(), "run", rank=2, size=3), store, store),
+        *(FailureStore(store := dist.HashStore(), rank=2, size=3), store, store),
         "both",
         rank=2,
         ranks=[0, 1],

@@ -428,8 +428,8 @@ def test_nobody_waits_for_a_checkpoint_of_a_failure(ranks: Pools, tmp_path: Path
 # -- the store --------------------------------------------------------------------------------------------------------
 
 
-def of_rank(store: Any, rank: int, name: str = "run") -> FailureStore:
-    return FailureStore(store, name, rank=rank, size=1)  # nobody else reads
+def of_rank(store: Any, rank: int) -> FailureStore:
+    return FailureStore(store, rank=rank, size=1)  # nobody else reads
 
 
 def test_the_first_failure_in_a_store_is_the_cause_for_all() -> None:
@@ -443,7 +443,9 @@ def test_the_first_failure_in_a_store_is_the_cause_for_all() -> None:
     assert str(cause) == "Rank 2, stage 2 failed: ValueError: one"
     assert first.failed
     assert not reader.failed
-    assert of_rank(store, 0, "another run").cause(patience=0.0) is None
+    in_next_run = of_rank(store, 0)
+    in_next_run.begin()
+    assert in_next_run.cause(patience=0.0) is None
 
 
 def wait_for(condition: Callable[[], Any]) -> bool:
@@ -465,7 +467,7 @@ WAITS_FOR: dict[str, Callable[[], Any]] = {"messages": lambda: Messages(None, {}
 
 def watched(store: Any, rank: int, size: int = 2, **arguments: Any) -> tuple[FailureStore, FailureWatch]:
     """A rank's store, and its watch; nothing ends the process of the tests."""
-    failures = FailureStore(store, "run", rank=rank, size=size)
+    failures = FailureStore(store, rank=rank, size=size)
     failures.begin()
     thread = arguments.setdefault("thread", Thread())
     messages, meetings = (arguments.pop(name, default) for name, default in WAITS_FOR.items())
@@ -710,7 +712,7 @@ def register(store: Any, failures: FailureStore, rank: int, pid: int) -> None:
     """Write what a rank writes that begins a run in this process on this machine."""
     host, machine, _ = describe_process().split()
     with mock.patch.object(failure, "describe_process", return_value=f"{host} {machine} {pid}"):
-        FailureStore(store, failures._name, rank=rank, size=failures._size).begin()
+        FailureStore(store, rank=rank, size=failures._size).begin()
 
 
 def test_the_process_of_a_rank_that_ends_without_a_word_is_noticed() -> None:
@@ -789,7 +791,7 @@ def test_a_store_that_does_not_answer_ends_who_waits() -> None:
     assert failures.is_store_silent
     watch.end_without_store()
     assert aborted
-    first = FailureStore(Silent(), "run", rank=0, size=2)  # of what launched the ranks
+    first = FailureStore(Silent(), rank=0, size=2)  # of what launched the ranks
     first.is_store_silent = True
     first.linger(Silent())
     text = "The store of all ranks does not answer: rank 0 (on node7), or what launched the ranks, is stopped, or its"
@@ -928,7 +930,7 @@ def test_a_look_asks_as_little_of_many_ranks_on_other_machines_as_of_few(size: i
     for rank in range(size):
         if rank != 1:
             with mock.patch.object(failure, "describe_process", return_value=f"host{rank // 8} m{rank // 8} {rank}"):
-                FailureStore(store, failures._name, rank=rank, size=size).begin()
+                FailureStore(store, rank=rank, size=size).begin()
     register(store, failures, 2, os.getpid())
     watch._store = counting = Counting(store)
     watch.look()
@@ -1145,7 +1147,7 @@ def test_who_leaves_twice_without_a_store_tells_the_same() -> None:
         def __getattr__(self, name: str) -> Any:
             raise dist.DistNetworkError("Broken pipe")
 
-    failures = FailureStore(Gone(), "run", rank=1, size=2)
+    failures = FailureStore(Gone(), rank=1, size=2)
     failures.learn_host(0, "node7")
     first = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1, action 0F1", lambda: None)
     assert first is not None
@@ -1158,7 +1160,7 @@ def test_leaving_waits_for_the_cause_of_a_transport_error_only() -> None:
     store = dist.HashStore()
     late = threading.Timer(0.3, of_rank(store, 1).report, (ValueError("broken"), "Rank 1"))
     late.start()
-    assert of_rank(store, 0, "another").leave(KeyError("own"), "Rank 0", lambda: None) is None
+    assert of_rank(dist.HashStore(), 0).leave(KeyError("own"), "Rank 0", lambda: None) is None
     assert late.is_alive(), "an error of this rank's own is reported at once"
     cause = of_rank(store, 0).leave(RuntimeError("[gloo] closed"), "Rank 0", lambda: None)
     late.join()
@@ -1178,7 +1180,7 @@ def left() -> tuple[bool, str]:
     """A rank that waits for one that has left fails at once."""
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
-    failures = of_rank(dist.group.WORLD.get_group_store(), dist.get_rank(), "left")
+    failures = of_rank(dist.group.WORLD.get_group_store(), dist.get_rank())
     tensor = torch.zeros(1)
     dist.barrier()  # everyone is connected
     cause: Exception | None = None

@@ -36,7 +36,7 @@ class Ranks:
 
     def __init__(self, clock: Clock, size: int = 3, *, late: tuple[int, ...] = ()) -> None:
         self._clock, self._store = clock, dist.HashStore()
-        self.failures = [FailureStore(self._store, "run", rank=rank, size=size) for rank in range(size)]
+        self.failures = [FailureStore(self._store, rank=rank, size=size) for rank in range(size)]
         for rank, each in enumerate(self.failures):
             if rank not in late:
                 each.begin()

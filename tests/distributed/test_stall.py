@@ -100,7 +100,7 @@ def chain() -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
     own = dist.group.WORLD.get_group_store().clone()
-    failures = FailureStore(own, "chain", rank=rank, size=size)
+    failures = FailureStore(own, rank=rank, size=size)
     failures.begin()
 
     def position(calls: Sequence[CodeType]) -> Position:
@@ -159,7 +159,7 @@ class Clock:
 
 def lonely_watch(store: Any, position: Position | None = None) -> tuple[StallWatch, FailureStore]:
     """Of rank 0 of two; the other one never answers."""
-    failures = FailureStore(store, "run", rank=0, size=2)
+    failures = FailureStore(store, rank=0, size=2)
     failures.begin()
     where = Position() if position is None else position
     watch = StallWatch(failures, store, rank=0, size=2, timeout=100.0, position=lambda calls: where, patience=10.0)

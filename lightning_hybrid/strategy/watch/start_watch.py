@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from itertools import count
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -16,8 +15,6 @@ from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.distributed.watch.leases import Leases
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 from lightning_hybrid.distributed.watch.watcher import Watcher
-
-_STARTS = count()  # of several ranks, so equally many on each of them
 
 
 class StartWatch:
@@ -54,7 +51,7 @@ class StartWatch:
         self, store: Store, watched: Store, config: HybridConfig, connections: Connections, *, rank: int, size: int
     ) -> None:
         self.store, self.watched, self.connections, self._rank = store, watched, connections, rank
-        self.failures = FailureStore(store, str(next(_STARTS) if size > 1 else -1), rank=rank, size=size)
+        self.failures = FailureStore(store, rank=rank, size=size)
         if size > 1:
             self.failures.begin()  # before all else: who is cut off before it has said that it is there is waited for
         self.thread = WatchedThread()
