@@ -372,8 +372,8 @@ class HybridStrategy(ReplicaCollectives):
         self.accelerator.setup(trainer)
         self.attached.divide()
         assert self.model is not None
+        self._convert_module()
         with keeping_marks(self.model):
-            self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
         self._run = Run(
             self.world,
@@ -397,6 +397,12 @@ class HybridStrategy(ReplicaCollectives):
         self._run.install(trainer, self._guard_steps() if fitting else None)
         if self.attached.is_cut:
             self.remember_log_dir(trainer)
+
+    def _convert_module(self) -> None:
+        """To the dtype of its parameters, if the precision has one of its own."""
+        assert self.model is not None
+        with keeping_marks(self.model):
+            self.model = self.precision_plugin.convert_module(self.model)
 
     @override
     def model_to_device(self) -> None:
@@ -687,6 +693,7 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a file, or from a directory the weights of this rank's part, straight into the module."""
+        self._convert_module()  # Lightning does so later, and rounds what a module of another precision has saved
         return self.attached.checkpointer.load(checkpoint_path, self.checkpoint_io, weights_only)
 
     @outside_of_steps

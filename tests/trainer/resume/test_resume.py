@@ -599,6 +599,29 @@ def part(layout: Layout | None, resume: str | None, steps: int, save: str | None
     return trainer.global_step
 
 
+def in_double(layout: Layout, directory: str) -> list[str]:
+    """Where a run differs that goes on from a checkpoint of half its steps, with a module made in float32."""
+    found = []
+    for resume in (None, f"{directory}/batch 0.2"):
+        trail = Trail(directory if resume is None else None, ("batch 0.2",))
+        trainer = make_trainer(layout, precision="64-true", callbacks=[trail], enable_checkpointing=True)
+        module = Regression().float()
+        scramble(3)
+        trainer.fit(module, DataLoader(dataset(40), 8, shuffle=True), ckpt_path=resume)
+        assert {value.dtype for value in weights(module).values()} == {torch.float64}
+        found.append(weights(module))
+    return differences(*found)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_of_a_run_in_double_precision_are_not_rounded_as_they_are_loaded(
+    ranks: Pools, tmp_path: Path, sharded: bool
+) -> None:
+    """Lightning loads them into the module as it was made, and gives it its precision then."""
+    layout = {**PP2, "save_distributed_checkpoint": sharded}
+    assert ranks(2, lightning=True).run(in_double, layout, str(tmp_path)) == [[], []]
+
+
 def test_a_run_goes_on_twice(ranks: Pools, tmp_path: Path) -> None:
     """What a resumed run writes in the same epoch knows the whole epoch."""
     ranks(2, lightning=True).run(twice, LAYOUTS["dp2"][1], str(tmp_path))
