@@ -31,7 +31,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hybrid.distributed.failure import FailureStore, is_transport
+from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, is_transport
 
 VARIABLE = "LIGHTNING_HYBRID_TRACEBACK"  # "full" prints what Python prints
 _PACKAGES = tuple(Path(str(each.__file__)).parent for each in (lightning, lightning_utilities, torch))
@@ -181,13 +181,19 @@ def _lines(error: BaseException) -> list[str]:
     if error.__cause__ is not None and str(error.__cause__) == str(error):  # of another type, where the user's code is
         assert shown.__cause__ is not None
         shown.stack, shown.__cause__ = shown.__cause__.stack, shown.__cause__.__cause__
+    if isinstance(error.__cause__ or error, WrongUseError) and not _users(shown.stack):
+        return list(shown.format_exception_only())  # which names the line of the user's code that it is about
     chain: list[traceback.TracebackException | None] = [shown]
     number = 0
     for each in chain:
         if each is not None:
-            users = [frame for frame in each.stack if not frame.filename.startswith(_LEFT_OUT)]
+            users = _users(each.stack)
             number += len(each.stack) - len(users) if users else 0
             each.stack = traceback.StackSummary.from_list(users or list(each.stack))
             chain += [each.__cause__, each.__context__]
     end = f"({number} frames of Lightning, torch and lightning_hybrid are left out: {VARIABLE}=full shows them.)\n"
     return [*shown.format(), *([end] if number else [])]
+
+
+def _users(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    return [frame for frame in stack if not frame.filename.startswith(_LEFT_OUT)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import sys
 from typing import Any
 
@@ -26,6 +27,20 @@ class Fails(Regression):
 class CalledTwice(Regression):
     def forward(self, x: Any) -> Any:
         return self.head(self.body(self.body(self.embed(x))))  # a wrong line of the user's
+
+
+class Decides(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(self.body)
+
+    def forward(self, x: Any) -> Any:
+        x = self.embed(x)
+        for layer in self.body:
+            x = layer(x)
+            if x.mean() > 9:
+                break
+        return self.head(x)
 
 
 def printed(module: type[Regression]) -> str:
@@ -64,6 +79,16 @@ def test_what_is_wrong_on_every_rank_is_told_where_it_was_seen(ranks: Pools) -> 
     assert seen.count("called 2 times") == 1
     assert other.startswith("[rank0]: ValueError: `training_step` called 2 times the body")
     assert len(other.splitlines()) == 1
+
+
+def test_a_refusal_without_a_line_of_the_user_is_its_text(ranks: Pools) -> None:
+    """There were nine lines of this package above it."""
+    for text in ranks(2, lightning=True).run(printed, Decides):
+        assert re.fullmatch(
+            r"\[rank\d\]: ValueError: The layer 'body\.\d' is called after `__bool__` at test_exceptions\.py:\d+ has asked"
+            r" for the number of a value that another stage makes\. .*\n",
+            text,
+        )
 
 
 def test_other_errors_and_other_hooks_stay_what_they_are(

@@ -489,7 +489,8 @@ class Discovery(TorchFunctionMode):
         """From here on the step belongs to the last stage."""
         del self.graph.calls[number:]
         self.graph.wanted += list(operands)
-        self.graph.needed = f"{call} ({type(error).__name__}: {error})"
+        reads = type(error).__name__.startswith("DataDependent")  # of torch's fake tensors: the call itself says it
+        self.graph.needed = str(call) if reads else f"{call} ({type(error).__name__}: {error})"
         raise ValueNeeded from error
 
     # Names of absent tensors.

@@ -344,8 +344,9 @@ class FrameCut:
         first, second = self._units[early.unit][0], self._units[late.unit][0]
         again = len([call for call in graph.calls if call.unit == early.unit]) > 1
         remedy = (
-            f"{first!r} is called more than once in a step, each time with what the layers made of the last call, so"
-            " the stages cannot be passed once from the first to the last. Divide other layers, with"
+            f"{first!r} is called more than once in a step, each time with what the layers made of the last call, and"
+            " a pipeline is passed once. Without a pipeline it works: HybridStrategy(zero_stage=...) or"
+            " HybridStrategy(tensor_parallel_size=...). With one, divide only layers that are called once:"
             f" HybridStrategy(body=[...]). {GENERATION}"
             if again
             else f"The layers are called in the order below; say so with\n    HybridStrategy(body={_folded(names)!r})"
@@ -488,7 +489,8 @@ class FrameCut:
         return (
             f"The layer {self._units[index][0]!r} is called{' again' * again} after {plan.graph.needed} has asked for"
             " the number of a value that another stage makes. What is called later must not depend on such a number:"
-            " decide by the batch, or keep the decision and the layers behind it in one layer of the body."
+            " decide by the batch, or keep the decision and the layers behind it in one layer of the body, which sees a"
+            " microbatch."
             f"{f' {GENERATION}' * again}"
         )
 
