@@ -185,13 +185,14 @@ for _name in (
 
 
 class SavesAtEnd(Callback):
-    """Of one rank only."""
+    """Of one rank only, which is what goes wrong; or of all, one of which comes to the end before the others."""
 
     def __init__(self, trigger: Trigger) -> None:
         self.trigger = trigger
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.trigger.mark()
+        if self.trigger.fault.kind == "checkpoint_callback":
+            self.trigger.mark()
         trainer.save_checkpoint(Path(trainer.default_root_dir) / "end.ckpt")
 
 
@@ -257,6 +258,8 @@ def main(fault: Fault, directory: Path, checkpoint: Path | None = None) -> None:
         callbacks.append(SavesAtEnd(trigger))
     if kind == "short_loader" and rank == fault.rank:
         callbacks.append(HasFewerBatches(trigger))
+    if kind == "short_loader" and fault.number % 2:
+        callbacks.append(SavesAtEnd(trigger))
     if kind == "disk_full":
         callbacks.append(FillsDisk(trigger))
     trainer = Trainer(
