@@ -158,6 +158,16 @@ class FailureStore:
         """A rank and its host, as a text."""
         return f"rank {rank} (on {self._hosts.get(rank, 'an unknown host')})"
 
+    def last_seen(self, ranks: Sequence[int], store: Store) -> str:
+        """Where the first of some ranks was, as far as it has said it with its lease; a sentence, or nothing.
+
+        Args:
+            ranks: The ranks.
+            store: That of the thread that asks.
+        """
+        key = self.key(f"seen/{ranks[0]}")
+        return f" Rank {ranks[0]} was last seen at {store.get(key).decode()}." if store.check([key]) else ""
+
     def _tell(self, name: str, value: str = "") -> None:
         """Write something that watches have to look at."""
         with contextlib.suppress(Exception):  # the store may be gone; then nobody reads it either
@@ -363,7 +373,7 @@ class FailureStore:
                 self.gone.update(gone)  # so nobody waits for them
                 for rank in gone:
                     self.description_of(rank, self._store)
-                return f"{gone_text(list(map(self.name_of, gone)))} {text}"
+                return f"{gone_text(list(map(self.name_of, gone)))}{self.last_seen(gone, self._store)} {text}"
         except Exception:
             return f"{store_gone_text(self.name_of(0))} {text}"
         if finished:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -191,13 +191,14 @@ class FailureWatch:
                 self._sigterm_at = time.monotonic()
         gone = sorted(failures.gone - self._finished)
         if gone:
-            return self._report(gone_text([failures.name_of(rank) for rank in gone]))
+            return self._report(self._gone_text(gone))
         if absent := self._find_absent():
-            return self._report(gone_text([failures.name_of(rank) for rank in absent]))
+            return self._report(self._gone_text(absent))
         if self._leases is not None and (silent := self._leases.look()):
             for rank in silent:
                 failures.description_of(rank, self._store)
-            return self._report(silent_text([failures.name_of(rank) for rank in silent], self._leases.seconds))
+            text = silent_text([failures.name_of(rank) for rank in silent], self._leases.seconds)
+            return self._report(text + failures.last_seen(silent, self._store))
         terminating = None if self._sigterm_at is None else time.monotonic() - self._sigterm_at
         if self.waits is None:
             return None
@@ -206,6 +207,10 @@ class FailureWatch:
             # Nothing tells for what it waits.
             found = finished_text(sorted(self._finished)) if self._thread.seconds_still > _PATIENCE else None
         return None if found is None else self._report(found)
+
+    def _gone_text(self, ranks: Sequence[int]) -> str:
+        failures = self._failures
+        return gone_text([failures.name_of(rank) for rank in ranks]) + failures.last_seen(ranks, self._store)
 
     def _find_absent(self) -> list[int]:
         """The ranks that have gone while nobody waits for them: a connection is closed, and they do not answer.

@@ -301,6 +301,7 @@ def test_a_rank_that_vanishes_is_named(ranks: Pools, rank: int) -> None:
         text
     )
     assert f"Rank {1 - rank} " in text
+    assert f" Rank {rank} was last seen at " in text
 
 
 # -- what is left behind ----------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Ranks:
             if rank not in late:
                 each.begin()
         self._leases = [
-            Leases(self._store, failures.key, rank=rank, size=size, seconds=SECONDS)
+            Leases(self._store, failures.key, rank=rank, size=size, seconds=SECONDS, place=lambda: "step (train.py:3)")
             for rank, failures in enumerate(self.failures)
         ]
 
@@ -162,5 +162,6 @@ def test_a_rank_whose_process_is_stopped_is_named(ranks: Pools, tmp_path: Path) 
     """It is let go on then, and ends with the same text."""
     (text, seconds), (of_stopped, _) = ranks(2, lightning=True).run(stopped, str(tmp_path), timeout=60)
     assert "Silent for 4 s, so stopped, cut off or without power: rank 1 (on " in text
+    assert "Rank 1 was last seen at " in text
     assert of_stopped == text
     assert seconds < 30

@@ -14,9 +14,6 @@ _RENEWALS = 6  # in the time of a short lease, at least
 class _Store(Protocol):
     """What is needed of `torch.distributed.Store`."""
 
-    def set(self, key: str, value: str) -> None:
-        """Write."""
-
     def get(self, key: str) -> bytes:
         """Read."""
 
@@ -32,7 +29,8 @@ class Leases:
 
     ::
 
-        every rank   renews its lease, a number in the store, every two seconds             one message
+        every rank   renews its lease, a number in the store, every two seconds,            one message
+                     and says where it is, for those who miss it
         rank 0       reads all leases every two seconds                                     one message
         last rank    reads that of rank 0, from another machine if there is one
 
@@ -50,13 +48,23 @@ class Leases:
         rank: This rank.
         size: The number of ranks.
         seconds: The length of a lease.
+        place: Says where this rank is.
 
     Attributes:
         seconds: As given.
     """
 
-    def __init__(self, store: _Store, key: Callable[[str], str], *, rank: int, size: int, seconds: float) -> None:
-        self._store, self._key, self.seconds = store, key, seconds
+    def __init__(
+        self,
+        store: _Store,
+        key: Callable[[str], str],
+        *,
+        rank: int,
+        size: int,
+        seconds: float,
+        place: Callable[[], str],
+    ) -> None:
+        self._store, self._key, self.seconds, self._place = store, key, seconds, place
         self._rank, self._size = rank, size
         self._reads = rank in (0, size - 1)
         self._between = min(_MOST_BETWEEN, seconds / _RENEWALS)
@@ -78,7 +86,9 @@ class Leases:
         if now >= self._renew_at:
             self._renew_at = now + self._between
             self._renewals += 1
-            self._store.set(self._key(f"lease/{self._rank}"), str(self._renewals))
+            keys = [self._key(f"lease/{self._rank}"), self._key(f"seen/{self._rank}")]
+            values = [str(self._renewals), self._place()]
+            self._store.multi_set(keys, values)  # type: ignore[attr-defined]  # torch's stubs
         if not self._reads or now < self._read_at:
             return []
         self._read_at = now + self._between

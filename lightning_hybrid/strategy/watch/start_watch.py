@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -57,7 +58,8 @@ class StartWatch:
         self.thread = WatchedThread()
         self.is_first_run = size > 1
         stall, lease = config.seconds_to_stall, config.seconds_of_lease
-        leases = None if lease is None else Leases(self.watched, self.failures.key, rank=rank, size=size, seconds=lease)
+        given: dict[str, Any] = {"rank": rank, "size": size, "place": self.thread.place}
+        leases = None if lease is None else Leases(self.watched, self.failures.key, seconds=lease, **given)
         self.failure_watch = FailureWatch(
             self.failures,
             self.watched,
