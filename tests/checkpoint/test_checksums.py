@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.checkpoint.storage.checksums import verify
+from lightning_hybrid.checkpoint.storage.checksums import checksum_of, verify, verify_index
 
 
 def flip(path: Path, record: str, offset: int = 0, length: int | None = None) -> None:
@@ -105,3 +106,17 @@ def test_what_has_no_checksums_passes(tmp_path: Path, kind: str) -> None:
     if kind in ("empty", "text"):
         path.write_text("" if kind == "empty" else "no archive")
     verify(path)
+
+
+def test_every_byte_of_an_index_counts() -> None:
+    """It could be taken for a good one, or fail far from where it was read."""
+    index = pickle.dumps({"state_dict.weight": (3, 4), "state_dict.bias": (4,)})
+    content = index + checksum_of(index)
+    verify_index(content, "x")
+    assert pickle.loads(content) == pickle.loads(index), "torch reads the one as the other"
+    for place in range(len(index)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        with pytest.raises(ValueError, match="x is damaged: the index is not what was written"):
+            verify_index(bytes(damaged), "x")
+    verify_index(index[:-1], "of torch, which has no checksum")

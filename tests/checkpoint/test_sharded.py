@@ -532,6 +532,7 @@ def load_damaged(layout: Any, path: str) -> tuple[str, str]:
         (PP2, "short", "cannot be read"),
         (PP2, "empty", "cannot be read"),
         (PP2, "bit", "c.ckpt is damaged: the tensor 'state_dict.steps' is not what was written (CRC-32"),
+        (SHARDED, "bit of the index", ".metadata is damaged: the index is not what was written (CRC-32)"),
         (SHARDED, "unfinished", "no complete checkpoint"),
         (SHARDED, "missing shard", "lacks the file"),
         (SHARDED, "short shard", "is damaged"),
@@ -552,6 +553,10 @@ def test_a_damaged_checkpoint_is_an_error_on_every_rank(
         os.truncate(path, path.stat().st_size // 2 if fault == "short" else 0)
     elif fault == "bit":
         flip(path, "data/0")
+    elif fault == "bit of the index":
+        index = bytearray((path / ".metadata").read_bytes())
+        index[index.index(b"head.weight")] ^= 1
+        (path / ".metadata").write_bytes(index)
     elif fault == "bit of a shard":
         places = FileSystemReader(path).read_metadata().storage_data
         (place,) = (place for index, place in places.items() if index.fqn == "state_dict.head.weight")

@@ -1,10 +1,11 @@
-"""The checksums of what `torch.save` has written. Torch writes them, and never looks at them.
+"""The checksums of what is in a checkpoint. Those of `torch.save` it writes itself, and never looks at them.
 
 Such a file is a zip archive, with a record for each storage, and the archive has the CRC-32 of every record::
 
     x.ckpt    data.pkl | data/0 | data/1 | ... | names, places and CRC-32s of the records
 
-In a directory of `torch.distributed.checkpoint` each tensor of a file is such an archive. Sums are taken of what is
+In a directory of `torch.distributed.checkpoint` each tensor of a file is such an archive; its index is a pickle, and has
+a checksum behind it, where whoever unpickles it does not look. Sums are taken of what is
 mapped into memory, at 4 GB/s on one core (measured); where several processes read one file, each takes a part of it.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import io
 import mmap
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -21,7 +23,10 @@ from typing import Any
 from lightning_hybrid.checkpoint.storage.unpickle import record_names
 
 _BEGINS = b"PK\x03\x04"  # of a zip archive
+_SUM = struct.Struct("<8sI")  # behind an index: a mark, and the CRC-32 of all that is before
+_MARK = b"\0crc-32\0"
 _HEADER = 30  # bytes of a record's header before its name
+_CHANGED = "The disk, or a copy on the way, has changed it; take another checkpoint, or copy it anew."
 _PICKLE = "data.pkl"  # the record that says which tensors are in the others
 
 
@@ -74,6 +79,26 @@ def verify_content(content: bytes, file: Any, holds: str) -> None:
         _verify(view, io.BytesIO(content), 0, file, (0, 1), holds)
 
 
+def checksum_of(index: bytes) -> bytes:
+    """What is written behind an index, for :func:`verify_index`."""
+    return _SUM.pack(_MARK, zlib.crc32(index))
+
+
+def verify_index(content: bytes, file: Any) -> None:
+    """Make sure that an index is what was written; one that has no checksum passes, as torch writes it.
+
+    Args:
+        content: All that is in its file.
+        file: Where it was read, as text or as something that has one.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    index = content[: -_SUM.size]
+    if content[len(index) :].startswith(_MARK) and checksum_of(index) != content[len(index) :]:
+        raise ValueError(f"{file} is damaged: the index is not what was written (CRC-32). {_CHANGED}")
+
+
 def _verify(view: memoryview, file_like: Any, begin: int, file: Any, share: tuple[int, int], holds: str | None) -> None:
     """Look at the archive that begins somewhere in a view of memory, which reads and seeks as a file does, too."""
     if view[begin : begin + len(_BEGINS)] != _BEGINS:
@@ -88,10 +113,7 @@ def _verify(view: memoryview, file_like: Any, begin: int, file: Any, share: tupl
         if holds is None:
             return  # torch cannot read it either, and says so
         damaged, what = str(error), holds
-    raise ValueError(
-        f"{file} is damaged: {what} is not what was written (CRC-32, {damaged}). The disk, or a copy on the way, has"
-        " changed it; take another checkpoint, or copy it anew."
-    )
+    raise ValueError(f"{file} is damaged: {what} is not what was written (CRC-32, {damaged}). {_CHANGED}")
 
 
 def _damaged(archive: zipfile.ZipFile, view: memoryview, share: tuple[int, int]) -> Iterator[str]:

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_hybrid.checkpoint.storage.atomic import MARK, resolve
-from lightning_hybrid.checkpoint.storage.checksums import verify, verify_content
+from lightning_hybrid.checkpoint.storage.checksums import verify, verify_content, verify_index
 from lightning_hybrid.checkpoint.storage.chunks import local_chunks
 from lightning_hybrid.checkpoint.storage.remote import Place, RemotePath, fetched
 from lightning_hybrid.checkpoint.storage.unpickle import read_harmless
@@ -91,9 +91,11 @@ class DistributedCheckpoint:
                 f"{path} is no complete checkpoint: it has no file {MARK!r}, which is written last. A save that was"
                 " interrupted may have left it; take another one."
             )
+        with (self.path / MARK).open("rb") as file:
+            content = file.read()
+        verify_index(content, self.path / MARK)
         try:
-            with (self.path / MARK).open("rb") as file:
-                metadata = read_harmless(file)
+            metadata = read_harmless(io.BytesIO(content))
             if not isinstance(metadata, Metadata):
                 raise TypeError(f"it holds no index, but a {type(metadata).__qualname__}")
         except Exception as error:  # whatever unpickling raises

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lightning_hybrid.checkpoint.storage.atomic import MARK, commit, recover, rollback, unfinished, wait_for
+from lightning_hybrid.checkpoint.storage.checksums import checksum_of
 from lightning_hybrid.checkpoint.storage.chunks import local_chunks
 from lightning_hybrid.checkpoint.storage.dcp import EXTRA, sizes_at_least
 from lightning_hybrid.checkpoint.storage.disks import NOT_SHARED
@@ -147,6 +148,10 @@ class _DiskWriter(_Writer):
         with (self._new / EXTRA).open("rb") as file:
             os.fsync(file.fileno())
         super().finish(metadata, results)
+        with (self._new / MARK).open("r+b") as file:
+            file.write(checksum_of(file.read()))
+            file.flush()
+            os.fsync(file.fileno())
         commit(self._path)
 
     def rollback(self) -> None:
@@ -200,7 +205,8 @@ class _RemoteWriter(_Writer):
                     raise FileNotFoundError(_not_seen(self._place / name, size, host))
         metadata.storage_data = {part.index: part.storage_data for parts in results for part in parts}
         metadata.storage_meta = self.storage_meta()
-        self._write_mark(pickle.dumps(metadata))
+        index = pickle.dumps(metadata)
+        self._write_mark(index + checksum_of(index))
         with suppress(Exception):  # of the store's own kind: the checkpoint is complete, and the next save tries again
             self._place.remove()
             self._place.remove_below(keep=(MARK, self.save_id))
