@@ -4,9 +4,9 @@ Such a file is a zip archive, with a record for each storage, and the archive ha
 
     x.ckpt    data.pkl | data/0 | data/1 | ... | names, places and CRC-32s of the records
 
-In a directory of `torch.distributed.checkpoint` each tensor of a file is such an archive; its index is a pickle, and has
-a checksum behind it, where whoever unpickles it does not look. Sums are taken of what is
-mapped into memory, at 4 GB/s on one core (measured); where several processes read one file, each takes a part of it.
+In a directory of `torch.distributed.checkpoint` each tensor of a file is such an archive; the index is a pickle and has
+a checksum behind it, where whoever unpickles it does not look. Sums are taken of what is mapped into memory, at 4 GB/s
+on one core (measured); where several processes read one file, each takes a part of it.
 """
 
 from __future__ import annotations
