@@ -469,6 +469,26 @@ def test_a_file_is_opened_as_safely_as_in_lightning(tmp_path: Path) -> None:
     assert "code" in FileIO().load_checkpoint(tmp_path / "c.ckpt", weights_only=False)
 
 
+class Harmful:
+    """Leaves a file behind where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_no_code_of_a_directory_runs_that_a_run_goes_on_from(ranks: Pools, tmp_path: Path) -> None:
+    path, witness = tmp_path / "c.ckpt", tmp_path / "witness"
+    everything(ranks(2, lightning=True).run(trained, SHARDED, 8, 1, str(path), None))
+    extra = torch.load(path / "meta.pt", weights_only=False)
+    torch.save({**extra, "code": Harmful(witness)}, path / "meta.pt")
+    texts = ranks(2, lightning=True).run(load_damaged, SHARDED, str(path))
+    assert texts[0] == texts[1]
+    assert not witness.exists()
+
+
 def test_a_home_directory_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     FileIO().save_checkpoint({"a": 1}, "~/c.ckpt")

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.strategy import checks
 from lightning_hybrid.strategy.checks import check_tensor_groups
 from tests.pool import Pools
 from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer
@@ -567,6 +569,18 @@ def differing(layouts: list[dict[str, Any]], arguments: list[dict[str, Any]]) ->
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is returned
         trainer.fit(Regression(), loader())
     return str(error.value)
+
+
+def runs_another_version(versions: list[str]) -> str:
+    """Each rank has its own version of the package; what it raises."""
+    with mock.patch.object(checks, "__version__", versions[int(os.environ["RANK"])]):
+        return differing([PP2, PP2], [{}, {}])
+
+
+def test_ranks_with_other_versions_of_the_package_are_told_apart(ranks: Pools) -> None:
+    first, second = ranks(2, lightning=True).run(runs_another_version, ["0.1.0", "0.1.1"])
+    assert first == second
+    assert first.startswith("`lightning_hybrid.__version__` is not the same on every rank: 0.1.0 on rank 0")
 
 
 SAME: dict[str, Any] = {"layouts": [PP2, PP2], "arguments": [{}, {}]}
