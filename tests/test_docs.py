@@ -18,7 +18,7 @@ from lightning_hybrid import HybridStrategy
 from lightning_hybrid.cli.main import COMMANDS
 from lightning_hybrid.pipeline_parallel.schedules import build
 from lightning_hybrid.pipeline_parallel.timeline import simulate
-from tests.documents import DOCS, PAGES, README, ROOT, page_id
+from tests.documents import DOCS, PAGES, README, ROOT, blocks, page_id
 
 TESTS = ROOT / "tests"
 PACKAGE = ROOT / "lightning_hybrid"
@@ -93,6 +93,16 @@ def test_the_readme_is_short() -> None:
 def test_what_programs_write_into_the_documents_is_what_is_so(program: str) -> None:
     checked = subprocess.run([sys.executable, DOCS / program, "--check"], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_the_job_file_of_the_page_goes_on_as_that_of_the_examples() -> None:
+    page = next(block.text for block in blocks(DOCS / "start" / "many-nodes.md") if "#SBATCH" in block.text)
+    example = (ROOT / "examples" / "slurm" / "train.sh").read_text()
+    own = r"# (A training|  sbatch|The config)|CONFIG=|export PYTHONPATH|srun |    --trainer|#SBATCH --(nt|cpu)"
+    expected = [line for line in example.splitlines() if not re.match(own, line)]
+    shown = [re.sub(r"^(#SBATCH \S+) .*", r"\1", line) for line in page.splitlines()]
+    assert len(expected) > 10
+    assert [line for line in shown if line in expected] == expected
 
 
 def written(kind: str) -> list[str]:

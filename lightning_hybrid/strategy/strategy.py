@@ -263,7 +263,7 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The replicas, as the world that a `DistributedSampler` takes for its keyword arguments."""
+        """The keyword arguments of a `DistributedSampler`: `num_replicas`, and as `rank` the data rank."""
         if self._world is None and self.sizes[0] == 1:
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": self.mesh.data_parallel_size, "rank": self.mesh.data_rank}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.documents import DOCS, blocks
 from tests.nodes import requeues
 from tests.nodes.machines import ROOT, Machines
 from tests.nodes.slurm import Slurm, why_not
@@ -53,4 +54,37 @@ def test_the_job_file_goes_on(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.
     assert state == "COMPLETED", text
     assert f"`Trainer.fit` stopped: `max_epochs={epochs}` reached" in text
     first, second, *_ = requeues.starts(tmp_path)
+    assert first == 0 < second
+
+
+_SCRIPT = """import argparse, os
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_hybrid import HybridStrategy
+from tests.nodes.preempted import Slow
+from tests.training_jobs import Regression, loader
+seed_everything(7)
+model, data = Regression(), loader(num_samples=64, shuffle=True)
+"""
+
+
+def test_the_job_file_of_the_page_goes_on_with_the_lines_for_a_script(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only sizes are others, there is no GPU, and steps take a while."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    page = blocks(DOCS / "start" / "many-nodes.md")
+    job = next(block.text for block in page if "#SBATCH" in block.text)
+    (tmp_path / "job.sh").write_text(re.sub(r"^(#SBATCH --gpus|source ).*\n", "", job, flags=re.MULTILINE))
+    script = next(block.text for block in page if "SLURM_NNODES" in block.text and block.language == "python")
+    script = script.replace("callbacks=[", f"max_epochs=3, callbacks=[Slow({str(tmp_path)!r}), ")
+    (tmp_path / "train.py").write_text(_SCRIPT + script)
+    options = ["--ntasks-per-node=2", "--cpus-per-task=2", f"--chdir={tmp_path}", "--output=job.log"]
+    number = slurm.submit(tmp_path / "job.sh", options=options)
+    requeues.wait_until(lambda: re.search(r" [3-9]", requeues.now(tmp_path)) is not None, slurm, number, tmp_path)
+    slurm.run("scancel", "--signal=USR1", number)
+    state, text = slurm.wait(number), (tmp_path / "job.log").read_text()
+    assert state == "COMPLETED", text
+    assert "`Trainer.fit` stopped: `max_epochs=3` reached" in text
+    first, second = requeues.starts(tmp_path)
     assert first == 0 < second
