@@ -165,7 +165,8 @@ class FailureWatch:
     def _find(self) -> str | None:
         """Why this run cannot go on, if it cannot."""
         if self._parent is not None and os.getppid() != self._parent:
-            return self._report("The process that started this rank, torchrun or another launcher, has ended.")
+            own = self._failures.name_of(self._rank)
+            return self._report(f"The process that started {own}, torchrun or another launcher, has ended.")
         try:
             return self._look_at_store()
         except (dist.DistError, OSError):

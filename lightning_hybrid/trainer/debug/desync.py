@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -71,7 +72,8 @@ class StepDesync:
             }
 
         if self._has_peers:
-            self._note(self._desync.model_group, step, (version, tuple(parts), tuple(counts)), describe)
+            alike = tuple([(part, len(list(equal))) for part, equal in groupby(parts)])  # what is kept for each batch
+            self._note(self._desync.model_group, step, (version, alike, tuple(counts)), describe)
 
     def note_logs(self, logs: Sequence[Log]) -> None:
         """A step has logged: what replicas reduce of it at once is compared over them."""
