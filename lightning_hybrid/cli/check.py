@@ -443,6 +443,8 @@ def _table(comparisons: tuple[Comparison, ...], tolerance: float) -> str:
         lines.append("  ".join(cells).rstrip())
     if len(shown) > _MOST_SHOWN:
         lines.append(f"and {len(shown) - _MOST_SHOWN} more of {len(tensors)} weights and buffers")
+    if any(each.difference > tolerance for each in comparisons):
+        lines.append(f"<: differs by more than {tolerance:.0e}")
     return "\n".join(lines)
 
 
