@@ -1,0 +1,195 @@
+"""What `check` does to a module before it compares: dropout that is found, draws."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_hybrid.cli.check import check
+from lightning_hybrid.cli.check_training.dropout import set_dropout_to_zero
+from lightning_hybrid.cli.check_training.step_watch import StepWatch
+from tests import frame_modules, modules
+
+PP2: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+
+
+# -- dropout -----------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Its probability is called as in papers."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.p = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.p if self.training else 0.0
+        tokens = x.unflatten(-1, (-1, 2))
+        return F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=p).flatten(1)
+
+
+class ByKeyword(nn.Module):
+    def __init__(self, p: float = 0.3) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=self.p if self.training else 0.0)
+
+
+class ByPosition(ByKeyword):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.p, self.training)
+
+
+class Inherits(ByPosition):
+    pass
+
+
+class PathDrop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = 0.3
+
+
+class Power(nn.Module):
+    """An exponent, in a class that has dropout, too."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.p = p
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x.pow(self.p)).norm(p=self.p)
+
+
+class Named(nn.Module):
+    def __init__(self, name: str, value: float) -> None:
+        super().__init__()
+        setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        (Attention(), ["p"]),
+        (ByKeyword(), ["p"]),
+        (ByPosition(), ["p"]),
+        (Inherits(), ["p"]),
+        (PathDrop(), ["p"]),
+        (nn.Dropout(0.2), ["p"]),
+        (nn.MultiheadAttention(4, 2, dropout=0.2), ["dropout"]),
+        (Named("dropout_p", 0.2), ["dropout_p"]),
+        (Named("attn_drop", 1.0), ["attn_drop"]),
+        (Named("drop_after", 1.5), []),  # no probability
+        (Named("p", 0.5), []),
+        (Power(), []),
+        (Power(2.0), []),
+        (nn.Dropout(0.0), []),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_which_probabilities_are_found(module: nn.Module, found: list[str]) -> None:
+    before = dict(vars(module))
+    assert set_dropout_to_zero(module) == len(found)
+    assert [name for name, value in vars(module).items() if value is not before[name]] == found
+    assert all(getattr(module, name) == 0.0 for name in found)
+
+
+class Attends(frame_modules.Loop):
+    """Each layer has an attention, whose probability is ``p``."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleList(nn.Sequential(modules.block(), Attention()) for _ in range(4))
+
+
+class Hidden(frame_modules.Loop):
+    """Dropout that is not found: nothing says what ``rate`` is."""
+
+    rate = 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.blocks:
+            x = F.dropout(layer(x), self.rate, self.training)  # here
+        return self.head(x)
+
+
+@pytest.mark.distributed
+def test_dropout_of_an_attention_is_off() -> None:
+    result = check(Attends, **PP2)
+    assert result.equal, str(result)
+    assert "Probabilities of dropout that were set to 0: 4." in str(result)
+
+
+@pytest.mark.distributed
+def test_what_draws_is_named_and_not_blamed_on_the_layout() -> None:
+    result = check(Hidden, **PP2)
+    line = next(at for at, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# here"))
+    assert f"the step draws random numbers (at tests/cli/test_check_training.py:{line})" in result.reason
+    assert "the comparison cannot be equal, and shows neither that the layout is right" in result.reason
+    assert "`--model.dropout 0`" in result.remedy
+    assert "`drop` in its name" in result.remedy
+    text = str(result)
+    assert "with the same random numbers" not in text
+    assert not re.search(r"(?i)dropout.* off", text)
+
+
+@pytest.mark.parametrize(
+    ("draw", "draws"),
+    [
+        (lambda: torch.randn(2), True),
+        (lambda: nn.Dropout(0.5)(torch.ones(2)), True),
+        (lambda: nn.Dropout(0.0)(torch.ones(2)), False),
+        (lambda: torch.ones(2).sum(), False),
+    ],
+)
+def test_draws_are_seen(draw: Any, *, draws: bool) -> None:
+    with StepWatch() as watch:
+        draw()
+    assert (watch.draws is not None) == draws
+    assert watch.float32 is None
+
+
+class NumpyNoise(modules.Around):
+    """Draws nothing from torch."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * (1 + np.random.rand())
+
+
+@pytest.mark.distributed
+def test_draws_of_numpy_are_seen() -> None:
+    result = check(NumpyNoise, data_parallel_size=2)
+    assert "the step draws random numbers (from numpy or `random`)" in result.reason, str(result)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+class LogsProduct(modules.Around):
+    """What it logs is no mean over samples; its loss is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("square", loss.detach() ** 2)
+        return loss
+
+
+@pytest.mark.distributed
+def test_the_mark_in_the_table_is_explained() -> None:
+    lines = str(check(LogsProduct, num_microbatches=2)).splitlines()
+    marked = [line for line in lines if line.endswith(" <")]
+    assert [line.split()[1:3] for line in marked] == [["log", "square"]] * 2
+    assert "<: differs by more than 1e-08" in lines
+    assert "<: differs" not in str(check(modules.Plain, num_microbatches=2))
