@@ -170,11 +170,12 @@ def check(
     layout = {**layout, **_IRRELEVANT}
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         layout[name] = preferred(layout.get(name, 1))
-    layout["num_microbatches"] = HybridStrategy(**layout).settings.num_microbatches
+    settings = HybridStrategy(**layout).settings
+    layout["num_microbatches"] = settings.num_microbatches
     if layout.get("data_parallel_size", "auto") == "auto":
         layout["data_parallel_size"] = 1
     with TemporaryDirectory(prefix="lightning-hybrid-") as directory:
-        training = Training(make_module, make_data or (lambda: None), steps, arguments, Path(directory))
+        training = Training(make_module, make_data or (lambda: None), steps, arguments, settings, Path(directory))
         return _Check(training, layout, time_limit, progress).result()
 
 

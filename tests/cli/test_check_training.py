@@ -1,8 +1,9 @@
-"""What `check` does to a module before it compares: dropout that is found, draws."""
+"""What `check` does to a module before it compares: values for the meta device, dropout that is found, draws."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,108 @@ from torch.nn import functional as F
 from lightning_hybrid.cli.check import check
 from lightning_hybrid.cli.check_training.dropout import set_dropout_to_zero
 from lightning_hybrid.cli.check_training.step_watch import StepWatch
+from lightning_hybrid.cli.local_ranks import RankError
+from lightning_hybrid.cli.main import main
 from tests import frame_modules, modules
+from tests.documents import DOCS, blocks
+from tests.strategy.test_meta_init import FromMeta
 
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+
+
+# -- layers on the meta device -----------------------------------------------------------------------------------------
+
+
+class Sum(FromMeta):
+    """A sum over samples, so each microbatch is tried by itself."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * len(batch[0])
+
+
+class BuiltOnMeta(modules.Around):
+    """Made on the meta device in `__init__`, and changed in `setup`."""
+
+    def build(self) -> None:
+        with torch.device("meta"):
+            super().build()
+
+    def setup(self, stage: str) -> None:
+        if not self.embed.weight.is_meta:  # as under a layout, where it has its values by now
+            self.embed.weight.data.mul_(2)
+
+
+class Table(nn.Module):
+    """Cannot set its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(modules.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table
+
+
+class Unsettable(modules.Example):
+    def build(self) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "body"):
+            with torch.device("meta"):
+                self.body = nn.Sequential(*(nn.Sequential(modules.block(), Table()) for _ in range(4)))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("module", "layout"),
+    [
+        (FromMeta, PP2),
+        (FromMeta, {"tensor_parallel_size": 2}),
+        (BuiltOnMeta, {"data_parallel_size": 2, "zero_stage": 3}),
+    ],
+)
+def test_layers_on_the_meta_device_have_the_same_values(module: type[modules.Example], layout: dict[str, Any]) -> None:
+    result = check(module, **layout)
+    assert result.equal, str(result)
+    assert result.largest.difference < 1e-9
+    norms = {each.name: each.expected for each in result.comparisons}
+    assert all(norm > 0 for name, norm in norms.items() if name.endswith("weight"))
+
+
+@pytest.mark.distributed
+def test_microbatches_of_a_module_on_the_meta_device() -> None:
+    result = check(Sum, num_microbatches=2)
+    assert "the loss is a sum over samples" in result.reason, str(result)
+
+
+@pytest.mark.distributed
+def test_layers_that_cannot_set_their_values_are_named() -> None:
+    with pytest.raises(RankError) as error:
+        check(Unsettable, **PP2)
+    assert "Training in one process: The parameter 'body.0.1.table' was made on the meta device" in str(error.value)
+    assert "Write a `reset_parameters(self)` that sets 'table'" in str(error.value)
+    assert "Traceback" not in str(error.value)
+
+
+@pytest.mark.distributed
+def test_the_model_of_the_documents(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = {block.language: block.text for block in blocks(DOCS / "how-to" / "choose-a-layout.md")}
+    (tmp_path / "gpt.py").write_text(found["python"])
+    (tmp_path / "gpt.yaml").write_text(found["yaml"])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["lightning-hybrid"])
+    sizes = {"model.dim": 16, "model.depth": 2, "model.heads": 2, "model.vocabulary": 32, "model.length": 8}
+    sizes |= {"data.vocabulary": 32, "data.length": 8, "trainer.devices": 2}
+    sizes |= {"trainer.strategy.init_args.pipeline_parallel_size": 2, "trainer.strategy.init_args.num_microbatches": 4}
+    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    with pytest.raises(SystemExit) as exit_:
+        main(["check", "--config", str(tmp_path / "gpt.yaml"), *words])
+    printed = capsys.readouterr()
+    assert exit_.value.code == 0, printed
+    assert "  29 weights and buffers " in printed.out
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,18 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.cli.check_training.dropout import set_dropout_to_zero
 from lightning_hybrid.cli.check_training.step_watch import StepWatch
+from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.distributed.agreement import RankInfo
 from lightning_hybrid.distributed.random import generator_marks, seed_generators
+from lightning_hybrid.strategy.layout import find_frames
+from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from lightning_hybrid.strategy.strategy import HybridStrategy
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.training_step import split_into
@@ -88,6 +94,7 @@ class Training:
         make_data: Makes what `Trainer.fit` takes as data.
         steps: Optimizer steps.
         trainer: Arguments of the Trainer that decide about steps, such as ``accumulate_grad_batches``.
+        settings: The arguments of the layout.
         directory: Where the batches are kept: the first run takes them from the user's loaders.
     """
 
@@ -95,6 +102,7 @@ class Training:
     make_data: MakeData
     steps: int
     trainer: Mapping[str, Any]
+    settings: HybridConfig
     directory: Path
 
     @property
@@ -216,7 +224,55 @@ class _UnderLayout(HybridStrategy):
         return super().process_dataloader(batches[replica["rank"] :: replica["num_replicas"]])
 
 
-class _OneProcess(SingleDeviceStrategy):
+class _SingleProcess(SingleDeviceStrategy):
+    """Plain Lightning, where layers on the meta device get the values that they get under a layout, when they do there.
+
+    Args:
+        training: What is trained.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(device="cpu")
+        self._training = training
+        self._seed = 0
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._seed = RankInfo.own().seed
+        assert self.lightning_module is not None
+        if not is_overridden("configure_model", self.lightning_module):
+            self._initialize()
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        with super().model_sharded_context():
+            yield
+        self._initialize()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        self._initialize()  # what the hook `setup` has made
+        super().setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        module = self._lightning_module
+        if module is not None and lacks_values(module):  # after an error, which torch's about moving it would hide
+            self._lightning_module = None
+        super().teardown()
+        self._lightning_module = module
+
+    def _initialize(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if lacks_values(module):
+            frames = find_frames(module, self._training.settings, 1)
+            Initialization(module, self.root_device, self._seed, frames=frames).finish()
+
+
+class _OneProcess(_SingleProcess):
     """Plain Lightning, on batches that are taken now or were before.
 
     Where the user names the normaliser of the loss, batches of the replicas of a step are weighted by it, so that they
@@ -229,8 +285,8 @@ class _OneProcess(SingleDeviceStrategy):
     """
 
     def __init__(self, training: Training, count: int, replicas: int) -> None:
-        super().__init__(device="cpu")
-        self._training, self._count, self._replicas = training, count, replicas
+        super().__init__(training)
+        self._count, self._replicas = count, replicas
         self.factors: list[float] = [1.0] * count
         self.float32: str | None = None
         self.draws: str | None = None
@@ -267,12 +323,12 @@ class _OneProcess(SingleDeviceStrategy):
         return {**output, "loss": output["loss"] * factor} if isinstance(output, Mapping) else output * factor
 
 
-class _Microbatches(SingleDeviceStrategy):
+class _Microbatches(_SingleProcess):
     """Computes the gradients of a batch and of each of its microbatches, and changes no weights."""
 
     def __init__(self, training: Training, num_microbatches: int, loss_reduction: str) -> None:
-        super().__init__(device="cpu")
-        self._training, self._num_microbatches, self._loss_reduction = training, num_microbatches, loss_reduction
+        super().__init__(training)
+        self._num_microbatches, self._loss_reduction = num_microbatches, loss_reduction
         self._columns: list[Tensor] = []
         self._used: tuple[float, ...] = ()
 
