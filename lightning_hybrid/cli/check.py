@@ -135,8 +135,8 @@ def check(
     """Train a module in one process and under a layout, and compare.
 
     Both train in float64 on the CPU, on the same batches of the user's loader, in processes of their own that are
-    copies of this one. Dropout is switched off. Where there are several replicas, each gets batches of its own, and one
-    process takes the mean over them, as Lightning's DDP does.
+    copies of this one. Dropout is set to 0 where modules keep its probability in an attribute. Where there are several
+    replicas, each gets batches of its own, and one process takes the mean over them, as Lightning's DDP does.
 
     Example::
 
@@ -170,11 +170,12 @@ def check(
     layout = {**layout, **_IRRELEVANT}
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         layout[name] = preferred(layout.get(name, 1))
-    layout["num_microbatches"] = HybridStrategy(**layout).settings.num_microbatches
+    settings = HybridStrategy(**layout).settings
+    layout["num_microbatches"] = settings.num_microbatches
     if layout.get("data_parallel_size", "auto") == "auto":
         layout["data_parallel_size"] = 1
     with TemporaryDirectory(prefix="lightning-hybrid-") as directory:
-        training = Training(make_module, make_data or (lambda: None), steps, arguments, Path(directory))
+        training = Training(make_module, make_data or (lambda: None), steps, arguments, settings, Path(directory))
         return _Check(training, layout, time_limit, progress).result()
 
 
@@ -224,11 +225,7 @@ class _Check:
             with_same_draws = self.with_same_draws(result)
             if with_same_draws.equal:
                 return with_same_draws
-            explanation = _Explanation(
-                "the step draws random numbers; with others, one process is different from itself. Microbatches and"
-                " replicas draw their own, so the numbers of a layout are others, too.",
-                "Switch off for the check what draws (dropout that modules keep in an attribute is off already).",
-            )
+            explanation = self.explain_draws()
         return replace(result, experiments=tuple(self.experiments), **vars(explanation))
 
     def with_same_draws(self, result: CheckResult) -> CheckResult:
@@ -236,7 +233,7 @@ class _Check:
         layout = {**self.layout, **_WITHOUT_STAGES, **_WITHOUT_TENSOR_PARALLEL, "zero_stage": 0, "recompute": False}
         if all(self.layout.get(name, value) == value for name, value in layout.items()):
             return result
-        text = "one process, the same microbatches, each with the same random numbers"
+        text = "one process, the same microbatches from the same seeds"
         try:
             ranks, replicas = self.train(self.layout), self.train(layout)
         except RankError as error:
@@ -281,7 +278,7 @@ class _Check:
         notes = []
         if reference.dropouts:
             notes.append(
-                f"Dropout is off ({reference.dropouts} probabilities were set to 0): microbatches draw other random"
+                f"Probabilities of dropout that were set to 0: {reference.dropouts}. Microbatches draw other random"
                 " numbers than one batch."
             )
         if reference.float32 is not None:
@@ -291,6 +288,18 @@ class _Check:
         return tuple(notes)
 
     # -- why ---------------------------------------------------------------------------------------------------------
+
+    def explain_draws(self) -> _Explanation:
+        """One process is different from itself, and so is a layout, whose microbatches and layers draw their own."""
+        draws = self.reference(self.replicas).draws
+        who = "training draws random numbers" if draws is None else f"the step draws random numbers ({draws})"
+        return _Explanation(
+            f"{who}; with others, one process is different from itself. Under a layout each microbatch and each replica"
+            " draws its own, and so may each layer and each rank that shares one: the comparison cannot be equal, and"
+            " shows neither that the layout is right nor that it is wrong.",
+            "Switch off for the check what draws. Set a dropout of your own to 0 (such as `--model.dropout 0`), or keep"
+            " its probability in an attribute with `drop` in its name (`self.dropout_p`), which is set to 0 here.",
+        )
 
     def explain(self, result: CheckResult) -> _Explanation:
         """Change one thing after another until the numbers are equal."""
@@ -443,6 +452,8 @@ def _table(comparisons: tuple[Comparison, ...], tolerance: float) -> str:
         lines.append("  ".join(cells).rstrip())
     if len(shown) > _MOST_SHOWN:
         lines.append(f"and {len(shown) - _MOST_SHOWN} more of {len(tensors)} weights and buffers")
+    if any(each.difference > tolerance for each in comparisons):
+        lines.append(f"<: differs by more than {tolerance:.0e}")
     return "\n".join(lines)
 
 

@@ -27,7 +27,9 @@ class Comparison:
         name: ``"loss"``, ``"gradient norm"``, ``"log NAME"``, ``"weight NAME"`` or ``"buffer NAME"``.
         expected: In one process; the norm of a tensor, ``nan`` if there is no such value.
         actual: Under the layout, likewise. Of several batches of a step both are the mean.
-        difference: The relative difference, of a tensor that of its norm; the largest one of several batches.
+        difference: How much they differ, relative to what is expected; of tensors the norm of their difference over the
+            norm of the expected one, so tensors of equal norms may differ. What it is divided by is at least 1e-3, for
+            a tensor of N numbers 1e-3 times the root of N. Of several batches the largest one.
     """
 
     step: int | None

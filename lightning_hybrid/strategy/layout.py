@@ -183,6 +183,25 @@ def find_layers(module: LightningModule, settings: HybridConfig, num_stages: int
     return find_body(module, settings.body or find_hook(module, "pipeline_body"), num_stages)
 
 
+def find_frames(
+    module: LightningModule, settings: HybridConfig, num_stages: int, body: Body | None = None
+) -> list[str]:
+    """The names of the modules that hold the body: of the same ones under every layout.
+
+    Args:
+        module: The user's module.
+        settings: The settings.
+        num_stages: The number of stages.
+        body: The body, if it has been found.
+    """
+    try:
+        body = body or find_layers(module, settings, num_stages)
+    except (ValueError, TypeError):
+        return [""]
+    holders = {name.rsplit(".", count)[0] for name in body.names for count in range(1, name.count(".") + 1)}
+    return ["", *sorted(holders)]
+
+
 def find_own_layers(module: nn.Module, body: Body | None, stage_map: StageMap, rank: int) -> dict[int, list[nn.Module]]:
     """The layers of each stage of a pipeline rank; without stages, those that lists of layers in the module have."""
     if body is None:

@@ -196,18 +196,10 @@ class ModuleParallelizer:
         """Give values to what has none, and divide it layer by layer: no other layer is whole at the same time."""
         shapes = weights.shapes(self._module) if weights else {}
         given = [name for name, value in self._module.state_dict().items() if shapes.get(name) == _shape(value)]
-        initialize = Initialization(self._module, self._device, self._seed, frames=self._frames(), given=given)
+        frames = layout.find_frames(self._module, self._settings, self.num_stages, self.body)
+        initialize = Initialization(self._module, self._device, self._seed, frames=frames, given=given)
         self._apply_plan(prepare=initialize)
         initialize.finish()
-
-    def _frames(self) -> list[str]:
-        """The names of the modules that hold the body: of the same ones under every layout."""
-        try:
-            body = self.body or layout.find_layers(self._module, self._settings, self.num_stages)
-        except (ValueError, TypeError):
-            return [""]
-        holders = {name.rsplit(".", count)[0] for name in body.names for count in range(1, name.count(".") + 1)}
-        return ["", *sorted(holders)]
 
     def _plan_tensor_parallel(self) -> None:
         size = self._mesh.tensor_parallel_size

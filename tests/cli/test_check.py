@@ -190,7 +190,7 @@ def test_equal(name: str) -> None:
 def test_dropout_is_off_and_said() -> None:
     result = check(Dropouts, **PP2)
     assert result.equal, str(result)
-    assert "Dropout is off (6 probabilities were set to 0)" in str(result)
+    assert "Probabilities of dropout that were set to 0: 6." in str(result)
 
 
 @pytest.mark.distributed

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,18 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_hybrid.distributed.random import seed_generators
+from lightning_hybrid.cli.check_training.dropout import set_dropout_to_zero
+from lightning_hybrid.cli.check_training.step_watch import StepWatch
+from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.distributed.agreement import RankInfo
+from lightning_hybrid.distributed.random import generator_marks, seed_generators
+from lightning_hybrid.strategy.layout import find_frames
+from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from lightning_hybrid.strategy.strategy import HybridStrategy
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.training_step import split_into
@@ -30,7 +36,6 @@ from lightning_hybrid.trainer.training_step import split_into
 MakeModule = Callable[[], LightningModule]
 MakeData = Callable[[], Any]
 
-_NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -49,6 +54,7 @@ class TrainingRecord:
         dropouts: The number of probabilities of dropout that were set to 0.
         batch_norms: The number of layers with batch statistics.
         float32: Where the step turned float64 into something narrower first; ``None`` if it did not.
+        draws: Where the first step drew random numbers first; ``None`` if it did not.
     """
 
     data_rank: int = 0
@@ -61,6 +67,7 @@ class TrainingRecord:
     dropouts: int = 0
     batch_norms: int = 0
     float32: str | None = None
+    draws: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,7 @@ class Training:
         make_data: Makes what `Trainer.fit` takes as data.
         steps: Optimizer steps.
         trainer: Arguments of the Trainer that decide about steps, such as ``accumulate_grad_batches``.
+        settings: The arguments of the layout.
         directory: Where the batches are kept: the first run takes them from the user's loaders.
     """
 
@@ -94,6 +102,7 @@ class Training:
     make_data: MakeData
     steps: int
     trainer: Mapping[str, Any]
+    settings: HybridConfig
     directory: Path
 
     @property
@@ -131,7 +140,7 @@ class Training:
         strategy = _OneProcess(self, self.steps * self.accumulated * replicas, replicas)
         self._fit(strategy, 1, recorder, accumulated=self.accumulated * replicas)
         record = recorder.record
-        record.float32 = strategy.float32
+        record.float32, record.draws = strategy.float32, strategy.draws
         record.losses = [loss / factor for loss, factor in zip(record.losses, strategy.factors, strict=True)]
         return record
 
@@ -215,7 +224,55 @@ class _UnderLayout(HybridStrategy):
         return super().process_dataloader(batches[replica["rank"] :: replica["num_replicas"]])
 
 
-class _OneProcess(SingleDeviceStrategy):
+class _SingleProcess(SingleDeviceStrategy):
+    """Plain Lightning, where layers on the meta device get the values that they get under a layout, when they do there.
+
+    Args:
+        training: What is trained.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(device="cpu")
+        self._training = training
+        self._seed = 0
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._seed = RankInfo.own().seed
+        assert self.lightning_module is not None
+        if not is_overridden("configure_model", self.lightning_module):
+            self._initialize()
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        with super().model_sharded_context():
+            yield
+        self._initialize()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        self._initialize()  # what the hook `setup` has made
+        super().setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        module = self._lightning_module
+        if module is not None and lacks_values(module):  # after an error, which torch's about moving it would hide
+            self._lightning_module = None
+        super().teardown()
+        self._lightning_module = module
+
+    def _initialize(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if lacks_values(module):
+            frames = find_frames(module, self._training.settings, 1)
+            Initialization(module, self.root_device, self._seed, frames=frames).finish()
+
+
+class _OneProcess(_SingleProcess):
     """Plain Lightning, on batches that are taken now or were before.
 
     Where the user names the normaliser of the loss, batches of the replicas of a step are weighted by it, so that they
@@ -224,13 +281,15 @@ class _OneProcess(SingleDeviceStrategy):
     Attributes:
         factors: By which each batch's loss is multiplied.
         float32: Where the first step turned float64 into something narrower.
+        draws: Where it drew random numbers.
     """
 
     def __init__(self, training: Training, count: int, replicas: int) -> None:
-        super().__init__(device="cpu")
-        self._training, self._count, self._replicas = training, count, replicas
+        super().__init__(training)
+        self._count, self._replicas = count, replicas
         self.factors: list[float] = [1.0] * count
         self.float32: str | None = None
+        self.draws: str | None = None
         self._loaders, self._steps = itertools.count(), itertools.count()
 
     @override
@@ -250,9 +309,12 @@ class _OneProcess(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         number = next(self._steps)
         if number == 0:
-            with _Float32Watch() as watch:
+            before = generator_marks(self.root_device)
+            with StepWatch() as watch:
                 output = super().training_step(*args, **kwargs)
-            self.float32 = watch.where
+            self.float32, self.draws = watch.float32, watch.draws
+            if self.draws is None and generator_marks(self.root_device) != before:
+                self.draws = "from numpy or `random`"
         else:
             output = super().training_step(*args, **kwargs)
         factor = self.factors[number]
@@ -261,12 +323,12 @@ class _OneProcess(SingleDeviceStrategy):
         return {**output, "loss": output["loss"] * factor} if isinstance(output, Mapping) else output * factor
 
 
-class _Microbatches(SingleDeviceStrategy):
+class _Microbatches(_SingleProcess):
     """Computes the gradients of a batch and of each of its microbatches, and changes no weights."""
 
     def __init__(self, training: Training, num_microbatches: int, loss_reduction: str) -> None:
-        super().__init__(device="cpu")
-        self._training, self._num_microbatches, self._loss_reduction = training, num_microbatches, loss_reduction
+        super().__init__(training)
+        self._num_microbatches, self._loss_reduction = num_microbatches, loss_reduction
         self._columns: list[Tensor] = []
         self._used: tuple[float, ...] = ()
 
@@ -300,40 +362,13 @@ class _Microbatches(SingleDeviceStrategy):
         return MicrobatchWeights(tuple(found.flatten().tolist()), float(residual), self._used)
 
 
-class _Float32Watch(TorchFunctionMode):
-    """Finds the first call that makes a narrower tensor of one in float64.
-
-    Attributes:
-        where: The file and line.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.where: str | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        is_narrow = isinstance(result, Tensor) and result.dtype in _NARROW
-        if self.where is None and is_narrow and any(getattr(each, "dtype", None) == torch.float64 for each in args):
-            self.where = _caller()
-        return result
-
-
-def _caller() -> str:
-    """The line that called a function of torch."""
-    inside = {str(Path(torch.__file__).parent), __file__}
-    frames = (frame for frame in reversed(traceback.extract_stack()) if not frame.filename.startswith(tuple(inside)))
-    frame = next(frames)
-    return f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno}"
-
-
 # -- recording ---------------------------------------------------------------------------------------------------------
 
 
 class _Recorder(Callback):
     """Keeps what happens, the same way in one process and under a layout.
 
-    Dropout is off: microbatches draw other random numbers than a batch, so nothing could be compared.
+    Dropout that is found is off: microbatches draw other random numbers than a batch, so nothing could be compared.
 
     Attributes:
         record: What it has kept.
@@ -345,7 +380,7 @@ class _Recorder(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for module in pl_module.modules():
-            self.record.dropouts += _set_dropout_to_zero(module)
+            self.record.dropouts += set_dropout_to_zero(module)
             self.record.batch_norms += isinstance(module, _BATCH_NORMS)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -378,19 +413,6 @@ class _Recorder(Callback):
         state = trainer.strategy.lightning_module_state_dict()
         self.record.weights = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         self.record.parameter_names = frozenset(name for name, _ in pl_module.named_parameters(remove_duplicate=False))
-
-
-def _set_dropout_to_zero(module: nn.Module) -> int:
-    """Set the probabilities that a module keeps, and count those that were not 0."""
-    is_layer = "dropout" in type(module).__name__.lower()
-    found = [
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, float) and value > 0 and ("drop" in name.lower() or (is_layer and name == "p"))
-    ]
-    for name in found:
-        setattr(module, name, 0.0)
-    return len(found)
 
 
 def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
