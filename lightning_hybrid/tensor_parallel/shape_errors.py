@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_hybrid.distributed.module_names import pattern_of
 from lightning_hybrid.tensor_parallel.layers import (
     ColumnParallelLinear,
     DividedNumbers,
@@ -52,12 +53,12 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
     numbers = [name for name, value in vars(holder).items() if _may_count(value, below[0])]
     numbers = list(holder.divided) if isinstance(holder, DividedNumbers) else numbers
     if inner and isinstance(inner[0], nn.Linear):
-        missing = f"{_pattern(names.get(id(inner[0]), '?'))!r}: 'rowwise'"
+        missing = f"{pattern_of(names.get(id(inner[0]), '?'))!r}: 'rowwise'"
     elif numbers and not inner:
         narrow = f" + narrow_input:{','.join(_takers(holder))}" if reads_width(holder) and _takers(holder) else ""
-        missing = f"{_pattern(names.get(id(holder), '?'))!r}: 'divide:{','.join(numbers[:_MOST])}{narrow}'"
+        missing = f"{pattern_of(names.get(id(holder), '?'))!r}: 'divide:{','.join(numbers[:_MOST])}{narrow}'"
     else:
-        missing = f"{_pattern(names.get(id(divided[-1]), '?'))!r}: 'colwise_gather_output'"
+        missing = f"{pattern_of(names.get(id(divided[-1]), '?'))!r}: 'colwise_gather_output'"
     listed = ", ".join(repr(names.get(id(layer), "?")) for layer in divided[:_MOST])
     listed += " and others" if len(divided) > _MOST else ""
     text = (
@@ -102,8 +103,3 @@ def _may_count(value: object, layer: ParallelLayer) -> bool:
     """Whether an attribute may be the number of something that ranks share, such as heads."""
     size = layer.tensor_group.size
     return isinstance(value, int) and not isinstance(value, bool) and value >= size and value % size == 0
-
-
-def _pattern(name: str) -> str:
-    """The name of a module for all of its kind: a ``*`` for each number."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.distributed.module_names import join_names
+from lightning_hybrid.distributed.module_names import join_names, pattern_of
 from lightning_hybrid.tensor_parallel.auto_plan.builder import PlanBuilder
 from lightning_hybrid.tensor_parallel.auto_plan.heads import HEADS, count_heads, indivisible_reason
 from lightning_hybrid.tensor_parallel.auto_plan.known_code import unknown_reason
@@ -210,7 +210,7 @@ def _likely(host: nn.Module, ways: list[Block]) -> Block:
 
 def _entries(builder: PlanBuilder, name: str, block: Block) -> dict[str, str]:
     """What a user may write for a block, and for all that are alike."""
-    pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+    pattern = pattern_of(name)
     around: dict[str, str] = {}
     for path, style in block.wrappers():
         if not style.startswith("mask_per_head:"):
