@@ -33,6 +33,8 @@ _MLPS = (
     (("dense_h_to_4h",), "dense_4h_to_h"),
     (("gate_proj", "up_proj"), "down_proj"),
     (("up_proj",), "down_proj"),
+    (("gate", "up"), "down"),
+    (("up",), "down"),
     (("w1", "w3"), "w2"),
     (("fc1_g", "fc1_x"), "fc2"),
     (("intermediate.dense",), "output.dense"),
