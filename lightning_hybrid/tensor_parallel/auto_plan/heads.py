@@ -1,8 +1,13 @@
-"""How many heads an attention says that it has."""
+"""How many heads an attention says that it has, and whether a plan divides that number."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+from torch import nn
+
+from lightning_hybrid.tensor_parallel.auto_plan.forward_code import attributes_read
+from lightning_hybrid.tensor_parallel.layers import DividedNumbers
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
@@ -23,3 +28,13 @@ def indivisible_reason(counts: Mapping[str, int], size: int) -> str | None:
         if count % size:
             return f"has {count} heads ({name}), which cannot be divided over {size} ranks"
     return None
+
+
+def undivided_heads(module: nn.Module) -> dict[str, int]:
+    """Of a module during a run, the numbers of all heads that its code reads and that the plan does not divide.
+
+    By attribute.
+    """
+    divided = module.divided if isinstance(module, DividedNumbers) else ()
+    heads, read = count_heads(module), attributes_read(module)
+    return {name: n for name, n in heads.items() if name not in divided and (read is None or name in read)}
