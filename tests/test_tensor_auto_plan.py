@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hybrid.distributed.dtensor import full_tensor, is_sharded
+from lightning_hybrid.tensor_parallel.plan import make_plan
 from tests import tensor_modules as zoo
 from tests.pool import Pools
 from tests.training_jobs import make_trainer
@@ -72,6 +75,46 @@ class SparseCoders(zoo.Sequences):
 
 def test_a_block_of_the_users_own_trains_as_in_one_process(ranks: Pools) -> None:
     assert_equal_to_one_process(ranks, SparseCoders, 0)
+
+
+class Gated(nn.Module):
+    """A gated multilayer perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(zoo.DIM, 32), nn.Linear(zoo.DIM, 32), nn.Linear(32, zoo.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class GatedOfTimm(Gated):
+    """The same, of a package whose code is known."""
+
+    __module__ = "timm.layers.mlp"
+
+
+class GatedMLPs(zoo.Sequences):
+    def layer(self, index: int) -> nn.Module:
+        return GatedOfTimm()
+
+
+class OwnGatedMLPs(zoo.Sequences):
+    """The plan is what the table at the start proposes."""
+
+    def layer(self, index: int) -> nn.Module:
+        return Gated()
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        reasons = make_plan(self, "auto", 2, sequence_parallel=False).reasons
+        (proposal,) = {text[text.index("{") : text.index("}") + 1] for text in reasons.values()}
+        plan: dict[str, str] = ast.literal_eval(proposal)
+        return plan
+
+
+@pytest.mark.parametrize("cls", [GatedMLPs, OwnGatedMLPs])
+def test_a_gated_multilayer_perceptron(ranks: Pools, cls: type[zoo.Example]) -> None:
+    assert_equal_to_one_process(ranks, cls, 6 * 5)
 
 
 class Unlike(zoo.TimmViT):

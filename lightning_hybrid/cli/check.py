@@ -194,6 +194,7 @@ class _Check:
     time_limit: float
     progress: Callable[[str], None]
     experiments: list[Experiment] = field(default_factory=list)
+    _ranks: list[TrainingRecord] = field(default_factory=list)  # of the layout as it is
     _references: dict[tuple[Any, ...], TrainingRecord] = field(default_factory=dict)
 
     @property
@@ -266,6 +267,7 @@ class _Check:
         replicas = layout["data_parallel_size"]
         reference = self.reference(replicas, fixed_statistics=fixed_statistics)
         ranks = self.train(layout, fixed_statistics=fixed_statistics)
+        self._ranks = self._ranks or ranks
         return compare(reference, ranks, steps=self.training.steps, replicas=replicas)
 
     def train(self, layout: Mapping[str, Any], *, fixed_statistics: bool = False) -> list[TrainingRecord]:
@@ -312,12 +314,21 @@ class _Check:
             if self.is_equal(text, {**one, **changes}):
                 return _Explanation(
                     f"with {text} the numbers are those of one process, so the difference comes from there.",
-                    "`lightning-hybrid plan` shows what is divided how. If that is right, it is a fault of this"
+                    (self.about_plan() if "tensor_parallel_size" in changes else "")
+                    + "`lightning-hybrid plan` shows what is divided how. If that is right, it is a fault of this"
                     " package: please report it.",
                 )
         return _Explanation(
             "no change of one thing makes the numbers equal.", "Take parts out of the module until they are."
         )
+
+    def about_plan(self) -> str:
+        """Where the plan of tensor parallelism is the user's: that it may be wrong, and where."""
+        record = self._ranks[0]
+        if not record.has_own_plan:
+            return ""
+        first = "tensor_parallel_plan is your own: look first whether it lacks an entry."
+        return "".join(f"{sentence} " for sentence in (first, *record.plan_faults[:_MOST_SHOWN]))
 
     def explain_microbatches(self, result: CheckResult) -> _Explanation:
         """One microbatch is equal, several are not."""

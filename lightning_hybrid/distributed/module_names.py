@@ -30,6 +30,16 @@ def name_matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
+def pattern_of(name: str) -> str:
+    """The pattern of a dotted name and of all that differ from it in numbers only.
+
+    Example:
+        >>> pattern_of("body.3.mlp.0")
+        'body.*.mlp.*'
+    """
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 def fold_numbered(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Rows that begin with a dotted name: those that differ only in its first number become one, with their count.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_hybrid.distributed.module_names import fold_numbered
+from lightning_hybrid.distributed.module_names import fold_numbered, pattern_of
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.schedules import Schedule
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
@@ -298,9 +298,8 @@ def _whole(plan: Plan, module: nn.Module) -> list[str]:
     counts: dict[tuple[str, str], int] = {}
     for name, reason in plan.reasons.items():
         own = sum(sizes.pop(id(parameter), 0) for parameter in module.get_submodule(name).parameters())
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
         alike = sum(other == reason for other in plan.reasons.values()) > 1
-        key = pattern if alike else name, reason
+        key = pattern_of(name) if alike else name, reason
         counts[key] = counts.get(key, 0) + own
     lines = [f"{name} stays whole: it {reason} ({100 * n / total:.1f} %)" for (name, reason), n in counts.items()]
     unknown: Counter[str] = Counter()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
@@ -100,6 +99,11 @@ def _original(kind: type) -> type:
     while kind in _MIXED.values():
         kind = kind.__bases__[1]
     return kind
+
+
+def original_class(layer: nn.Module) -> Any:
+    """The class that a layer had before it was turned into a parallel one."""
+    return _original(type(layer))
 
 
 def disable_fastpath(module: nn.Module) -> None:
@@ -327,24 +331,6 @@ class NarrowInput(ParallelLayer):
                 hooks.callback(block.get_submodule(path).register_forward_pre_hook(give, prepend=True).remove)
             given = ((narrow, *args[1:]), kwargs) if args else ((), {**kwargs, first: narrow})
             return super().forward(*given[0], **given[1])  # type: ignore[misc]
-
-
-#: Code that takes the width of its input; what it calls ``_`` it does not use.
-_TAKES_WIDTH = re.compile(r"^ *\w+, *\w+, *(?!_\b)\w+ *= *\w+\.(shape\b(?!\[)|size\(\))", re.MULTILINE)
-
-
-def forward_source(module: nn.Module) -> str:
-    """The code of a module's class; nothing where it has no source."""
-    kind: Any = _original(type(module))
-    try:
-        return inspect.getsource(kind.forward)
-    except (OSError, TypeError):
-        return ""
-
-
-def reads_width(module: nn.Module) -> bool:
-    """Whether the code of a block takes the width of its input, as by ``B, N, C = x.shape``: see `NarrowInput`."""
-    return _TAKES_WIDTH.search(forward_source(module)) is not None
 
 
 class MaskPerHead(ParallelLayer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -297,6 +298,29 @@ def test_blocks_of_the_users_own_stay_whole_with_a_plan_to_write() -> None:
         "{'body.*.attn': 'divide:n_head,n_embd + narrow_input:c_attn', "
         f"'body.*.attn.c_attn': 'packed_colwise_3', 'body.*.attn.c_proj': 'rowwise'}}, {check}",
     }
+
+
+class Joined(zoo.Attention):
+    """Norm, attention and residual in one `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, L, C = x.shape
+        y = F.layer_norm(x, (C,))
+        q, k, v = (f(y).view(B, L, self.num_heads, self.head_dim).transpose(1, 2) for f in (self.q, self.k, self.v))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, L, C))
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def test_what_is_proposed_for_blocks_of_the_users_own_does_not_narrow_an_input_that_they_use() -> None:
+    _, reasons = auto(nn.ModuleList([Joined()]))
+    columns = dict.fromkeys(("*.gate", "*.up", "*.q", "*.k", "*.v"), "colwise")
+    entries = ast.literal_eval(reasons["0"][reasons["0"].index("{") : reasons["0"].index("}") + 1])
+    assert entries == {**columns, "*.down": "rowwise", "*.proj": "rowwise", "*": "divide:num_heads"}
+    assert "but it reads the width of its input, which is whole: let its `forward` read widths" in reasons["0"]
 
 
 def test_a_part_of_the_users_own_keeps_a_known_block_whole() -> None:

@@ -128,9 +128,124 @@ def test_code_that_takes_the_width_of_its_input_is_told_to_narrow_it(ranks: Pool
     assert ranks(2, lightning=True).run(trained, {**NARROW, "body.*.attention": both}, NarrowBlocks) == ["no error"] * 2
 
 
+class JoinedBlock(nn.Module):
+    """Norm, attention, residual and a gated multilayer perceptron in one `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 4, 2
+        self.norm = nn.LayerNorm(8)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        y = self.norm(x)
+        q, k, v = (
+            each(y).view(b, t, self.num_heads, self.head_dim).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
+        x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, c))
+        return x + self.down(torch.relu(self.gate(x)) * self.up(x))
+
+
+class JoinedBlocks(Regression):
+    block: type[nn.Module] = JoinedBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[self.block() for _ in range(4)]).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(x).unsqueeze(1)).squeeze(1))
+
+
+class ReadsBehind(JoinedBlock):
+    """As the advice says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        y = self.norm(x)
+        q, k, v = (each(y).view(b, t, self.num_heads, -1).transpose(1, 2) for each in (self.q, self.k, self.v))
+        x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, -1))
+        return x + self.down(torch.relu(self.gate(x)) * self.up(x))
+
+
+class ReadBehind(JoinedBlocks):
+    block = ReadsBehind
+
+
+QKVO = {**{f"body.*.{name}": "colwise" for name in "qkv"}, "body.*.o": "rowwise"}
+GATED = {"body.*.gate": "colwise", "body.*.up": "colwise", "body.*.down": "rowwise"}
+JOINED = {"body.*": "divide:num_heads"}
+BEHIND = "let its `forward` read widths from what the divided layers return (`.view(b, t, self.num_heads, -1)`, `."
+
+
+@pytest.mark.parametrize(
+    ("plan", "torchs", "words", "absent"),
+    [
+        (
+            QKVO,
+            "shape '[8, 1, 4, 2]' is",
+            "it may be 'body.*': 'divide:num_heads'. The code reads the width",
+            "head_dim",
+        ),
+        (
+            {**QKVO, **JOINED},
+            "shape '[8, 1, 8]' is",
+            "makes it whole. The code reads the width of its input",
+            "'divide:",
+        ),
+        (
+            {**QKVO, "body.*": "divide:num_heads + narrow_input:q,k,v"},
+            "Given normalized_shape=[8]",
+            "In the plan is 'body.*': 'narrow_input:q,k,v', so this code gets an input that has the width of a",
+            "it may be",
+        ),
+    ],
+    ids=["nothing", "heads", "narrow"],
+)
+def test_a_block_in_one_forward_is_told_to_read_widths_behind_its_layers(
+    ranks: Pools, plan: dict[str, str], torchs: str, words: str, absent: str
+) -> None:
+    """Its input is normalised and added, so it cannot be narrowed; `head_dim` is the same on all ranks."""
+    for text in ranks(2, lightning=True).run(trained, plan, JoinedBlocks):
+        assert torchs in text
+        assert words in text
+        assert BEHIND in text
+        assert absent not in text.partition("This is in")[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"body.*.up": "replicate"}, "it may be 'body.*.up': 'colwise'."),
+        ({"body.*.up": "replicate", "body.*.down": "colwise_gather_output"}, "it may be 'body.*.up': 'colwise'."),
+        (
+            {"body.*.gate": "replicate", "body.*.up": "replicate"},
+            "it may be 'body.*.gate': 'colwise' and 'body.*.up': 'colwise'.",
+        ),
+        ({"body.*.down": "colwise_gather_output"}, "it may be 'body.*.down': 'rowwise'."),
+        ({"body.*.v": "replicate"}, "it may be 'body.*.v': 'colwise'."),
+        ({"body.*.o": "replicate"}, "it may be 'body.*.o': 'rowwise'."),
+        ({}, "no error"),
+    ],
+    ids=["up", "up, then down", "gate and up", "down", "v", "o", "complete"],
+)
+def test_the_linear_layer_that_the_plan_lacks_is_proposed(ranks: Pools, change: dict[str, str], words: str) -> None:
+    for text in ranks(2, lightning=True).run(trained, {**QKVO, **JOINED, **GATED, **change}, ReadBehind):
+        assert words in text
+
+
 class Unrelated(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).view(3, 5)
+
+
+def test_code_around_blocks_that_are_divided_rightly_has_no_entry_proposed(ranks: Pools) -> None:
+    for text in ranks(2, lightning=True).run(trained, {**ATTENTION, **MLP, **HEADS}, Unrelated):
+        assert "shape '[3, 5]' is invalid" in text
+        assert "in which tensor_parallel_plan divides" in text
+        assert "it may be" not in text
 
 
 def unrelated() -> Any:

@@ -26,9 +26,11 @@ from lightning_hybrid.cli.check_training.step_watch import StepWatch
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.agreement import RankInfo
 from lightning_hybrid.distributed.random import generator_marks, seed_generators
-from lightning_hybrid.strategy.layout import find_frames
+from lightning_hybrid.strategy.layout import find_frames, requested_plan
 from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from lightning_hybrid.strategy.strategy import HybridStrategy
+from lightning_hybrid.tensor_parallel.auto_plan.heads import missing_heads
+from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.training_step import split_into
 
@@ -53,6 +55,8 @@ class TrainingRecord:
         parameter_names: Which of them are parameters.
         dropouts: The number of probabilities of dropout that were set to 0.
         batch_norms: The number of layers with batch statistics.
+        has_own_plan: Whether the user says how layers are shared by tensor-parallel ranks.
+        plan_faults: What that plan may lack, in sentences.
         float32: Where the step turned float64 into something narrower first; ``None`` if it did not.
         draws: Where the first step drew random numbers first; ``None`` if it did not.
     """
@@ -66,6 +70,8 @@ class TrainingRecord:
     parameter_names: frozenset[str] = frozenset()
     dropouts: int = 0
     batch_norms: int = 0
+    has_own_plan: bool = False
+    plan_faults: tuple[str, ...] = ()
     float32: str | None = None
     draws: str | None = None
 
@@ -385,6 +391,11 @@ class _Recorder(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         seed_generators(self._seed)
+        strategy = trainer.strategy
+        is_divided = any(isinstance(layer, ParallelLayer) for layer in pl_module.modules())
+        if isinstance(strategy, HybridStrategy) and is_divided:
+            self.record.has_own_plan = isinstance(requested_plan(pl_module, strategy.settings), Mapping)
+            self.record.plan_faults = tuple(missing_heads(pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._fixed_statistics:

@@ -14,12 +14,17 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.distributed.module_names import join_names
+from lightning_hybrid.distributed.module_names import join_names, pattern_of
 from lightning_hybrid.tensor_parallel.auto_plan.builder import PlanBuilder
+from lightning_hybrid.tensor_parallel.auto_plan.forward_code import (
+    READ_WIDTHS_BEHIND,
+    InputUse,
+    forward_source,
+    input_use,
+)
 from lightning_hybrid.tensor_parallel.auto_plan.heads import HEADS, count_heads, indivisible_reason
 from lightning_hybrid.tensor_parallel.auto_plan.known_code import unknown_reason
 from lightning_hybrid.tensor_parallel.auto_plan.trial import Block, Finding, try_blocks
-from lightning_hybrid.tensor_parallel.layers import forward_source, reads_width
 from lightning_hybrid.tensor_parallel.styles import is_conv1d
 
 #: Layers that take a block's input, and the one that takes what is made of them.
@@ -33,6 +38,8 @@ _MLPS = (
     (("dense_h_to_4h",), "dense_4h_to_h"),
     (("gate_proj", "up_proj"), "down_proj"),
     (("up_proj",), "down_proj"),
+    (("gate", "up"), "down"),
+    (("up",), "down"),
     (("w1", "w3"), "w2"),
     (("fc1_g", "fc1_x"), "fc2"),
     (("intermediate.dense",), "output.dense"),
@@ -52,6 +59,8 @@ _ATTENTIONS = (
     (("qkv_proj",), "out_proj"),
     (("query_key_value",), "dense"),
 )
+#: Last names of layers that lead out of a block.
+ROW_NAMES = frozenset({"out", *(row.rpartition(".")[2] for _, row in (*_MLPS, *_ATTENTIONS))})
 _HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size")
 #: By it an attention of transformers finds its place in a cache, and nothing else.
 _NUMBER_OF_LAYER = "layer_idx"
@@ -66,6 +75,7 @@ def add_blocks(builder: PlanBuilder, known: Collection[str]) -> None:
     """
     tried: dict[Hashable, Finding] = {}
     written: dict[str, dict[str, str]] = {}
+    advised: set[str] = set()
     for part in builder.layers:
         for patterns, ways in ((_MLPS, _mlp), (_ATTENTIONS, _attention)):
             for name, columns, row in _named(builder, part, patterns, known):
@@ -78,11 +88,14 @@ def add_blocks(builder: PlanBuilder, known: Collection[str]) -> None:
                     builder.reasons.setdefault(name, found)
                 elif reason is not None:
                     written.setdefault(name, {}).update(_entries(builder, name, _likely(host, found)))
+                    advised |= {name} if _reads_whole_width(host, found[0]) else set()
                     builder.reasons.setdefault(name, f"{reason}. If it works on shards, a plan for it is")
                 else:
                     _add(builder, name, _tried(host, found, builder.size, tried))
     for name, entries in written.items():
         builder.reasons[name] += f" {entries}, and `lightning-hybrid check` compares with one process"
+        if name in advised:
+            builder.reasons[name] += f"; but it reads the width of its input, which is whole: {READ_WIDTHS_BEHIND}"
 
 
 def _named(
@@ -202,15 +215,32 @@ def _add(builder: PlanBuilder, name: str, finding: Finding) -> None:
 
 def _likely(host: nn.Module, ways: list[Block]) -> Block:
     """The way that fits the code of a block, as far as that can be seen."""
-    core = host.get_submodule(ways[0].core)
-    used = {*ways[0].attributes, *re.findall(r"self\.(\w+)", forward_source(core))}
-    fitting = [way for way in ways if way.is_narrow == reads_width(core) and used.issuperset(way.attributes)]
+    used = {*ways[0].attributes, *re.findall(r"self\.(\w+)", forward_source(host.get_submodule(ways[0].core)))}
+    is_narrow = _can_be_narrow(host, ways[0])
+    fitting = [way for way in ways if way.is_narrow == is_narrow and used.issuperset(way.attributes)]
     return max(fitting, key=lambda way: len(way.attributes), default=ways[0])
+
+
+def _use(host: nn.Module, block: Block) -> tuple[InputUse, tuple[str, ...]]:
+    """What the code of a block's core does with its input, and the columns that may take it."""
+    columns = block.columns_below_core()
+    return input_use(host.get_submodule(block.core), columns), columns
+
+
+def _can_be_narrow(host: nn.Module, block: Block) -> bool:
+    """Whether the columns, and nothing else, get an input whose width the code reads."""
+    use, columns = _use(host, block)
+    return use.can_be_narrow and use.takers == columns
+
+
+def _reads_whole_width(host: nn.Module, block: Block) -> bool:
+    """Whether an attention takes the width of what is whole for that of its shards, and cannot be helped."""
+    return block.heads > 0 and _use(host, block)[0].reads_width and not _can_be_narrow(host, block)
 
 
 def _entries(builder: PlanBuilder, name: str, block: Block) -> dict[str, str]:
     """What a user may write for a block, and for all that are alike."""
-    pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+    pattern = pattern_of(name)
     around: dict[str, str] = {}
     for path, style in block.wrappers():
         if not style.startswith("mask_per_head:"):

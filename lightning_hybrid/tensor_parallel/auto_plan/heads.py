@@ -1,8 +1,14 @@
-"""How many heads an attention says that it has."""
+"""How many heads an attention says that it has, and whether a plan divides that number."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+from torch import nn
+
+from lightning_hybrid.distributed.module_names import pattern_of
+from lightning_hybrid.tensor_parallel.auto_plan.forward_code import attributes_read
+from lightning_hybrid.tensor_parallel.layers import ColumnParallelLinear, DividedNumbers
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
@@ -23,3 +29,33 @@ def indivisible_reason(counts: Mapping[str, int], size: int) -> str | None:
         if count % size:
             return f"has {count} heads ({name}), which cannot be divided over {size} ranks"
     return None
+
+
+def undivided_heads(module: nn.Module) -> dict[str, int]:
+    """Of a module during a run, the numbers of all heads that its code reads and that the plan does not divide.
+
+    By attribute.
+    """
+    divided = module.divided if isinstance(module, DividedNumbers) else ()
+    heads, read = count_heads(module), attributes_read(module)
+    return {name: n for name, n in heads.items() if name not in divided and (read is None or name in read)}
+
+
+def missing_heads(module: nn.Module) -> list[str]:
+    """Which modules have divided layers and compute with the number of all heads: what a plan may lack, in sentences.
+
+    Args:
+        module: The whole module, during a run.
+    """
+    found: dict[str, None] = {}
+    for name, part in module.named_modules():
+        layers = [repr(each) for each, child in part.named_children() if isinstance(child, ColumnParallelLinear)]
+        heads = undivided_heads(part) if layers else {}
+        if heads:
+            pattern, numbers = pattern_of(name), " and ".join(f"{key}={number}" for key, number in heads.items())
+            text = (
+                f"{pattern!r} has divided layers ({', '.join(layers)}), and its code reads {numbers}, which the plan"
+                f" does not divide: it may lack {pattern!r}: 'divide:{','.join(heads)}'."
+            )
+            found[text] = None
+    return [*found]

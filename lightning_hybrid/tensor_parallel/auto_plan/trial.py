@@ -63,13 +63,16 @@ class Block:
         columns = [(path, self.column_style) for path in self.columns]
         return [*columns, (self.row, "rowwise"), *((path, "colwise") for path in self.embeddings)]
 
+    def columns_below_core(self) -> tuple[str, ...]:
+        """The paths of the columns below the core."""
+        return tuple(path.removeprefix(f"{self.core}.") for path in self.columns)
+
     def wrappers(self) -> list[tuple[str, str]]:
         """What the core needs around it."""
-        takers = (path.removeprefix(f"{self.core}.") for path in self.columns)
         parts = (
             (self.attributes, f"divide:{','.join(self.attributes)}"),
             (self.heads, f"mask_per_head:{self.heads}"),
-            (self.is_narrow, f"narrow_input:{','.join(takers)}"),
+            (self.is_narrow, f"narrow_input:{','.join(self.columns_below_core())}"),
         )
         return [(self.core, style) for is_needed, style in parts if is_needed]
 
@@ -299,8 +302,8 @@ class _Trial:
                 setattr(core, attribute, getattr(core, attribute) // size)
             if block.is_narrow:
                 undo.callback(restore_layer, core)
-                takers = tuple(path.removeprefix(f"{block.core}.") for path in block.columns)
-                parallelize_layer(core, NarrowInput, tensor_group=_Ranks(size), takers=takers)
+                group, takers = _Ranks(size), block.columns_below_core()
+                parallelize_layer(core, NarrowInput, tensor_group=group, takers=takers)
             yield
 
 
