@@ -319,6 +319,16 @@ def test_replicas_send_what_the_zero_paper_says(zero: int, microbatches: int, pa
     assert cost.parts["data-parallel messages"] == pytest.approx(volume / 100)
 
 
+@pytest.mark.parametrize(("pipeline", "chunks", "messages"), [(2, 4, 4 + 3), (2, 1, 1), (4, 1, 2), (4, 2, 4), (1, 1, 0)])
+def test_a_rank_sends_activations_forward_and_gradients_back(pipeline: int, chunks: int, messages: int) -> None:
+    """Of the fullest rank: each boundary behind one of its stages, and each one before it; 10 bytes for one sample."""
+    problem = flat()
+    schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    model = CostModel(Profile(problem), problem.machine, problem.step)
+    cost = model.estimate(Layout(4 // pipeline, 1, pipeline, 4 * pipeline, schedule, chunks))
+    assert cost.sent["pipeline"] == 4 * pipeline * messages * 10
+
+
 def best_of(**machine: Any) -> tuple[Layout, float]:
     problem = flat(ranks_per_node=2, max_tensor=1, **machine)
     found = search(CostModel(Profile(problem), problem.machine, problem.step), 4, refuse=problem.refuse)

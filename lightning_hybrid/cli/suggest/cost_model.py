@@ -14,7 +14,8 @@ A layout has ``d`` replicas, ``t`` ranks that share each layer and ``p`` pipelin
   of a tensor to sum it up, in ``2 (n - 1)`` hops, and half of that to gather or to reduce-scatter it (Patarasuk and
   Yuan, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). The figures are those of the network if ranks of a group
   are in several nodes. A stage boundary costs one hop in each direction, of the node or of the network as its two
-  ranks are; bytes keep the link from the next message, latency does not.
+  ranks are; bytes keep the link from the next message, latency does not. A gradient is as large as its activation. Of
+  ranks that share layers each sends to its own neighbour what it has of a boundary.
 - *More in flight*: where a boundary crosses nodes, as many more microbatches as hide it, and as there is memory for:
   ``extra_in_flight``, chosen as a run would (:mod:`~lightning_hybrid.pipeline_parallel.links.in_flight`).
 - *Tensor parallelism*: the sums and gathers of the forward, and as many in the backward (Shoeybi et al., 2019,
@@ -309,7 +310,8 @@ class _Rank:
     """
 
     def __init__(self, model: CostModel, layout: Layout, rank: int) -> None:
-        own = model.stages(layout)[rank :: layout.pipeline]
+        stages = model.stages(layout)
+        own = stages[rank :: layout.pipeline]
         number = layout.num_microbatches * model.step.accumulated
         computing = number * sum((1 + _BACKWARD) * stage.forward for stage in own)
         recomputing = number * sum(stage.recomputed for stage in own)
@@ -327,8 +329,8 @@ class _Rank:
             "optimizer": self.optimizer,
         }
         self.least = sum(self.parts.values())
-        last = layout.pipeline * layout.num_chunks - 1
-        passed = sum(stage.output for at, stage in enumerate(own) if rank + at * layout.pipeline < last)
+        boundaries, before = [stage.output for stage in stages[:-1]], (rank - 1) % layout.pipeline
+        passed = sum(boundaries[rank :: layout.pipeline]) + sum(boundaries[before :: layout.pipeline])  # and gradients
         shared = sum((2 + stage.tensor_repeated) * stage.tensor_sent for stage in own) if layout.tensor > 1 else 0.0
         self.sent = {
             "tensor": number * shared,
