@@ -50,7 +50,7 @@ from lightning_hybrid.cli.suggest.machine import Machine
 from lightning_hybrid.memory.account import MemoryUsage, peak_activation_bytes
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes
-from lightning_hybrid.pipeline_parallel.schedules import Schedule, build
+from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, compute_order
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 
 #: What is tried: stages on a rank, and what runs again in backward.
@@ -78,6 +78,11 @@ class Layout:
     def num_ranks(self) -> int:
         """The processes that it needs."""
         return self.data * self.tensor * self.pipeline
+
+    @property
+    def schedule_key(self) -> tuple[str, int, int, int, tuple[int, ...]]:
+        """What decides about the schedule, as :func:`schedule_of` wants it."""
+        return self.schedule, self.pipeline, self.num_microbatches, self.num_chunks, self.extra_in_flight
 
 
 @dataclass(frozen=True)
@@ -166,11 +171,16 @@ class Cost:
 
 
 @cache
-def schedule_of(
-    name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra_in_flight: tuple[int, ...] = ()
-) -> Schedule:
+def schedule_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
     """The schedule of a step, made once."""
-    return build(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
+    return build(name, num_ranks, num_microbatches, num_chunks, extra)
+
+
+@cache
+def order_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
+    """The forwards and backwards of a step alone, which say what is kept, and are made much sooner."""
+    order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra)
+    return Schedule(name, num_ranks, num_chunks, num_microbatches, order)
 
 
 class CostModel:
@@ -196,7 +206,9 @@ class CostModel:
         """The same with the time of a step, for which its schedule is played, with more in flight where that helps."""
         times = self._times(cost.layout)
         layout, memory = self._with_more_in_flight(cost, times)
-        timeline = simulate(self._schedule(layout), send=times.send, duration=times.duration, occupied=times.occupied)
+        timeline = simulate(
+            schedule_of(*layout.schedule_key), send=times.send, duration=times.duration, occupied=times.occupied
+        )
         repeated = (self.step.accumulated - 1) * timeline.makespan
         ends = [spans[-1].end for spans in timeline.computing]
         alone = [_Rank(self, layout, rank) for rank in range(layout.pipeline)]
@@ -233,13 +245,9 @@ class CostModel:
         """What its stages do with a microbatch."""
         return self.profile.stages(layout, self.step.microbatch(layout))
 
-    def _schedule(self, layout: Layout) -> Schedule:
-        sizes = layout.pipeline, layout.num_microbatches, layout.num_chunks
-        return schedule_of(layout.schedule, *sizes, layout.extra_in_flight)
-
     def _memory(self, layout: Layout) -> tuple[MemoryUsage, ...]:
         saved = {number: int(stage.saved) for number, stage in enumerate(self.stages(layout))}
-        schedule = self._schedule(layout)
+        schedule = order_of(*layout.schedule_key)
         return tuple(
             MemoryUsage(
                 usage.parameters,
