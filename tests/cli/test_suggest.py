@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -457,6 +457,29 @@ def test_a_layout_holds_what_the_command_memory_says(profile: ModuleProfile, lay
     expected = dry_run(lambda: (Blocks(), None), strategy.settings, sizes, precision=Precision())
     for usage, other in zip(found.memory, expected.memory, strict=True):
         assert vars(usage) == pytest.approx(vars(other), rel=1e-6)
+
+
+class MadeOnMeta(Blocks):
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "body"):
+            with torch.device("meta"):
+                made = Blocks(depth=2)
+            self.first, self.body, self.last = made.first, made.body, made.last
+            for layer in self.body:
+                layer.self_attn.dropout = layer.dropout.p = layer.dropout1.p = layer.dropout2.p = 0.0
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_module_on_the_meta_device_holds_half_as_much_in_half_precision(tensor: int) -> None:
+    """Fake tensors, and DTensors of them, cannot be converted."""
+    whole, half = (
+        dry_run(lambda: (MadeOnMeta(), None), open_config(), (1, tensor, 1), precision=precision).memory[0]
+        for precision in (Precision(), HalfPrecision("bf16-true"))
+    )
+    assert (2 * half.parameters, 2 * half.gradients) == (whole.parameters, whole.gradients)
 
 
 def test_products_are_counted_as_two_operations_for_each_multiplication(profile: ModuleProfile) -> None:

@@ -178,7 +178,7 @@ def as_yaml(cost: Cost, machine: Machine, step: Step, configured: Configured) ->
     """
     layout, batch = cost.layout, step.samples // cost.layout.data
     started = devices(layout, machine)
-    written = yaml.safe_dump(strategy_arguments(layout, configured), sort_keys=False, default_flow_style=None)
+    written = yaml.safe_dump(strategy_arguments(layout, configured), sort_keys=False)
     lines = [
         "trainer:",
         f"  num_nodes: {started['num_nodes']}",
