@@ -219,6 +219,7 @@ class DryRunStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Parallelize layers as a run does, and let the user configure optimizers."""
         module = self._module
+        self.model = self.precision_plugin.convert_module(module)  # now: fake tensors cannot be converted
         self._has_values = not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         self._body, self._stage_map = None, StageMap(None, (), (range(0),), 1)
         if self.sizes[2] > 1:
@@ -233,7 +234,8 @@ class DryRunStrategy(SingleDeviceStrategy):
                 self._plan_table = plan_table(plan, module)
                 self._stage_map = layout.with_plan(self._stage_map, self._body, plan, module)
                 plan.apply(module, mesh, group, device)
-            super().setup(trainer)
+            self.setup_optimizers(trainer)
+            self.setup_precision_plugin()
 
     def _without_memory(self) -> AbstractContextManager[Any]:
         if self._mode is None:
@@ -439,9 +441,7 @@ def labels_of_stages(stages: Sequence[range]) -> list[list[Hashable]]:
     """
     labels: list[list[Hashable]] = [list(layers) for layers in stages]
     labels[0].insert(0, BEFORE)
-    labels[-1] += (
-        [BEFORE, AFTER] if len(labels) > 1 else [AFTER]
-    )  # the last stage runs the step from its beginning, too
+    labels[-1] += [BEFORE, AFTER] if len(labels) > 1 else [AFTER]  # the last stage runs a step from its beginning, too
     return labels
 
 

@@ -13,19 +13,21 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy
+from lightning_hybrid.cli import progress
 from lightning_hybrid.cli.dry_run import dry_run
 from lightning_hybrid.cli.main import main
 from lightning_hybrid.cli.suggest import traces
-from lightning_hybrid.cli.suggest.cost_model import CostModel, Layout, StageCost, Step
+from lightning_hybrid.cli.suggest.configured import Configured
+from lightning_hybrid.cli.suggest.cost_model import Cost, CostModel, Layout, StageCost, Step
 from lightning_hybrid.cli.suggest.machine import Machine
 from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
-from lightning_hybrid.cli.suggest.report import arguments
-from lightning_hybrid.cli.suggest.search import search
+from lightning_hybrid.cli.suggest.report import arguments, as_text
+from lightning_hybrid.cli.suggest.search import Suggestions, search
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.schedules import build
@@ -319,6 +321,18 @@ def test_replicas_send_what_the_zero_paper_says(zero: int, microbatches: int, pa
     assert cost.parts["data-parallel messages"] == pytest.approx(volume / 100)
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "chunks", "messages"), [(2, 4, 4 + 3), (2, 1, 1), (4, 1, 2), (4, 2, 4), (1, 1, 0)]
+)
+def test_a_rank_sends_activations_forward_and_gradients_back(pipeline: int, chunks: int, messages: int) -> None:
+    """Of the fullest rank: each boundary behind one of its stages, and each one before it; 10 bytes for one sample."""
+    problem = flat()
+    schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    model = CostModel(Profile(problem), problem.machine, problem.step)
+    cost = model.estimate(Layout(4 // pipeline, 1, pipeline, 4 * pipeline, schedule, chunks))
+    assert cost.sent["pipeline"] == 4 * pipeline * messages * 10
+
+
 def best_of(**machine: Any) -> tuple[Layout, float]:
     problem = flat(ranks_per_node=2, max_tensor=1, **machine)
     found = search(CostModel(Profile(problem), problem.machine, problem.step), 4, refuse=problem.refuse)
@@ -445,6 +459,29 @@ def test_a_layout_holds_what_the_command_memory_says(profile: ModuleProfile, lay
         assert vars(usage) == pytest.approx(vars(other), rel=1e-6)
 
 
+class MadeOnMeta(Blocks):
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "body"):
+            with torch.device("meta"):
+                made = Blocks(depth=2)
+            self.first, self.body, self.last = made.first, made.body, made.last
+            for layer in self.body:
+                layer.self_attn.dropout = layer.dropout.p = layer.dropout1.p = layer.dropout2.p = 0.0
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_module_on_the_meta_device_holds_half_as_much_in_half_precision(tensor: int) -> None:
+    """Fake tensors, and DTensors of them, cannot be converted."""
+    whole, half = (
+        dry_run(lambda: (MadeOnMeta(), None), open_config(), (1, tensor, 1), precision=precision).memory[0]
+        for precision in (Precision(), HalfPrecision("bf16-true"))
+    )
+    assert (2 * half.parameters, 2 * half.gradients) == (whole.parameters, whole.gradients)
+
+
 def test_products_are_counted_as_two_operations_for_each_multiplication(profile: ModuleProfile) -> None:
     width, samples, length = 32, 16, 6
     only_flops = make_profile_with(Machine(flops=1.0, memory_bandwidth=1e30, operation_seconds=0.0))
@@ -536,10 +573,14 @@ def test_the_command_prints_the_best_and_why_the_others_are_not(capsys: pytest.C
 def test_the_yaml_starts_the_ranks_on_their_nodes_with_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     """What is printed to be pasted makes the layout at the top of the table, and says how many ranks a node has."""
     arguments = ["--model.depth", "2", "--ranks", "4", "--nodes", "2", "--memory", "1GiB"]
+    plan = {"*.linear1": "colwise", "*.linear2": "rowwise"}
+    arguments += [f"--trainer.strategy.init_args.tensor_parallel_plan={json.dumps(plan)}"]
     main(["suggest", "--config", CONFIG, *arguments])
     text = capsys.readouterr().out
     pasted = yaml.safe_load(text[text.index("\ntrainer:") : text.index("\n\nWhy")])["trainer"]
     assert (pasted["num_nodes"], pasted["devices"]) == (2, 2)
+    assert pasted["strategy"]["init_args"]["tensor_parallel_plan"] == plan
+    assert "lease" not in pasted["strategy"]["init_args"]
     strategy = HybridStrategy(**pasted["strategy"]["init_args"])
     assert strategy.settings.num_microbatches == pasted["strategy"]["init_args"]["num_microbatches"]
     first = next(line.split() for line in text.splitlines() if line.startswith("1  "))
@@ -549,6 +590,54 @@ def test_the_yaml_starts_the_ranks_on_their_nodes_with_the_strategy(capsys: pyte
     best = json.loads(capsys.readouterr().out)["best"][0]
     assert best["trainer"] == {"num_nodes": 2, "devices": 2}
     assert best["strategy"] == pasted["strategy"]["init_args"]
+
+
+def found_with(layout: Layout, size: float) -> Suggestions:
+    cost = Cost(
+        layout, (MemoryUsage(int(size), 0, 0, 0, 0),), 1.0, {}, {"tensor": 0, "pipeline": 0, "data": 0}, 1.0, 0.0
+    )
+    return Suggestions((cost,), (), 1, 1)
+
+
+CONFIGURED = Configured(
+    16, {"zero_frees": "auto", "rank_order": "pp-dp-tp"}, {"sequence_parallel": True, "num_chunks": 2}
+)
+
+
+def report_of(layout: Layout, share: float, size: float = 50.0) -> str:
+    found = found_with(layout, size)
+    return as_text(found, Machine(memory=100.0), Step(16), CONFIGURED, {2: share, 4: 0.01})
+
+
+def test_what_is_not_varied_is_said_and_stays_in_the_yaml() -> None:
+    text = report_of(Layout(1, 2, 1), 0.9)
+    assert "Not varied, as configured: zero_frees='auto', rank_order='pp-dp-tp'." in text
+    assert "      sequence_parallel: true" in text
+    assert "num_chunks" not in text, "which is the layout's"
+
+
+def test_layouts_that_leave_most_layers_whole_are_told_apart() -> None:
+    text = report_of(Layout(1, 2, 1), 0.039)
+    assert "Of the parameters tensor 2 divides 3.9 %, and each rank holds all others" in text
+    assert "tensor_parallel_plan" in text
+    for other in (report_of(Layout(1, 2, 1), 0.5), report_of(Layout(2, 1, 1), 0.039)):
+        assert "Of the parameters" not in other
+
+
+def test_a_layout_that_barely_fits_is_marked() -> None:
+    assert "0.00 !" in report_of(Layout(2, 1, 1), 0.0, size=96)
+    assert "GiB !: less than 5% of the memory is free" in report_of(Layout(2, 1, 1), 0.0, size=96)
+    assert "!" not in report_of(Layout(2, 1, 1), 0.0, size=95)
+
+
+def test_who_waits_sees_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress.count_progress("Counting") as update:
+        for number in range(4):
+            now = 10.0 * number
+            update("Counting sheep", number, 4)
+    assert capsys.readouterr().err == "Counting sheep: 2 of 4\n"
 
 
 def test_the_command_gives_data_and_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,8 @@ def run(args: Sequence[str]) -> None:
     options = parser.parse_args(args)
 
     from lightning_hybrid.checkpoint.storage.remote import place_of
-    from lightning_hybrid.cli.byte_progress import byte_progress
     from lightning_hybrid.cli.consolidate import consolidate
+    from lightning_hybrid.cli.progress import byte_progress
 
     with parser.refusing(OSError, ValueError), byte_progress(options.file.name) as progress:
         consolidate(

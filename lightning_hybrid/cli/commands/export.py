@@ -46,8 +46,8 @@ def run(args: Sequence[str]) -> None:
     import torch
 
     from lightning_hybrid.checkpoint.storage.remote import place_of
-    from lightning_hybrid.cli.byte_progress import byte_progress
     from lightning_hybrid.cli.export import export
+    from lightning_hybrid.cli.progress import byte_progress
 
     with parser.refusing(OSError, ValueError), byte_progress(options.folder.name) as progress:
         result = export(

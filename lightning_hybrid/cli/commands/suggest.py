@@ -11,10 +11,11 @@ from lightning_hybrid.cli.parser import ConfigParser, positive, print_json
 from lightning_hybrid.cli.suggest.machine import Machine
 
 _DESCRIPTION = (
-    "Try every layout of so many ranks: sizes, microbatches, schedule, stage of ZeRO, recomputation. Print the fastest"
-    " that fit, by an account of their memory and a simulation of their steps, and why the others are not among them."
-    " Nothing is started, and no device is needed: the step runs on shapes. What a device and its links can do are"
-    " arguments; by default they are those of an A100 of 80 GiB."
+    "Try the layouts of so many ranks: sizes, microbatches, schedule, stage of ZeRO, recomputation; what else the"
+    " configuration says holds for all of them. Print the fastest that fit, by an account of their memory and a"
+    " simulation of their steps, and why the others are not among them. Nothing is started, and no device is needed:"
+    " the step runs on shapes. What a device and its links can do are arguments; by default they are those of an A100"
+    " of 80 GiB."
 )
 # The sizes of the configuration give way to those that are tried.
 _UNDIVIDED = {
@@ -49,9 +50,10 @@ def run(args: Sequence[str]) -> None:
     options, overrides = parser.parse_known_args(args)
 
     from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from rich.console import Console
 
     from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config, maker
+    from lightning_hybrid.cli.progress import count_progress
+    from lightning_hybrid.cli.suggest.configured import find_configured
     from lightning_hybrid.cli.suggest.cost_model import CostModel, Step
     from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
     from lightning_hybrid.cli.suggest.report import as_data, as_text
@@ -63,10 +65,10 @@ def run(args: Sequence[str]) -> None:
     cli, strategy = load_config(parser, options.config, overrides)
     names = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
     trainer = {name: getattr(cli.trainer, name) for name in names}
-    settings, console = strategy.settings, Console(stderr=True)
+    settings = strategy.settings
     with parser.refusing(ValueError, TypeError, MisconfigurationException):
         machine = _machine(options)
-        with console.status("Running the step on shapes") as status:
+        with count_progress("Running the step on shapes") as progress:
             profile = ModuleProfile(
                 maker(parser, options.config, overrides, cli),
                 settings,
@@ -79,11 +81,12 @@ def run(args: Sequence[str]) -> None:
             samples = options.samples or profile.batch_size * options.ranks
             step = Step(samples, trainer["accumulate_grad_batches"], settings.rank_order, settings.zero_frees)
             model = CostModel(profile, machine, step)
-            found = search(model, options.ranks, refuse=profile.refuse, progress=status.update)
+            found = search(model, options.ranks, refuse=profile.refuse, progress=progress)
+    configured = find_configured(cli, profile.batch_size)
     if options.json:
-        print_json(as_data(found, machine, step, profile.batch_size))
+        print_json(as_data(found, machine, step, configured, profile.divided_shares()))
     else:
-        print(as_text(found, machine, step, profile.batch_size))
+        print(as_text(found, machine, step, configured, profile.divided_shares()))
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,8 @@ A layout has ``d`` replicas, ``t`` ranks that share each layer and ``p`` pipelin
   of a tensor to sum it up, in ``2 (n - 1)`` hops, and half of that to gather or to reduce-scatter it (Patarasuk and
   Yuan, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). The figures are those of the network if ranks of a group
   are in several nodes. A stage boundary costs one hop in each direction, of the node or of the network as its two
-  ranks are; bytes keep the link from the next message, latency does not.
+  ranks are; bytes keep the link from the next message, latency does not. A gradient is as large as its activation. Of
+  ranks that share layers each sends to its own neighbour what it has of a boundary.
 - *More in flight*: where a boundary crosses nodes, as many more microbatches as hide it, and as there is memory for:
   ``extra_in_flight``, chosen as a run would (:mod:`~lightning_hybrid.pipeline_parallel.links.in_flight`).
 - *Tensor parallelism*: the sums and gathers of the forward, and as many in the backward (Shoeybi et al., 2019,
@@ -49,7 +50,7 @@ from lightning_hybrid.cli.suggest.machine import Machine
 from lightning_hybrid.memory.account import MemoryUsage, peak_activation_bytes
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes
-from lightning_hybrid.pipeline_parallel.schedules import Schedule, build
+from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, compute_order
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 
 #: What is tried: stages on a rank, and what runs again in backward.
@@ -77,6 +78,11 @@ class Layout:
     def num_ranks(self) -> int:
         """The processes that it needs."""
         return self.data * self.tensor * self.pipeline
+
+    @property
+    def schedule_key(self) -> tuple[str, int, int, int, tuple[int, ...]]:
+        """What decides about the schedule, as :func:`schedule_of` wants it."""
+        return self.schedule, self.pipeline, self.num_microbatches, self.num_chunks, self.extra_in_flight
 
 
 @dataclass(frozen=True)
@@ -165,11 +171,16 @@ class Cost:
 
 
 @cache
-def schedule_of(
-    name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra_in_flight: tuple[int, ...] = ()
-) -> Schedule:
+def schedule_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
     """The schedule of a step, made once."""
-    return build(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
+    return build(name, num_ranks, num_microbatches, num_chunks, extra)
+
+
+@cache
+def order_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
+    """The forwards and backwards of a step alone, which say what is kept, and are made much sooner."""
+    order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra)
+    return Schedule(name, num_ranks, num_chunks, num_microbatches, order)
 
 
 class CostModel:
@@ -195,7 +206,9 @@ class CostModel:
         """The same with the time of a step, for which its schedule is played, with more in flight where that helps."""
         times = self._times(cost.layout)
         layout, memory = self._with_more_in_flight(cost, times)
-        timeline = simulate(self._schedule(layout), send=times.send, duration=times.duration, occupied=times.occupied)
+        timeline = simulate(
+            schedule_of(*layout.schedule_key), send=times.send, duration=times.duration, occupied=times.occupied
+        )
         repeated = (self.step.accumulated - 1) * timeline.makespan
         ends = [spans[-1].end for spans in timeline.computing]
         alone = [_Rank(self, layout, rank) for rank in range(layout.pipeline)]
@@ -232,13 +245,9 @@ class CostModel:
         """What its stages do with a microbatch."""
         return self.profile.stages(layout, self.step.microbatch(layout))
 
-    def _schedule(self, layout: Layout) -> Schedule:
-        sizes = layout.pipeline, layout.num_microbatches, layout.num_chunks
-        return schedule_of(layout.schedule, *sizes, layout.extra_in_flight)
-
     def _memory(self, layout: Layout) -> tuple[MemoryUsage, ...]:
         saved = {number: int(stage.saved) for number, stage in enumerate(self.stages(layout))}
-        schedule = self._schedule(layout)
+        schedule = order_of(*layout.schedule_key)
         return tuple(
             MemoryUsage(
                 usage.parameters,
@@ -309,7 +318,8 @@ class _Rank:
     """
 
     def __init__(self, model: CostModel, layout: Layout, rank: int) -> None:
-        own = model.stages(layout)[rank :: layout.pipeline]
+        stages = model.stages(layout)
+        own = stages[rank :: layout.pipeline]
         number = layout.num_microbatches * model.step.accumulated
         computing = number * sum((1 + _BACKWARD) * stage.forward for stage in own)
         recomputing = number * sum(stage.recomputed for stage in own)
@@ -327,8 +337,8 @@ class _Rank:
             "optimizer": self.optimizer,
         }
         self.least = sum(self.parts.values())
-        last = layout.pipeline * layout.num_chunks - 1
-        passed = sum(stage.output for at, stage in enumerate(own) if rank + at * layout.pipeline < last)
+        boundaries, before = [stage.output for stage in stages[:-1]], (rank - 1) % layout.pipeline
+        passed = sum(boundaries[rank :: layout.pipeline]) + sum(boundaries[before :: layout.pipeline])  # and gradients
         shared = sum((2 + stage.tensor_repeated) * stage.tensor_sent for stage in own) if layout.tensor > 1 else 0.0
         self.sent = {
             "tensor": number * shared,

@@ -139,6 +139,12 @@ class ModuleProfile:
             return "layers cannot run again", error
         return None
 
+    def divided_shares(self) -> dict[int, float]:
+        """The share of the parameters that is divided, by the size of tensor parallelism: of those asked for so far."""
+        return {
+            size: self._recorder(size).divided_share for size, error in self._errors.items() if size > 1 and not error
+        }
+
     def _find_error(self, tensor: int) -> str:
         if tensor == 1:
             return ""

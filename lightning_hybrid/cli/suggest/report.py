@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import yaml
+
+from lightning_hybrid.cli.suggest.configured import Configured
 from lightning_hybrid.cli.suggest.cost_model import Cost, Layout, Step
 from lightning_hybrid.cli.suggest.machine import Machine
 from lightning_hybrid.cli.suggest.search import Suggestions
 from lightning_hybrid.strategy.summary import text_table
 
+_USUAL = {"schedule": "1f1b", "num_chunks": 1, "zero_stage": 0, "recompute": False, "extra_in_flight": []}
+_TIGHT = 0.05  # a share of the memory: where less is free, the account is too rough to tell whether a layout fits
+_TIGHT_TEXT = f"GiB !: less than {_TIGHT:.0%} of the memory is free, and the account is an estimate: try it first"
+_MOSTLY_WHOLE = 0.5  # a share of the parameters: where tensor parallelism divides less, a plan may be missing
 
-def as_text(found: Suggestions, machine: Machine, step: Step, batch_size: int) -> str:
+
+def as_text(
+    found: Suggestions, machine: Machine, step: Step, configured: Configured, divided: Mapping[int, float]
+) -> str:
     """What a person reads.
 
     Args:
         found: What was found.
         machine: What ranks were supposed to run on.
         step: What a step does.
-        batch_size: Of the loader, as it is configured.
+        configured: What the configuration says.
+        divided: The share of the parameters that tensor parallelism divides, by its size.
     """
     shown = [cost.layout for cost in found.best] + [group.best for group in found.losers]
     has_extra = any(layout.extra_in_flight for layout in shown)
@@ -27,27 +38,47 @@ def as_text(found: Suggestions, machine: Machine, step: Step, batch_size: int) -
     lines = [
         f"A step of {step.samples} samples{sequential}; {found.num_layouts} layouts, {found.num_simulated} simulated."
         f" Devices of {machine.memory / 2**30:g} GiB, {machine.ranks_per_node} in a node.",
+        f"Not varied, as configured: {', '.join(f'{name}={value!r}' for name, value in configured.fixed.items())}.",
         "",
     ]
     if found.best:
         lines += [
-            _best_table(found.best, step),
+            _best_table(found.best, machine, step),
             "",
             "batch: what the loader of each replica gives; GiB: of the fullest rank; sent: GiB that a rank sends in a",
             "step to ranks that share its layers (tensor), to other stages (pipeline), to its replicas (data)",
             *(["schedule + N,N: microbatches more on their way over each link (extra_in_flight)"] if has_extra else []),
+            *([_TIGHT_TEXT] if any(_is_tight(cost, machine) for cost in found.best) else []),
             "",
             "The first of them:",
             "",
-            as_yaml(found.best[0], machine, step, batch_size),
+            as_yaml(found.best[0], machine, step, configured),
         ]
     else:
         lines.append("No layout fits.")
+    lines += _whole_lines({layout.tensor for layout in shown}, divided)
     lines += ["", "Why the others are not among them:", "", _losers_table(found)]
     return "\n".join(lines)
 
 
-def _best_table(best: Sequence[Cost], step: Step) -> str:
+def _whole_lines(sizes: Collection[int], divided: Mapping[int, float]) -> list[str]:
+    """What to do where tensor parallelism leaves most of the module whole on each rank."""
+    shares = {size: divided[size] for size in sorted(sizes) if 0 < divided.get(size, 0.0) < _MOSTLY_WHOLE}
+    if not shares:
+        return []
+    listed = ", ".join(f"tensor {size} divides {100 * share:.1f} %" for size, share in shares.items())
+    return [
+        "",
+        f"Of the parameters {listed}, and each rank holds all others: see what `plan` says with tensor_parallel_size"
+        f" {min(shares)}, and give the layers a tensor_parallel_plan.",
+    ]
+
+
+def _is_tight(cost: Cost, machine: Machine) -> bool:
+    return cost.bytes > (1 - _TIGHT) * machine.memory
+
+
+def _best_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
     titles = ("", "data", "tensor", "pipeline", "microbatches", "schedule", "zero", "recompute", "batch")
     rows: list[tuple[str, ...]] = [(*titles, "ms a step", "bubble", "GiB", "sent: tensor", "pipeline", "data")]
     for number, cost in enumerate(best, 1):
@@ -64,7 +95,7 @@ def _best_table(best: Sequence[Cost], step: Step) -> str:
                 str(step.samples // layout.data),
                 f"{1e3 * cost.seconds:,.2f}",
                 f"{cost.bubble:.1%}",
-                f"{cost.bytes / 2**30:,.2f}",
+                f"{cost.bytes / 2**30:,.2f}{' !' if _is_tight(cost, machine) else ''}",
                 *(f"{sent / 2**30:,.3f}" for sent in cost.sent.values()),
             )
         )
@@ -107,7 +138,12 @@ def _in_words(layout: Layout) -> str:
 
 def arguments(layout: Layout) -> dict[str, Any]:
     """The arguments of `HybridStrategy` that make a layout; those that are as by default are left out."""
-    found = {
+    every = _every_argument(layout)
+    return {name: value for name, value in every.items() if name not in _USUAL or value != _USUAL[name]}
+
+
+def _every_argument(layout: Layout) -> dict[str, Any]:
+    return {
         "data_parallel_size": layout.data,
         "tensor_parallel_size": layout.tensor,
         "pipeline_parallel_size": layout.pipeline,
@@ -118,8 +154,12 @@ def arguments(layout: Layout) -> dict[str, Any]:
         "recompute": layout.recompute,
         "extra_in_flight": list(layout.extra_in_flight),
     }
-    usual = {"schedule": "1f1b", "num_chunks": 1, "zero_stage": 0, "recompute": False, "extra_in_flight": []}
-    return {name: value for name, value in found.items() if name not in usual or value != usual[name]}
+
+
+def strategy_arguments(layout: Layout, configured: Configured) -> dict[str, Any]:
+    """The arguments of `HybridStrategy` that make a layout, and those of the configuration that no layout changes."""
+    chosen = _every_argument(layout)
+    return arguments(layout) | {name: value for name, value in configured.arguments.items() if name not in chosen}
 
 
 def devices(layout: Layout, machine: Machine) -> dict[str, int]:
@@ -127,17 +167,18 @@ def devices(layout: Layout, machine: Machine) -> dict[str, int]:
     return {"num_nodes": layout.num_ranks // machine.ranks_per_node, "devices": machine.ranks_per_node}
 
 
-def as_yaml(cost: Cost, machine: Machine, step: Step, batch_size: int) -> str:
+def as_yaml(cost: Cost, machine: Machine, step: Step, configured: Configured) -> str:
     """What to paste into a configuration.
 
     Args:
         cost: Of the layout.
         machine: What ranks were supposed to run on.
         step: What a step does.
-        batch_size: Of the loader, as it is configured.
+        configured: What the configuration says.
     """
     layout, batch = cost.layout, step.samples // cost.layout.data
     started = devices(layout, machine)
+    written = yaml.safe_dump(strategy_arguments(layout, configured), sort_keys=False)
     lines = [
         "trainer:",
         f"  num_nodes: {started['num_nodes']}",
@@ -145,33 +186,39 @@ def as_yaml(cost: Cost, machine: Machine, step: Step, batch_size: int) -> str:
         "  strategy:",
         "    class_path: lightning_hybrid.HybridStrategy",
         "    init_args:",
-        *(f"      {name}: {str(value).lower()}" for name, value in arguments(layout).items()),
+        *(f"      {line}" for line in written.splitlines()),
     ]
-    if batch != batch_size:
-        lines.append(f"# and let the loader give batches of {batch} samples instead of {batch_size}, for the same step")
+    if batch != configured.batch_size:
+        usual = configured.batch_size
+        lines.append(f"# and let the loader give batches of {batch} samples instead of {usual}, for the same step")
     return "\n".join(lines)
 
 
-def as_data(found: Suggestions, machine: Machine, step: Step, batch_size: int) -> dict[str, Any]:
+def as_data(
+    found: Suggestions, machine: Machine, step: Step, configured: Configured, divided: Mapping[int, float]
+) -> dict[str, Any]:
     """What a program reads: bytes and seconds.
 
     Args:
         found: What was found.
         machine: What ranks were supposed to run on.
         step: What a step does.
-        batch_size: Of the loader, as it is configured.
+        configured: What the configuration says.
+        divided: The share of the parameters that tensor parallelism divides, by its size.
     """
     return {
         "samples": step.samples,
         "accumulate_grad_batches": step.accumulated,
-        "configured_batch_size": batch_size,
+        "configured_batch_size": configured.batch_size,
+        "not_varied": dict(configured.fixed),
+        "divided_by_tensor": dict(divided),
         "machine": asdict(machine),
         "num_layouts": found.num_layouts,
         "num_simulated": found.num_simulated,
         "best": [
             {
                 "trainer": devices(cost.layout, machine),
-                "strategy": arguments(cost.layout),
+                "strategy": strategy_arguments(cost.layout, configured),
                 "batch_size": step.samples // cost.layout.data,
                 "seconds": cost.seconds,
                 "bubble": cost.bubble,

@@ -99,7 +99,7 @@ def search(
     *,
     refuse: Callable[[Layout], tuple[str, str] | None],
     num_best: int = 5,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str, int, int], None] = lambda text, done, total: None,
 ) -> Suggestions:
     """Find the fastest layouts that fit.
 
@@ -113,21 +113,22 @@ def search(
         num_ranks: Of the run.
         refuse: Says why a module cannot be divided by a layout, in short and in full; ``None`` if it can.
         num_best: How many are wanted.
-        progress: Gets a text now and then.
+        progress: Gets what is done to layouts, to how many it has been done, and how many there are.
     """
     machine, step = model.machine, model.step
     max_tensor = machine.max_tensor or machine.ranks_per_node
     refused: dict[str, list[tuple[Layout, str]]] = {}
     too_big: list[Cost] = []
     fitting: list[Cost] = []
-    for layout in layouts(num_ranks, step.samples, max_tensor):
+    every = list(layouts(num_ranks, step.samples, max_tensor))
+    for number, layout in enumerate(every):
+        progress("Weighing layouts", number, len(every))
         reason = refuse(layout)
         if reason is not None:
             refused.setdefault(reason[0], []).append((layout, reason[1]))
             continue
         cost = model.estimate(layout)
         (fitting if cost.bytes <= machine.memory else too_big).append(cost)
-        progress(f"{len(fitting)} layouts fit, {len(too_big)} do not")
     fitting.sort(key=lambda cost: cost.least)
     best: list[Cost] = []  # the fastest first
     simulated: list[Cost] = []
@@ -135,15 +136,14 @@ def search(
         if len(best) == num_best and cost.least > _seconds(best[-1]):
             break
         simulated.append(model.simulate(cost))
-        progress(f"{len(simulated)} layouts simulated")
+        progress("Simulating those that fit, at most", len(simulated), len(fitting))
         best = heapq.nsmallest(num_best, [*best, simulated[-1]], key=_rank)
     fastest = best[:1]
     best.sort(key=lambda cost: _preference(cost, fastest[0]))
     chosen = {cost.layout for cost in best}
     slower = [cost for cost in (*simulated, *fitting[len(simulated) :]) if cost.layout not in chosen]
     losers = [*_slower(slower, best), *_too_big(too_big, machine.memory), *_refused(refused)]
-    total = len(fitting) + len(too_big) + sum(map(len, refused.values()))
-    return Suggestions(tuple(best), tuple(losers), total, len(simulated))
+    return Suggestions(tuple(best), tuple(losers), len(every), len(simulated))
 
 
 def _seconds(cost: Cost) -> float:

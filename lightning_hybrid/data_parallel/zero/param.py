@@ -145,7 +145,9 @@ def is_shard(parameter: object) -> bool:
 def unsharded_shape(parameter: Tensor) -> torch.Size:
     """The shape that a parameter has on this rank where replicas do not shard it."""
     before: _Unsharded | None = vars(parameter).get(_UNSHARDED)
-    return to_local(parameter).shape if before is None else before.shape
+    if before is not None:
+        return before.shape
+    return to_local(parameter).shape if isinstance(parameter, DTensor) else parameter.shape
 
 
 @torch.no_grad()
