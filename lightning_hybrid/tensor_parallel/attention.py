@@ -75,7 +75,7 @@ class ParallelAttention(ParallelLayer):
             concatenated = concatenated.transpose(0, 1)
         out = self.reduce_output(F.linear(concatenated, shard_of(self.out_proj.weight)))
         if self.out_proj.bias is not None:
-            out = out + self.out_proj.bias
+            out = out + self.out_proj.bias.to(out.dtype)
         return out, self._gather_weights(weights, average=average_attn_weights, is_batched=is_batched)
 
     def _gather_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -175,7 +175,7 @@ class RowParallelLinear(ParallelLayer):
             x = mappings.scatter_to_tp(x, -1, self.tensor_group)
         weight = shard_of(self.weight)
         y = self.reduce_output(F.linear(x, weight.t() if self.is_transposed else weight))
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # the dtype that autocast gives a linear layer
 
 
 class VocabParallelEmbedding(ParallelLayer):

@@ -323,6 +323,28 @@ def test_what_is_proposed_for_blocks_of_the_users_own_does_not_narrow_an_input_t
     assert "but it reads the width of its input, which is whole: let its `forward` read widths" in reasons["0"]
 
 
+class Grouped(nn.Module):
+    """Attention whose queries share keys, as it is written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.kv_head_dim = 4, 2, 4
+        self.q, self.k, self.v, self.o = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, L, _ = x.shape
+        q = self.q(x).view(B, L, self.heads, -1).transpose(1, 2)
+        k, v = (f(x).view(B, L, self.kv_heads, self.kv_head_dim).transpose(1, 2) for f in (self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def test_what_is_proposed_for_grouped_queries_of_the_users_own_divides_both_numbers_of_heads() -> None:
+    _, reasons = auto(nn.ModuleList([Grouped()]))
+    entries = ast.literal_eval(reasons["0"][reasons["0"].index("{") : reasons["0"].index("}") + 1])
+    assert entries["*"] == "divide:heads,kv_heads"
+
+
 def test_a_part_of_the_users_own_keeps_a_known_block_whole() -> None:
     block = zoo.FusedBlock()
     block.mlp.act = Own()

@@ -113,6 +113,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "float masks": lambda: Masked("float"),
     "other sizes": lambda: Cross(),
     "unbatched": lambda: Unbatched(),
+    "layers": mlp,
 }
 
 
@@ -161,6 +162,26 @@ def test_layers_equal_one_process(ranks: Pools, name: str, sequence_parallel: bo
         for worst in ranks(size).run(parallel_and_dense, name, sequence_parallel, training):
             assert worst.pop("sharded") > 0
             assert max(worst.values()) < 1e-12, worst
+
+
+def dtypes_under_autocast(name: str) -> list[torch.dtype]:
+    """Of what a module gives in one process, and shared by all ranks."""
+    mesh, group = tensor_group(dist.get_world_size())
+    found = []
+    for is_shared in (False, True):
+        module = MODULES[name]()
+        if is_shared:
+            make_plan(module, "auto", group.size, sequence_parallel=False).apply(module, mesh, group, CPU)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(module(torch.randn(4, 8, 16)).dtype)
+    return found
+
+
+@pytest.mark.parametrize("name", ["other sizes", "layers"])
+def test_what_shared_layers_give_under_autocast_is_of_the_dtype_of_one_process(ranks: Pools, name: str) -> None:
+    """A bias of float32 made it float32, and the messages between stages twice as long."""
+    for found in ranks(2).run(dtypes_under_autocast, name):
+        assert found == [torch.bfloat16] * 2
 
 
 def communication(sequence_parallel: bool) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from torch import nn
@@ -11,7 +12,7 @@ from lightning_hybrid.tensor_parallel.auto_plan.forward_code import attributes_r
 from lightning_hybrid.tensor_parallel.layers import ColumnParallelLinear, DividedNumbers
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+_KEY_HEADS = re.compile(r"((n|num)_)?(kv|key|key_value)_heads?")  # of grouped queries
 
 
 def count_heads(owner: object) -> dict[str, int]:
@@ -20,7 +21,8 @@ def count_heads(owner: object) -> dict[str, int]:
     Those of queries come first.
     """
     attributes = getattr(owner, "__dict__", {})
-    return {name: attributes[name] for name in (*HEADS, *_KEY_HEADS) if type(attributes.get(name)) is int}
+    names = *HEADS, *filter(_KEY_HEADS.fullmatch, attributes)
+    return {name: attributes[name] for name in names if type(attributes.get(name)) is int}
 
 
 def indivisible_reason(counts: Mapping[str, int], size: int) -> str | None:
