@@ -165,8 +165,10 @@ class FailureStore:
             ranks: The ranks.
             store: That of the thread that asks.
         """
-        key = self.key(f"seen/{ranks[0]}")
-        return f" Rank {ranks[0]} was last seen at {store.get(key).decode()}." if store.check([key]) else ""
+        key, place = self.key(f"seen/{ranks[0]}"), ""
+        with contextlib.suppress(dist.DistError, OSError):  # what is known is told without it
+            place = store.get(key).decode() if store.check([key]) else ""
+        return f" Rank {ranks[0]} was last seen at {place}." if place else ""
 
     def _tell(self, name: str, value: str = "") -> None:
         """Write something that watches have to look at."""

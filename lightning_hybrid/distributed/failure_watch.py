@@ -29,7 +29,7 @@ from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
 _INTERRUPTED = 1.0  # seconds in which a rank comes to the handler of SIGINT, if it can
 _STEP = 1.5  # seconds before something stronger is done
-_ANSWER = 1.5  # seconds in which every watch answers, if it can: that is three looks
+_ANSWER = 1.5  # seconds in which every watch answers, if it can: that is two looks or three
 _WAITS = 0.5  # seconds in one place after which a rank may wait in vain
 _PATIENCE = 3.0  # seconds that a rank waits in one place before its process is ended
 

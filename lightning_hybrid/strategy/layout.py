@@ -186,7 +186,7 @@ def find_layers(module: LightningModule, settings: HybridConfig, num_stages: int
 def find_frames(
     module: LightningModule, settings: HybridConfig, num_stages: int, body: Body | None = None
 ) -> list[str]:
-    """The names of the modules that hold the body: of the same ones under every layout.
+    """The names of the modules that hold the body: of the same ones with as many stages.
 
     Args:
         module: The user's module.

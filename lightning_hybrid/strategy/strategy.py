@@ -188,6 +188,7 @@ class HybridStrategy(ReplicaCollectives):
         self._world: World | None = None
         self._attached: AttachedModule | None = None
         self._run: Run | None = None
+        self._has_precision = False  # whether this run has given the module its own
         self._start: StartWatch | None = None
         self._started: WeakSet[LightningModule] | None = None  # modules that have had their initial weights
         self._connections = Connections()
@@ -315,6 +316,7 @@ class HybridStrategy(ReplicaCollectives):
     def setup_environment(self) -> None:
         """Start the process groups, make the mesh, and divide the module if its body exists already."""
         super().setup_environment()
+        self._has_precision = False
         self.set_world_ranks()
         trainer, samples = self._module.trainer, self.settings.global_batch_size
         if samples is not None and trainer.state.fn == TrainerFn.FITTING:
@@ -373,6 +375,7 @@ class HybridStrategy(ReplicaCollectives):
         self.attached.divide()
         assert self.model is not None
         self._convert_module()
+        self._has_precision = True
         with keeping_marks(self.model):
             self.model_to_device()
         self._run = Run(
@@ -692,8 +695,12 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file, or from a directory the weights of this rank's part, straight into the module."""
-        self._convert_module()  # Lightning does so later, and rounds what a module of another precision has saved
+        """Read a file, or from a directory the weights of this rank's part, straight into the module.
+
+        Before a run it gets the run's precision for that.
+        """
+        if not self._has_precision:  # Lightning gives it later, and rounds what a module of another one has saved
+            self._convert_module()
         return self.attached.checkpointer.load(checkpoint_path, self.checkpoint_io, weights_only)
 
     @outside_of_steps

@@ -181,8 +181,9 @@ def _lines(error: BaseException) -> list[str]:
     if error.__cause__ is not None and str(error.__cause__) == str(error):  # of another type, where the user's code is
         assert shown.__cause__ is not None
         shown.stack, shown.__cause__ = shown.__cause__.stack, shown.__cause__.__cause__
-    if isinstance(error.__cause__ or error, WrongUseError) and not _users(shown.stack):
-        return list(shown.format_exception_only())  # which names the line of the user's code that it is about
+    is_refusal = isinstance(error.__cause__ or error, WrongUseError) and shown.__cause__ is None
+    if is_refusal and not _users(shown.stack):
+        return list(shown.format_exception_only())  # its text says all
     chain: list[traceback.TracebackException | None] = [shown]
     number = 0
     for each in chain:

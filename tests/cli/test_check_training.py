@@ -154,7 +154,7 @@ class Inherits(ByPosition):
     pass
 
 
-class PathDrop(nn.Module):
+class DropPath(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.p = 0.3
@@ -185,12 +185,13 @@ class Named(nn.Module):
         (ByKeyword(), ["p"]),
         (ByPosition(), ["p"]),
         (Inherits(), ["p"]),
-        (PathDrop(), ["p"]),
+        (DropPath(), ["p"]),
         (nn.Dropout(0.2), ["p"]),
         (nn.MultiheadAttention(4, 2, dropout=0.2), ["dropout"]),
         (Named("dropout_p", 0.2), ["dropout_p"]),
         (Named("attn_drop", 1.0), ["attn_drop"]),
         (Named("drop_after", 1.5), []),  # no probability
+        (Named("dropout_keep_prob", 0.9), []),
         (Named("p", 0.5), []),
         (Power(), []),
         (Power(2.0), []),

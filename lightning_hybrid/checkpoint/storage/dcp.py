@@ -91,8 +91,7 @@ class DistributedCheckpoint:
                 f"{path} is no complete checkpoint: it has no file {MARK!r}, which is written last. A save that was"
                 " interrupted may have left it; take another one."
             )
-        with (self.path / MARK).open("rb") as file:
-            content = file.read()
+        content = self._read_index()
         verify_index(content, self.path / MARK)
         try:
             metadata = read_harmless(io.BytesIO(content))
@@ -112,6 +111,13 @@ class DistributedCheckpoint:
         roots = {str(tree_path[0]) for tree_path in self.entries}
         numbers = sorted(int(root.rpartition("_")[2]) for root in roots if re.fullmatch(r"optimizer_\d+", root))
         self.optimizer_roots = [f"optimizer_{number}" for number in numbers]
+
+    def _read_index(self) -> bytes:
+        try:
+            with (self.path / MARK).open("rb") as file:
+                return file.read()
+        except Exception as error:  # a store's own kind
+            raise ValueError(f"The file {self.path / MARK} cannot be read: {type(error).__name__}: {error}") from error
 
     def check_files(self) -> None:
         """Make sure that all is there before anything is read.

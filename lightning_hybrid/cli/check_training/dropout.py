@@ -12,13 +12,14 @@ from torch import nn
 def set_dropout_to_zero(module: nn.Module) -> int:
     """Set those of a module to 0, not of the modules in it.
 
-    They are attributes whose names contain ``drop``, and ``p`` if that is one: see :func:`_is_dropout`.
+    They are attributes with ``drop`` in their names and not ``keep``, and ``p`` if it is one: see :func:`_is_dropout`.
 
     Returns:
         The number of those that were not 0.
     """
     in_range = [name for name, value in vars(module).items() if isinstance(value, float) and 0 < value <= 1]
-    found = [name for name in in_range if "drop" in name.lower() or (name == "p" and _is_dropout(type(module)))]
+    named = [name for name in in_range if "drop" in name.lower() and "keep" not in name.lower()]
+    found = [*named, *(name for name in in_range if name == "p" and _is_dropout(type(module)))]
     for name in found:
         setattr(module, name, 0.0)
     return len(found)
@@ -30,7 +31,7 @@ def _is_dropout(kind: type[nn.Module]) -> bool:
     It is one in a class called so; or where the source of the class, or of one that it inherits from, takes it from
     something called dropout (``self.p = dropout``), or hands it to something called dropout.
     """
-    if "drop" in kind.__name__.lower():
+    if any(word in kind.__name__.lower() for word in ("dropout", "droppath", "dropblock")):
         return True
     return any(map(_uses_for_dropout, kind.__mro__[: kind.__mro__.index(nn.Module)]))
 

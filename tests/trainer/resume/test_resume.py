@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
@@ -611,6 +611,38 @@ def in_double(layout: Layout, directory: str) -> list[str]:
         assert {value.dtype for value in weights(module).values()} == {torch.float64}
         found.append(weights(module))
     return differences(*found)
+
+
+class Reloads(Callback):
+    """Keeps a layer in float32, and loads the weights again in the run."""
+
+    def __init__(self, directory: str) -> None:
+        self.path = f"{directory}/again.ckpt"
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        pl_module.head.float()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        trainer.strategy.load_checkpoint(self.path)
+
+
+def keeps_float32(layout: Layout, directory: str) -> set[torch.dtype]:
+    """The precision of a head after its weights have been loaded again in a run in double precision."""
+    module = HeadInFloat32().float()
+    trainer = make_trainer(layout, precision="64-true", callbacks=[Reloads(directory)], max_steps=2)
+    trainer.fit(module, DataLoader(dataset(40), 8))
+    return {parameter.dtype for parameter in module.head.parameters()}
+
+
+class HeadInFloat32(Regression):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return self.head((self.body(h) + h).float()).double()
+
+
+def test_loading_in_a_run_leaves_what_the_user_has_made_of_the_precision(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(2, lightning=True).run(keeps_float32, PP2, str(tmp_path)) == [{torch.float32}] * 2
 
 
 @pytest.mark.parametrize("sharded", [False, True])
