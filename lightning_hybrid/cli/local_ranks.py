@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import sys
@@ -91,6 +92,7 @@ def run_ranks(function: Callable[[], Any], world_size: int, *, time_limit: float
 
 def _run_rank(function: Callable[[], Any], rank: int, world_size: int, directory: Path, time_limit: float) -> None:
     """The life of a rank."""
+    gc.freeze()  # garbage of the parent may hold groups, and to free one is to wait for threads that were not copied
     log = (directory / f"log-{rank}").open("w")  # until the process ends
     for stream in (1, 2):
         os.dup2(log.fileno(), stream)

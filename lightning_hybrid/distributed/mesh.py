@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -34,11 +35,12 @@ class _WorldCache:
 
     A Trainer is freed as cyclic garbage, at any time: also in a worker of a `DataLoader` that was forked before. There
     the threads of process groups do not exist, and freeing one ends or stops the worker. What is held here is not freed
-    there; what is dropped is collected at once, in this process.
+    there; what is dropped is collected at once, in this process. A copy of it never drops what it has got.
     """
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, Any] = {}
+        self._of_parent: list[dict[Hashable, Any]] = []
         self._world: Callable[[], dist.ProcessGroup | None] = lambda: None
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -46,7 +48,7 @@ class _WorldCache:
         world = dist.group.WORLD
         assert world is not None
         if self._world() is not world:
-            if self._entries:  # to collect takes a good part of a second
+            if self._entries or self._of_parent:  # to collect takes a good part of a second
                 self.clear()
                 _clear_sharding_cache()
                 gc.collect()
@@ -54,6 +56,11 @@ class _WorldCache:
         if key not in self._entries:
             self._entries[key] = make()
         return self._entries[key]
+
+    def leave_to_parent(self) -> None:
+        """In a process that was forked: to free a group is to wait for its threads, which were not copied."""
+        self._of_parent.append(self._entries)
+        self._entries = {}
 
     def clear(self) -> None:
         """Drop everything: meshes, parameters that are sharded over them, and messages under way hold groups."""
@@ -78,6 +85,7 @@ def _clear_sharding_cache() -> None:
 
 
 _WORLD_CACHE = _WorldCache()
+os.register_at_fork(after_in_child=_WORLD_CACHE.leave_to_parent)
 
 
 class Mesh:

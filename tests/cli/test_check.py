@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,6 +25,7 @@ from lightning_hybrid.cli.check_training import TrainingRecord
 from lightning_hybrid.cli.comparison import compare, interleaved
 from lightning_hybrid.cli.local_ranks import RankError, run_ranks
 from lightning_hybrid.cli.main import main
+from lightning_hybrid.distributed.mesh import Mesh
 from tests import frame_modules, modules, tensor_modules
 
 ROOT = Path(__file__).parent.parent.parent
@@ -485,3 +487,17 @@ def test_command_says_what_is_wrong(
 def test_it_is_public() -> None:
     assert lightning_hybrid.check is check
     assert CheckResult("x", compare(_record(), [_record()], steps=2, replicas=1), 1e-8).equal
+
+
+def make_mesh() -> int:
+    return Mesh(dist.get_world_size(), 1, 1).data_parallel_size
+
+
+def test_ranks_may_be_copied_from_a_process_that_has_had_groups() -> None:
+    """They freed these, and waited for threads that had not been copied."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert make_mesh() == 1
+    finally:
+        dist.destroy_process_group()
+    assert run_ranks(make_mesh, 2, time_limit=60) == [2, 2]
