@@ -59,8 +59,9 @@ class _WorldCache:
 
     def leave_to_parent(self) -> None:
         """In a process that was forked: to free a group is to wait for its threads, which were not copied."""
-        self._of_parent.append(self._entries)
-        self._entries = {}
+        if self._entries:
+            self._of_parent.append(self._entries)
+            self._entries = {}
 
     def clear(self) -> None:
         """Drop everything: meshes, parameters that are sharded over them, and messages under way hold groups."""

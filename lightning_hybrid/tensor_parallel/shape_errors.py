@@ -90,9 +90,8 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
     error.args = (text, *error.args[1:])
 
 
-def _about_narrow_input(module: nn.Module | NarrowInput, pattern: str) -> str:
+def _about_narrow_input(module: NarrowInput, pattern: str) -> str:
     """What a module with this style may do with its input."""
-    assert isinstance(module, NarrowInput)
     takers = ",".join(module.takers)
     return (
         f" In the plan is {pattern!r}: 'narrow_input:{takers}', so this code gets an input that has the width of a"

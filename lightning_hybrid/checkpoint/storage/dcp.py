@@ -17,7 +17,8 @@ from __future__ import annotations
 import io
 import re
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,6 +64,15 @@ def sizes_at_least(places: Iterable[Any]) -> dict[str, int]:
     return sizes
 
 
+@contextmanager
+def _reading(file: Place) -> Iterator[None]:
+    """Inside, whatever a store or unpickling raises says which file it is about."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"The file {file} cannot be read: {type(error).__name__}: {error}") from error
+
+
 class DistributedCheckpoint:
     """A checkpoint that was written by :func:`write_directory`, or by one of Lightning's own strategies.
 
@@ -91,14 +101,14 @@ class DistributedCheckpoint:
                 f"{path} is no complete checkpoint: it has no file {MARK!r}, which is written last. A save that was"
                 " interrupted may have left it; take another one."
             )
-        content = self._read_index()
-        verify_index(content, self.path / MARK)
-        try:
+        mark = self.path / MARK
+        with _reading(mark), mark.open("rb") as file:
+            content = file.read()
+        verify_index(content, mark)
+        with _reading(mark):
             metadata = read_harmless(io.BytesIO(content))
             if not isinstance(metadata, Metadata):
                 raise TypeError(f"it holds no index, but a {type(metadata).__qualname__}")
-        except Exception as error:  # whatever unpickling raises
-            raise ValueError(f"The file {self.path / MARK} cannot be read: {type(error).__name__}: {error}") from error
         self._metadata = metadata
         names = self._metadata.planner_data or {}
         self._names = {tuple(names.get(name, (name,))): name for name in self._metadata.state_dict_metadata}
@@ -111,13 +121,6 @@ class DistributedCheckpoint:
         roots = {str(tree_path[0]) for tree_path in self.entries}
         numbers = sorted(int(root.rpartition("_")[2]) for root in roots if re.fullmatch(r"optimizer_\d+", root))
         self.optimizer_roots = [f"optimizer_{number}" for number in numbers]
-
-    def _read_index(self) -> bytes:
-        try:
-            with (self.path / MARK).open("rb") as file:
-                return file.read()
-        except Exception as error:  # a store's own kind
-            raise ValueError(f"The file {self.path / MARK} cannot be read: {type(error).__name__}: {error}") from error
 
     def check_files(self) -> None:
         """Make sure that all is there before anything is read.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from inspect import getsource
-from textwrap import dedent
 
 from torch import nn
+
+from lightning_hybrid.tensor_parallel.auto_plan.forward_code import parse_source, source_of
 
 
 def set_dropout_to_zero(module: nn.Module) -> int:
@@ -37,11 +37,8 @@ def _is_dropout(kind: type[nn.Module]) -> bool:
 
 
 def _uses_for_dropout(kind: type) -> bool:
-    try:
-        tree = ast.parse(dedent(getsource(kind)))
-    except (OSError, TypeError, SyntaxError):  # of what was typed in, there may be no source
-        return False
-    for node in ast.walk(tree):
+    tree = parse_source(source_of(kind))
+    for node in () if tree is None else ast.walk(tree):  # of what was typed in, there may be no source
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             ends = [node.value, *(node.targets if isinstance(node, ast.Assign) else [node.target])]
             if any(map(_is_p, ends)) and any(map(_is_called_dropout, ends)):

@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -264,11 +264,10 @@ class _SingleProcess(SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        module = self._lightning_module
-        if module is not None and lacks_values(module):  # after an error, which torch's about moving it would hide
-            self._lightning_module = None
-        super().teardown()
-        self._lightning_module = module
+        module = self.lightning_module
+        is_unfinished = module is not None and lacks_values(module)
+        with suppress(NotImplementedError) if is_unfinished else nullcontext():  # it cannot be moved, after an error
+            super().teardown()
 
     def _initialize(self) -> None:
         module = self.lightning_module

@@ -45,7 +45,7 @@ class InputUse:
 
 def forward_source(module: nn.Module) -> str:
     """The code of a module's class; nothing where it has no source."""
-    return _source(original_class(module).forward)
+    return source_of(original_class(module).forward)
 
 
 def input_use(module: nn.Module, layers: Collection[str]) -> InputUse:
@@ -55,7 +55,7 @@ def input_use(module: nn.Module, layers: Collection[str]) -> InputUse:
         module: The module; parallel or not.
         layers: The paths of the layers below it whose output features are divided.
     """
-    function = _parsed(forward_source(module))
+    function = parse_source(forward_source(module))
     if not isinstance(function, ast.FunctionDef):
         return InputUse()
     arguments = [each.arg for each in (*function.args.posonlyargs, *function.args.args)][1:]
@@ -68,7 +68,7 @@ def attributes_read(module: nn.Module) -> frozenset[str] | None:
     for kind in original_class(module).__mro__:
         if kind is nn.Module:
             break
-        tree = _parsed(_source(kind))
+        tree = parse_source(source_of(kind))
         if not isinstance(tree, ast.ClassDef):
             return None
         for method in tree.body:
@@ -78,14 +78,16 @@ def attributes_read(module: nn.Module) -> frozenset[str] | None:
     return frozenset(found)
 
 
-def _source(code: Any) -> str:
+def source_of(code: Any) -> str:
+    """The text of a class or a function; nothing where it has none, as what was typed in."""
     try:
         return inspect.getsource(code)
     except (OSError, TypeError):
         return ""
 
 
-def _parsed(source: str) -> ast.stmt | None:
+def parse_source(source: str) -> ast.stmt | None:
+    """The first statement of a text that may be indented; ``None`` if there is none."""
     try:
         return next(iter(ast.parse(textwrap.dedent(source)).body), None)
     except SyntaxError:
