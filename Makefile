@@ -50,6 +50,8 @@ types: $(READY)  ## Check types
 	$(PYTHON) -m mypy
 
 docs: $(READY)  ## Make the site, into build/docs
+	$(PYTHON) docs/draw_house.py --check
+	$(PYTHON) docs/write_reference.py --check
 	$(PYTHON) -m sphinx --builder html --fail-on-warning --keep-going --quiet docs build/docs
 
 # Needs pytest beside torch and lightning; without a network: make gpu PYTHON=python3 PYTHONPATH=/folder/with/packages
