@@ -150,13 +150,14 @@ def make_stores(environment: ClusterEnvironment, timeout: timedelta) -> Stores:
     Raises:
         TimeoutError: If the first rank does not come.
     """
-    rank, main_address = environment.global_rank(), environment.main_address
+    # Asked once, and by this thread: over MPI the question is a collective.
+    rank, main_address, main_port = environment.global_rank(), environment.main_address, environment.main_port
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
     def connect(is_server: bool) -> Store:
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
             main_address,
-            environment.main_port,
+            main_port,
             is_master=is_server,
             timeout=timeout,
             wait_for_workers=False,

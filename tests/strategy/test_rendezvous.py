@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -106,6 +107,22 @@ def test_what_an_attempt_that_died_has_said_is_not_believed(agent: dist.TCPStore
 def test_who_waits_for_a_first_rank_that_does_not_come_says_so(agent: dist.TCPStore) -> None:
     with pytest.raises(TimeoutError, match=re.escape("Rank 0 has not begun within 1 s")):
         make_stores(Rank(1), timedelta(seconds=1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_asks_for_the_port_once(agent: dist.TCPStore, rank: int) -> None:
+    """Over MPI that is a collective, which all ranks have to call equally often."""
+    asked: list[str] = []
+
+    class OverMPI(Rank):
+        @property
+        def main_port(self) -> int:
+            asked.append(threading.current_thread().name)
+            return super().main_port
+
+    with suppress(TimeoutError):  # nobody else is there
+        make_stores(OverMPI(rank), timedelta(milliseconds=100))
+    assert asked == ["MainThread"]
 
 
 def test_the_first_rank_has_the_store_where_there_is_no_agent_and_nobody_waits_for_the_others(
