@@ -151,10 +151,11 @@ class TrainingStep:
                     parts = list(zip(parts, [plan.number for plan in plans], strict=True))
                 compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
                 with nullcontext() if self._casts is None else self._casts.schedule():
+                    keys = context.keys(version, parts)
                     context.engine.run(
-                        self._find_schedule(len(counts), backward=backward),
+                        self._find_schedule(keys, backward=backward),
                         compute,
-                        context.keys(version, parts),
+                        keys,
                         backward_begins=grad_sync.backward_begins,
                         backward_ends=grad_sync.backward_ends,
                         profile=self.schedules.profile(context) if backward else context.profile,
@@ -195,11 +196,11 @@ class TrainingStep:
         if windowed:
             self._window = AccumulationWindow(self._context.device)
 
-    def _find_schedule(self, num_microbatches: int, *, backward: bool) -> Schedule:
-        """What the ranks of the pipeline do in a step."""
+    def _find_schedule(self, keys: Sequence[Hashable], *, backward: bool) -> Schedule:
+        """What the ranks of the pipeline do in a step of microbatches with these keys."""
         if backward:
-            return self.schedules(num_microbatches)
-        return build_forward(self._context.num_ranks, num_microbatches, self._context.num_chunks)
+            return self.schedules(len(keys), keys)
+        return build_forward(self._context.num_ranks, len(keys), self._context.num_chunks)
 
     def _make_compute(
         self,
