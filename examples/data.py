@@ -14,7 +14,42 @@ from torch import Tensor
 
 from lightning_hybrid.cli.demo.digits import Augment, Digits, ImageData, Images
 
-__all__ = ["CIFAR10", "Augment", "Digits", "Images", "read_cifar10"]
+__all__ = ["CIFAR10", "Augment", "Digits", "Images", "RandomImages", "read_cifar10"]
+
+
+class RandomImages(ImageData):
+    """Noise in the shape of images, made and not read: to try and to time a model that is too large for digits.
+
+    Args:
+        image_size: Height and width, in pixels.
+        channels: Of each image.
+        num_classes: Labels are drawn from so many.
+        num_images: For training; a tenth as many are for validation and for tests.
+        batch_size: Images of a batch, per data-parallel replica.
+        num_workers: Processes that load.
+    """
+
+    def __init__(
+        self,
+        image_size: int,
+        channels: int = 3,
+        num_classes: int = 10,
+        num_images: int = 1024,
+        batch_size: int = 64,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(batch_size, num_workers)
+        self.shape = channels, image_size, image_size
+        self.num_classes, self.num_images = num_classes, num_images
+
+    def setup(self, stage: str) -> None:
+        """The same images in every process."""
+        generator = torch.Generator().manual_seed(0)
+        parts = []
+        for number in (self.num_images, self.num_images // 10, self.num_images // 10):
+            labels = torch.randint(self.num_classes, (number,), generator=generator)
+            parts.append(Images(torch.randn(number, *self.shape, generator=generator), labels))
+        self.train, self.val, self.test = parts
 
 
 class CIFAR10(ImageData):

@@ -8,7 +8,8 @@ Run it, from the root of the repository, in one process or under any configurati
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +24,29 @@ def _norm(norm: str, channels: int) -> nn.Module:
     return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(min(8, channels), channels)
 
 
+class Convolutions(NamedTuple):
+    """The 3 x 3 convolutions of bottlenecks.
+
+    Attributes:
+        groups: Of channels that do not see each other (https://arxiv.org/abs/1611.05431).
+        width_per_group: Channels of a group, for 64 in the first layer.
+        dilation: Pixels from one weight to the next.
+    """
+
+    groups: int = 1
+    width_per_group: int = 64
+    dilation: int = 1
+
+
 class BasicBlock(nn.Module):
     """Two 3 x 3 convolutions around a residual: ``(batch, inputs, h, w)`` to ``(batch, width, h/stride, w/stride)``."""
 
     expansion = 1
 
-    def __init__(self, inputs: int, width: int, stride: int, norm: str) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, norm: str, options: Convolutions) -> None:
         super().__init__()
+        if options != Convolutions():
+            raise ValueError(f"groups, width_per_group and dilation are for bottlenecks (resnet50), not for {options}")
         self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
         self.norm1 = _norm(norm, width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
@@ -47,13 +64,15 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, inputs: int, width: int, stride: int, norm: str) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, norm: str, options: Convolutions) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
-        self.norm1 = _norm(norm, width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
-        self.norm2 = _norm(norm, width)
-        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        groups, dilation = options.groups, options.dilation
+        middle = width * options.width_per_group // 64 * groups
+        self.conv1 = nn.Conv2d(inputs, middle, 1, bias=False)
+        self.norm1 = _norm(norm, middle)
+        self.conv2 = nn.Conv2d(middle, middle, 3, stride, dilation, dilation, groups, bias=False)
+        self.norm2 = _norm(norm, middle)
+        self.conv3 = nn.Conv2d(middle, 4 * width, 1, bias=False)
         self.norm3 = _norm(norm, 4 * width)
         self.shortcut = _shortcut(inputs, 4 * width, stride, norm)
 
@@ -89,7 +108,19 @@ BLOCKS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int
 }
 
 
-def resnet(name: str, channels: int, num_classes: int, width: int, small_images: bool, norm: str) -> nn.Sequential:
+def resnet(
+    name: str,
+    channels: int,
+    num_classes: int,
+    width: int,
+    small_images: bool,
+    norm: str,
+    *,
+    groups: int = 1,
+    width_per_group: int = 64,
+    replace_stride_with_dilation: Sequence[bool] = (False, False, False),
+    zero_init_residual: bool = False,
+) -> nn.Sequential:
     """A ResNet (https://arxiv.org/abs/1512.03385) as the six layers conv, layer1 to layer4, classifier.
 
     Args:
@@ -99,6 +130,10 @@ def resnet(name: str, channels: int, num_classes: int, width: int, small_images:
         width: Channels of the first layer; 64 in the paper.
         small_images: The first convolution keeps the resolution, as usual for images of at most 32 x 32 pixels.
         norm: ``"batch"``, or ``"group"`` for statistics of each image alone.
+        groups: Of the 3 x 3 convolutions of bottlenecks.
+        width_per_group: Channels of such a group, for 64 in the first layer.
+        replace_stride_with_dilation: For each of layer2 to layer4, whether it keeps the resolution and looks farther.
+        zero_init_residual: Whether each block begins as the identity (https://arxiv.org/abs/1706.02677).
 
     Raises:
         ValueError: There is no such ResNet.
@@ -115,18 +150,23 @@ def resnet(name: str, channels: int, num_classes: int, width: int, small_images:
     if not small_images:
         stem.append(nn.MaxPool2d(kernel_size=3, stride=2, padding=1))
     layers = [nn.Sequential(*stem)]
-    inputs = width
+    inputs, dilation = width, 1
     for level, depth in enumerate(depths):
-        blocks = []
+        blocks, before = [], dilation
+        stride = 1 if level == 0 else 2
+        if level > 0 and replace_stride_with_dilation[level - 1]:
+            stride, dilation = 1, 2 * dilation
         for index in range(depth):
-            stride = 2 if level > 0 and index == 0 else 1
-            blocks.append(block(inputs, width * 2**level, stride, norm))
+            options = Convolutions(groups, width_per_group, dilation if index else before)
+            blocks.append(block(inputs, width * 2**level, 1 if index else stride, norm, options))
             inputs = width * 2**level * block.expansion
         layers.append(nn.Sequential(*blocks))
     model = nn.Sequential(*layers, Classifier(inputs, num_classes))
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif zero_init_residual and isinstance(module, (BasicBlock, Bottleneck)):
+            nn.init.zeros_(module.norm3.weight if isinstance(module, Bottleneck) else module.norm2.weight)
     return model
 
 
@@ -143,6 +183,10 @@ class ResNet(LightningModule):
         width: Channels of the first layer; 64 in the paper.
         small_images: The first convolution keeps the resolution, as usual for images of at most 32 x 32 pixels.
         norm: Kind of normalisation.
+        groups: Of the 3 x 3 convolutions of bottlenecks.
+        width_per_group: Channels of such a group, for 64 in the first layer.
+        replace_stride_with_dilation: For each of layer2 to layer4, whether it keeps the resolution and looks farther.
+        zero_init_residual: Whether each block begins as the identity.
         lr: Learning rate of Adam.
         warmup_epochs: Epochs of linear warm-up, after which the learning rate falls linearly to zero.
     """
@@ -155,13 +199,28 @@ class ResNet(LightningModule):
         width: int = 16,
         small_images: bool = True,
         norm: Literal["batch", "group"] = "batch",
+        groups: int = 1,
+        width_per_group: int = 64,
+        replace_stride_with_dilation: tuple[bool, bool, bool] = (False, False, False),
+        zero_init_residual: bool = False,
         lr: float = 1e-3,
         warmup_epochs: int = 1,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.lr, self.warmup_epochs = lr, warmup_epochs
-        self.body = resnet(name, channels, num_classes, width, small_images, norm)
+        self.body = resnet(
+            name,
+            channels,
+            num_classes,
+            width,
+            small_images,
+            norm,
+            groups=groups,
+            width_per_group=width_per_group,
+            replace_stride_with_dilation=replace_stride_with_dilation,
+            zero_init_residual=zero_init_residual,
+        )
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
 

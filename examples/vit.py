@@ -8,9 +8,9 @@ Run it, from the root of the repository, in one process or under any configurati
 
 from __future__ import annotations
 
-from lightning_hybrid.cli.demo.vit import Attention, Block, Embedding, ViT
+from lightning_hybrid.cli.demo.vit import Attention, Block, DropPath, Embedding, ViT
 
-__all__ = ["Attention", "Block", "Embedding", "ViT"]
+__all__ = ["Attention", "Block", "DropPath", "Embedding", "ViT"]
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -42,6 +43,7 @@ from lightning_hybrid.strategy.rendezvous import Stores, stores_of_groups
 from lightning_hybrid.strategy.run import AttachedModule, Run, World
 from lightning_hybrid.strategy.summary import batch_text
 from lightning_hybrid.strategy.watch.start_watch import StartWatch
+from lightning_hybrid.tensor_parallel.layouts.layout import distribute
 from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import pinned
 from lightning_hybrid.trainer.debug.desync import DesyncDetector
@@ -260,6 +262,33 @@ class HybridStrategy(ReplicaCollectives):
     def device_mesh(self) -> DeviceMesh:
         """The mesh with the axes ``"data_parallel"``, ``"tensor_parallel"`` and ``"pipeline_parallel"``."""
         return self.world.mesh.device_mesh
+
+    def distribute(self, tensor: Tensor, layout: str | Mapping[str, str]) -> DTensor:
+        """Lay a tensor over the ranks of this stage; operators on it redistribute what they need (DTensor).
+
+        For code that divides its own work: a buffer, an activation, or in `configure_model` a parameter. To lay a
+        parameter of unchanged code over ranks, name it in `tensor_parallel_plan`.
+
+        Args:
+            tensor: All of it, the same on every rank of the stage, of any dtype. A DTensor is redistributed.
+            layout: A letter for each axis: ``"S(d)"`` splits dimension ``d`` over its ranks, with ``"B"`` every rank
+                has all, with ``"P"`` the tensor is the sum over the ranks. ``"S(0),S(1)"`` is for the data-parallel and
+                the tensor-parallel axis, in the order of `rank_order`; ``"S(0)"`` for the tensor-parallel axis alone;
+                ``"data_parallel=S(0)"`` or ``{"data_parallel": "S(0)"}`` for axes by name.
+
+        Returns:
+            The DTensor, in the graph of ``tensor``; of a parameter, a parameter without one. `full_tensor()` makes a
+            plain tensor of it again.
+
+        Raises:
+            TypeError: If the layout is no text and no mapping.
+            ValueError: If it cannot be read, or a parameter cannot lie so.
+
+        Example:
+            ``self.noise = self.trainer.strategy.distribute(torch.randn(16, 8), "S(0),S(1)")`` keeps ``(8, 4)`` on each
+            of 2 x 2 ranks.
+        """
+        return distribute(tensor, layout, self.device_mesh)
 
     @property
     @override

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_hybrid.config import UserPlan
@@ -22,10 +22,20 @@ from lightning_hybrid.tensor_parallel.layers import (
     restore_fastpath,
     restore_layer,
 )
+from lightning_hybrid.tensor_parallel.layouts.layout import TENSOR, is_layout, parse_layout
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.sequence_parallel import assign_sequence_dims
 from lightning_hybrid.tensor_parallel.shard import Sharder
-from lightning_hybrid.tensor_parallel.styles import STYLES, WRAPPERS, ParamSplit, PlanRow, find_style
+from lightning_hybrid.tensor_parallel.styles import (
+    LAYOUT,
+    STYLES,
+    WRAPPERS,
+    ParamSplit,
+    PlanRow,
+    find_style,
+    layout_dims,
+    layout_style,
+)
 
 _WITH_SUFFIX = ("sequence_region:0", "sequence_region:1", "attention:memory")
 
@@ -127,6 +137,7 @@ def make_plan(module: nn.Module, requested: UserPlan | str | None, size: int, *,
     named = [(name, style) for name, style in styles.items() if name not in torch_styles]
     _check_combinations(named)
     rows = assign_sequence_dims(list(_rows(module, named, size)), module, sequence_parallel=sequence_parallel)
+    _check_layouts(rows)
     _check_ties(module, rows)
     sharded = {name for row in rows for name in row.parameters()}
     shapes = {name: module.get_parameter(name).shape for name in sharded}
@@ -150,10 +161,23 @@ def _expand(module: nn.Module, requested: UserPlan) -> dict[str, Any]:
     styles: dict[str, Any] = {}
     for pattern, given in requested.items():
         style = "replicate" if given is None else given
+        if isinstance(style, str) and is_layout(style):
+            for owner, dims in _placed_parameters(module, pattern, style).items():
+                before = styles.get(owner)
+                if isinstance(before, str) and before.startswith(f"{LAYOUT}:"):
+                    dims = layout_dims(before) | dims
+                elif before is not None:
+                    raise ValueError(
+                        f"tensor_parallel_plan gives {owner!r} the style {before!r}, and a layout to its parameter"
+                        f" {next(iter(dims))!r}. A style says itself how parameters are divided: leave one of them out."
+                    )
+                styles[owner] = layout_style(dims)
+            continue
         if not isinstance(style, ParallelStyle) and not _is_known(style):
             raise ValueError(
-                f"tensor_parallel_plan names the style {style!r} for {pattern!r}; there are {', '.join(STYLES)}"
-                " ('divide:ATTRIBUTE' for an integer that a module computes with)."
+                f"tensor_parallel_plan names the style {style!r} for {pattern!r}; there are"
+                f" {', '.join(name for name in STYLES if name != LAYOUT)} ('divide:ATTRIBUTE' for an integer that a"
+                " module computes with); and layouts of parameters by their names, such as 'S(0)'."
             )
         matching = [name for name in names if name_matches(name, pattern)]
         if not matching:
@@ -166,13 +190,37 @@ def _expand(module: nn.Module, requested: UserPlan) -> dict[str, Any]:
     return styles
 
 
+def _placed_parameters(module: nn.Module, pattern: str, layout: str) -> dict[str, dict[str, int]]:
+    """The parameters that a pattern matches, by the modules that have them, and the dimensions that are divided."""
+    found: dict[str, dict[str, int]] = {}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    matching = [name for name in parameters if name_matches(name, pattern)]
+    if not matching:
+        close = difflib.get_close_matches(pattern, parameters, n=3, cutoff=0.4) or list(parameters)[:8]
+        raise ValueError(
+            f"tensor_parallel_plan gives {pattern!r} the layout {layout!r}, but {type(module).__name__} has no"
+            f" parameter of that name. There are, for example, {', '.join(map(repr, close))}."
+        )
+    for name in matching:
+        placements = parse_layout(layout, (TENSOR,), parameters[name].shape)
+        placement = placements[TENSOR]
+        if placement.is_partial():
+            raise ValueError(
+                f"tensor_parallel_plan makes {name!r} a sum of parameters (P), which no optimizer can step."
+            )
+        if isinstance(placement, Shard):
+            owner, _, leaf = name.rpartition(".")
+            found.setdefault(owner, {})[leaf] = placement.dim
+    return found
+
+
 def _parts(style: str) -> list[str]:
     return [part.strip() for part in style.split("+")]
 
 
 def _is_known(style: object) -> bool:
     return isinstance(style, str) and all(
-        part in (STYLES.keys() - WRAPPERS)
+        part in (STYLES.keys() - WRAPPERS - {LAYOUT})
         or part in _WITH_SUFFIX
         or (part.partition(":")[0] in WRAPPERS and part.partition(":")[2])
         for part in _parts(style)
@@ -221,6 +269,8 @@ def _options(style: str) -> dict[str, Any]:
         return {"takers": names}
     if kind == "mask_per_head":
         return {"total_heads": int(suffix)}
+    if kind == LAYOUT:
+        return {"dims": layout_dims(style)}
     return {"memory_is_replicated": True} if style == "attention:memory" else {}
 
 
@@ -241,6 +291,21 @@ def _check_ties(module: nn.Module, rows: Iterable[PlanRow]) -> None:
                 f"{' and '.join(map(repr, tied))} are one tied parameter, but tensor_parallel_plan divides"
                 " them differently. Give both layers styles that divide the same dimension ('vocab' for an embedding"
                 " and for the head that shares its weight), or 'replicate'."
+            )
+
+
+def _check_layouts(rows: Iterable[PlanRow]) -> None:
+    """The code of a module with layouts runs on DTensors, and so does that of all that is in it."""
+    names = {row.name: row.style for row in rows if row.kind != LAYOUT}
+    for row in rows:
+        if row.kind != LAYOUT:
+            continue
+        inside = next((name for name in names if name.startswith(f"{row.name}.") or not row.name), None)
+        if inside is not None or row.sequence_dim is not None:
+            beside = f"{inside!r} in it has the style {names[inside]!r}" if inside else "it is in a sequence_region"
+            raise ValueError(
+                f"tensor_parallel_plan gives parameters of {row.name!r} a layout, but {beside}. Let the module with"
+                " the layout have no divided layers in it, and stand outside of such regions."
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.tensor_parallel import layers
 from lightning_hybrid.tensor_parallel.attention import ParallelAttention
 from lightning_hybrid.tensor_parallel.layers import parallelize_layer
+from lightning_hybrid.tensor_parallel.layouts.placed_layer import PlacedLayer
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,7 @@ STYLES: dict[str, Style] = {
     "local_rng": Style((nn.Module,), layers.LocalRandomNumbers),
     "narrow_input": Style((nn.Module,), layers.NarrowInput),
     "mask_per_head": Style((nn.Module,), layers.MaskPerHead),
+    "layout": Style((nn.Module,), PlacedLayer),
     "on_shards": Style((nn.Module,), layers.OnShards, partial_grads=True),
     "sequence_parallel": Style((nn.Module,), layers.OnShards, partial_grads=True, for_sequences=True),
     "sequence_gathered": Style((nn.Module,), layers.SequenceGathered, for_sequences=True),
@@ -177,6 +179,24 @@ STYLES: dict[str, Style] = {
 #: What is said more of after a colon, and may stand beside another style.
 WRAPPERS = {"divide", "local_rng", "narrow_input", "mask_per_head"}
 
+#: What a plan says of parameters by their own names becomes a style of the module that has them.
+LAYOUT = "layout"
+
+
+def layout_style(dims: Mapping[str, int]) -> str:
+    """The style of a module that has parameters in layouts.
+
+    Args:
+        dims: The dimension that is divided of each.
+    """
+    return f"{LAYOUT}:" + ",".join(f"{name}=S({dim})" for name, dim in dims.items())
+
+
+def layout_dims(style: str) -> dict[str, int]:
+    """What :func:`layout_style` was given."""
+    parts = (part.partition("=") for part in style.partition(":")[2].split(","))
+    return {name: int(letter[2:-1]) for name, _, letter in parts}
+
 
 def find_style(name: str, layer: nn.Module) -> Style:
     """The style of this name; some are one thing for a linear layer and another for an embedding."""
@@ -186,6 +206,9 @@ def find_style(name: str, layer: nn.Module) -> Style:
     elif kind == "colwise" and isinstance(layer, nn.Embedding):
         kind = "colwise_embedding"
     style = STYLES[kind]
+    if kind == LAYOUT:
+        splits = [ParamSplit(parameter, dim) for parameter, dim in layout_dims(name).items()]
+        return replace(style, param_splits=lambda layer: splits)
     return _transposed(style) if is_conv1d(layer) and style.classes == (nn.Linear,) else style
 
 

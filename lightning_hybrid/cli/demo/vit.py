@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-__all__ = ["Attention", "Block", "Embedding", "ViT"]
+__all__ = ["Attention", "Block", "DropPath", "Embedding", "ViT"]
 
 
 class Embedding(nn.Module):
@@ -56,21 +56,43 @@ class Attention(nn.Module):
         return output
 
 
+class DropPath(nn.Module):
+    """Stochastic depth (https://arxiv.org/abs/1603.09382): in training a sample's branch is left out at random.
+
+    Args:
+        probability: Of leaving it out; what stays is as much larger.
+    """
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(batch, ...)``, some samples of which become zero."""
+        if not self.training or self.probability == 0.0:
+            return x
+        stays = torch.rand(len(x), *[1] * (x.ndim - 1), device=x.device) >= self.probability
+        return x * stays.to(x.dtype) / (1 - self.probability)
+
+
 class Block(nn.Module):
     """A pre-norm transformer block over ``(batch, tokens, dim)``."""
 
-    def __init__(self, dim: int, heads: int, mlp_dim: int, dropout: float) -> None:
+    def __init__(
+        self, dim: int, heads: int, mlp_dim: int, dropout: float, attention_dropout: float, drop_path: float
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
-        self.attention = Attention(dim, heads, dropout)
+        self.attention = Attention(dim, heads, attention_dropout)
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(nn.Linear(dim, mlp_dim), nn.GELU(), nn.Linear(mlp_dim, dim))
         self.dropout = nn.Dropout(dropout)
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attention and MLP, each around a residual."""
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        output: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
+        x = x + self.drop_path(self.dropout(self.attention(self.norm1(x))))
+        output: Tensor = x + self.drop_path(self.dropout(self.mlp(self.norm2(x))))
         return output
 
 
@@ -89,7 +111,11 @@ class ViT(LightningModule):
         depth: Number of blocks.
         heads: Attention heads of a block.
         mlp_ratio: Width of a block's MLP over `dim`.
-        dropout: Probability of dropping a value, in attention and after each sub-layer.
+        dropout: Probability of dropping a value after each sub-layer.
+        attention_dropout: Probability of dropping an attention weight; ``None`` for `dropout`.
+        drop_path: Probability of leaving out a sub-layer of the last block, for each sample; of others less, down to 0
+            in the first.
+        representation_size: Width of a layer with tanh before the head; ``None`` for none.
         lr: Peak learning rate of AdamW.
         weight_decay: Weight decay of AdamW.
         warmup_epochs: Epochs of linear warm-up, after which the learning rate falls as a cosine.
@@ -107,6 +133,9 @@ class ViT(LightningModule):
         heads: int = 4,
         mlp_ratio: float = 2.0,
         dropout: float = 0.0,
+        attention_dropout: float | None = None,
+        drop_path: float = 0.0,
+        representation_size: int | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.05,
         warmup_epochs: int = 2,
@@ -118,9 +147,15 @@ class ViT(LightningModule):
         self.label_smoothing = label_smoothing
 
         self.embedding = Embedding(image_size, patch_size, channels, dim)
-        self.body = nn.Sequential(*(Block(dim, heads, int(mlp_ratio * dim), dropout) for _ in range(depth)))
+        of_attention = dropout if attention_dropout is None else attention_dropout
+        of_paths = [drop_path * index / max(depth - 1, 1) for index in range(depth)]
+        self.body = nn.Sequential(
+            *(Block(dim, heads, int(mlp_ratio * dim), dropout, of_attention, of_path) for of_path in of_paths)
+        )
         self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, num_classes)
+        self.head: nn.Module = nn.Linear(representation_size or dim, num_classes)
+        if representation_size is not None:
+            self.head = nn.Sequential(nn.Linear(dim, representation_size), nn.Tanh(), self.head)
 
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")

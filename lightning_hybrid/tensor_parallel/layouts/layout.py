@@ -1,0 +1,159 @@
+"""How a tensor lies over the ranks, as the user writes it, and tensors that are made to lie so.
+
+Each axis of ranks has a letter, as in OneFlow (Yuan et al., "OneFlow: Redesign the distributed deep learning framework
+from scratch", 2021), where they are called SBP:
+
+=========  ======================================  ==============================================
+``S(0)``   split: ranks have parts of dimension 0  :class:`torch.distributed.tensor.Shard`
+``B``      broadcast: every rank has all of it     :class:`torch.distributed.tensor.Replicate`
+``P``      partial: it is the sum over the ranks   :class:`torch.distributed.tensor.Partial`
+=========  ======================================  ==============================================
+
+So ``"S(0),S(1)"`` of a tensor of 16 x 8 on 2 x 2 ranks::
+
+    data rank 0     rows 0-7  columns 0-3  |  rows 0-7  columns 4-7
+    data rank 1     rows 8-15 columns 0-3  |  rows 8-15 columns 4-7
+                    tensor rank 0             tensor rank 1
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_hybrid.distributed.dtensor import REPLICAS, copy_attributes
+
+TENSOR, _STAGES = "tensor_parallel", "pipeline_parallel"
+_LETTER = re.compile(r"S\((-?\d+)\)|B|P")
+_HELP = "Write 'S(dimension)', 'B' or 'P' for each axis, such as 'S(0),S(1)' or 'data_parallel=S(0),tensor_parallel=B'."
+
+
+def is_layout(text: str) -> bool:
+    """Whether this is a layout, and not the name of a style."""
+    return all(_LETTER.fullmatch(part.strip()) for part in text.split(","))
+
+
+def parse_layout(layout: str | Mapping[str, str], axes: Sequence[str], shape: Sequence[int]) -> dict[str, Placement]:
+    """Read a layout.
+
+    Args:
+        layout: A letter for each axis, separated by commas, in the order of `axes`; or one for the tensor-parallel axis
+            alone; or ``"AXIS=LETTER,..."`` or a mapping for the axes that it names. Others have all of the tensor.
+        axes: The axes of ranks that hold one stage, from the outermost on.
+        shape: Of the whole tensor.
+
+    Returns:
+        The placements of the axes that it speaks of, in the order of `axes`; dimensions are not negative.
+
+    Raises:
+        TypeError: If it is no text and no mapping.
+        ValueError: If it cannot be read, or names an axis or a dimension that there is not.
+    """
+    if isinstance(layout, str):
+        parts = [part.strip() for part in layout.split(",")]
+        if any("=" in part for part in parts):
+            given = {name.strip(): letter.strip() for name, _, letter in (part.partition("=") for part in parts)}
+        elif len(parts) == 1:
+            given = {TENSOR: parts[0]}
+        elif len(parts) == len(axes):
+            given = dict(zip(axes, parts, strict=True))
+        else:
+            raise ValueError(f"The layout {layout!r} has {len(parts)} letters for the axes {', '.join(axes)}. {_HELP}")
+    elif isinstance(layout, Mapping):
+        given = dict(layout)
+    else:
+        raise TypeError(f"A layout is a text or a mapping of axes to letters, not {layout!r}. {_HELP}")
+    unknown = [name for name in given if name not in axes]
+    if unknown:
+        raise ValueError(f"The layout {layout!r} names {unknown[0]!r}; the axes are {', '.join(axes)}. {_HELP}")
+    return {axis: _placement(layout, given[axis], shape) for axis in axes if axis in given}
+
+
+def _placement(layout: object, letter: object, shape: Sequence[int]) -> Placement:
+    found = _LETTER.fullmatch(letter) if isinstance(letter, str) else None
+    if found is None:
+        raise ValueError(f"The layout {layout!r} says {letter!r} of an axis. {_HELP}")
+    if found[1] is None:
+        return Replicate() if letter == "B" else Partial()
+    dim = int(found[1])
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"The layout {layout!r} splits dimension {dim} of a tensor of shape {tuple(shape)}.")
+    return Shard(dim % len(shape))
+
+
+def distribute(tensor: Tensor, layout: str | Mapping[str, str], mesh: DeviceMesh) -> DTensor:
+    """A tensor in a layout: see :meth:`lightning_hybrid.HybridStrategy.distribute`.
+
+    Args:
+        tensor: All of it, the same on every rank of the stage; or a DTensor, which is redistributed.
+        layout: As for :func:`parse_layout`.
+        mesh: All axes of ranks.
+    """
+    axes = [axis for axis in mesh.mesh_dim_names or () if axis != _STAGES]
+    placements = parse_layout(layout, axes, tensor.shape)
+    if isinstance(tensor, nn.Parameter):
+        return _parameter(tensor, layout, placements, mesh)
+    if isinstance(tensor, DTensor):
+        _check_axes(tensor, layout, placements)
+        return tensor.redistribute(placements=list(placements.values()))
+    over = mesh[tuple(placements)]
+    kept, summed = list(placements.values()), []
+    for index, placement in enumerate(kept):
+        if placement.is_partial():
+            kept[index] = Replicate()
+            summed.append(over.get_local_rank(index))
+    if any(summed):  # the first rank has the number, and others nothing to add
+        tensor = torch.zeros_like(tensor)
+    local = DTensor.from_local(tensor, over, [Replicate()] * len(kept), run_check=False).redistribute(placements=kept)
+    if not summed:
+        return local
+    shape, stride = local.shape, local.stride()
+    return DTensor.from_local(
+        local.to_local(), over, list(placements.values()), run_check=False, shape=shape, stride=stride
+    )
+
+
+def _check_axes(tensor: DTensor, layout: object, placements: Mapping[str, Placement]) -> None:
+    names = tensor.device_mesh.mesh_dim_names or ()
+    if tuple(placements) != tuple(names):
+        raise ValueError(
+            f"The layout {layout!r} is one over {', '.join(placements)}, but the tensor lies over {', '.join(names)}."
+            " Say how it is to lie over the same axes, or make a plain tensor of it first: `tensor.full_tensor()`."
+        )
+    if any(
+        new.is_partial() and not old.is_partial()
+        for new, old in zip(placements.values(), tensor.placements, strict=True)
+    ):
+        raise ValueError(
+            f"The layout {layout!r} asks for partial sums of a tensor that is there: nothing is to be summed."
+        )
+
+
+def _parameter(
+    parameter: nn.Parameter, layout: object, placements: Mapping[str, Placement], mesh: DeviceMesh
+) -> DTensor:
+    """A parameter over the ranks that share a layer: optimizers, norms and checkpoints know every shard."""
+    placement = placements.get(TENSOR, Replicate())
+    if any(not each.is_replicate() for axis, each in placements.items() if axis == REPLICAS):
+        raise ValueError(
+            f"The layout {layout!r} divides a parameter over replicas, which train the same one: 'B' for"
+            f" {REPLICAS}. HybridStrategy(zero_stage=3) keeps a part of each parameter on each replica."
+        )
+    size = mesh[TENSOR].size()
+    if placement.is_partial():
+        raise ValueError(f"The layout {layout!r} makes a parameter a sum of others, which no optimizer can step.")
+    if isinstance(placement, Shard) and parameter.shape[placement.dim] % size:
+        raise ValueError(
+            f"The layout {layout!r} cannot divide dimension {placement.dim} of a parameter of shape"
+            f" {tuple(parameter.shape)} into {size} equal parts."
+        )
+    whole = DTensor.from_local(parameter.detach(), mesh[TENSOR], [Replicate()], run_check=False)
+    sharded = nn.Parameter(whole.redistribute(placements=[placement]), requires_grad=parameter.requires_grad)
+    copy_attributes(parameter, sharded)
+    return sharded  # type: ignore[return-value]

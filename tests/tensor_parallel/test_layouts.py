@@ -1,0 +1,251 @@
+"""Layouts of the user's own: how they are read, what lies where, what operators send, and training with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from lightning_hybrid.distributed.dtensor import full_tensor
+from lightning_hybrid.tensor_parallel.layouts.layout import distribute, parse_layout
+from lightning_hybrid.tensor_parallel.plan import make_plan
+from tests.pool import Pools
+from tests.training_jobs import Regression, assert_same, loader, make_trainer
+
+AXES = "data_parallel", "tensor_parallel"
+S0, S1, B = Shard(0), Shard(1), Replicate()
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("S(0),S(1)", {"data_parallel": S0, "tensor_parallel": S1}),
+        ("S(-1), B", {"data_parallel": S1, "tensor_parallel": B}),
+        ("P", {"tensor_parallel": Partial()}),
+        ("S(1)", {"tensor_parallel": S1}),
+        ("tensor_parallel=S(1), data_parallel=B", {"data_parallel": B, "tensor_parallel": S1}),
+        ({"data_parallel": "S(0)"}, {"data_parallel": S0}),
+    ],
+)
+def test_layouts_are_read(layout: str | Mapping[str, str], expected: dict[str, Any]) -> None:
+    read = parse_layout(layout, AXES, (16, 8))
+    assert list(read.items()) == list(expected.items())
+
+
+@pytest.mark.parametrize(
+    ("layout", "error", "text"),
+    [
+        ("S(0),S(1),B", ValueError, "has 3 letters for the axes data_parallel, tensor_parallel"),
+        ("split(0)", ValueError, r"says 'split\(0\)' of an axis. Write 'S\(dimension\)', 'B' or 'P'"),
+        ("rows=S(0)", ValueError, "names 'rows'; the axes are data_parallel, tensor_parallel"),
+        ("S(2)", ValueError, r"splits dimension 2 of a tensor of shape \(16, 8\)"),
+        (["S(0)"], TypeError, r"a text or a mapping of axes to letters, not \['S\(0\)'\]"),
+    ],
+)
+def test_what_is_no_layout_is_refused(layout: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        parse_layout(layout, AXES, (16, 8))
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+class Noise(nn.Module):
+    """The example of LiBai's documentation."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__()
+        noise = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+        self.noise_tensor = strategy.distribute(noise, "S(0),S(1)")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.noise_tensor
+
+
+def noisy() -> tuple[str, Tensor, Tensor]:
+    trainer = make_trainer({"data_parallel_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": None})
+    found: list[Any] = []
+
+    class Module(Regression):
+        def on_train_start(self) -> None:
+            strategy: Any = self.trainer.strategy
+            y: Any = Noise(strategy)(strategy.distribute(torch.zeros(16, 8), "S(0),S(1)"))
+            placed = f"placements {y.placements} ranks {y.device_mesh.mesh.tolist()}"
+            found.extend([f"shape {tuple(y.shape)} {placed} local {tuple(y.to_local().shape)}", y.to_local()])
+            found.append(strategy.distribute(y, "B,B").to_local())
+
+    trainer.fit(Module(), loader())
+    return tuple(found)  # type: ignore[return-value]
+
+
+def test_noise_lies_over_two_axes(ranks: Pools) -> None:
+    outcomes = ranks(4, lightning=True).run(noisy)
+    noise = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    text = "shape (16, 8) placements (Shard(dim=0), Shard(dim=1)) ranks [[0, 1], [2, 3]] local (8, 4)"
+    for rank, (printed, local, whole) in enumerate(outcomes):
+        assert printed == text
+        rows, columns = divmod(rank, 2)
+        assert torch.equal(local, noise[8 * rows : 8 * rows + 8, 4 * columns : 4 * columns + 4])
+        assert torch.equal(whole, noise)
+
+
+def differing() -> tuple[dict[str, int], Tensor, Tensor, list[Tensor]]:
+    """Two operators: the first divides rows of its input, the second wants all of them, and divides columns."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=AXES)
+    torch.manual_seed(0)
+    x, first, second = (torch.randn(*shape, dtype=torch.float64) for shape in ((6, 4), (4, 8), (8, 2)))
+    leaves = [each.requires_grad_() for each in (x, first, second)]
+    a = distribute(x, "S(0)", mesh) @ distribute(first, "B", mesh)
+    with CommDebugMode() as sent:
+        b: Any = a @ distribute(second, "S(1)", mesh)
+    whole = b.full_tensor()
+    whole.square().sum().backward()
+    counts = {str(operator).rpartition(".")[2]: number for operator, number in sent.get_comm_counts().items()}
+    partial: Any = distribute(torch.ones(3), "P", mesh)
+    return counts, whole.detach(), partial.full_tensor(), [leaf.grad for leaf in leaves]  # type: ignore[misc]
+
+
+def test_operators_with_other_layouts_are_given_what_they_need(ranks: Pools) -> None:
+    torch.manual_seed(0)
+    x, first, second = (torch.randn(*shape, dtype=torch.float64) for shape in ((6, 4), (4, 8), (8, 2)))
+    leaves = [each.requires_grad_() for each in (x, first, second)]
+    expected = x @ first @ second
+    expected.square().sum().backward()
+    for counts, whole, ones, gradients in ranks(2).run(differing):
+        assert counts == {"all_gather_into_tensor": 1}
+        assert_same([whole, gradients], [expected.detach(), [leaf.grad for leaf in leaves]])
+        assert torch.equal(ones, torch.ones(3))
+
+
+def refusals() -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=AXES)
+    parameter, texts = nn.Parameter(torch.ones(3, 4)), []
+    attempts: list[tuple[Tensor, str]] = [(parameter, "S(0),B"), (parameter, "S(0)"), (parameter, "P")]
+    there = distribute(torch.ones(4), "B", mesh)
+    attempts += [(there, "B,B"), (there, "P")]
+    for tensor, layout in attempts:
+        try:
+            distribute(tensor, layout, mesh)
+        except ValueError as error:
+            texts.append(str(error))
+    placed: Any = distribute(parameter, "S(1)", mesh)
+    assert isinstance(placed, nn.Parameter)
+    assert placed.to_local().shape == (3, 2)
+    return texts
+
+
+def test_layouts_that_cannot_be_are_refused(ranks: Pools) -> None:
+    (first, uneven, summed, axes, partial), _ = ranks(2).run(refusals)
+    assert "over replicas" in first
+    assert "zero_stage=3" in first
+    assert "dimension 0 of a parameter of shape (3, 4) into 2 equal parts" in uneven
+    assert "no optimizer can step" in summed
+    assert "over data_parallel, tensor_parallel, but the tensor lies over tensor_parallel" in axes
+    assert "nothing is to be summed" in partial
+
+
+# -- parameters, by a plan ---------------------------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    """Computes with parameters of its own, as no style knows it; counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(16, 8) / 4), nn.Parameter(torch.randn(8, 16) / 4)
+        self.scale, self.norm = nn.Parameter(torch.ones(8)), nn.LayerNorm(8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x + self.norm(torch.tanh(x @ self.up.T) @ self.down.T) * self.scale
+
+
+class Mixed(Regression):
+    """Layers whose parameters lie in layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(*[Mixing() for _ in range(4)])
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+PLAN = {"body.*.up": "S(0)", "body.*.down": "S(1)", "body.*.scale": "S(0)"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {}),
+    "tp2 pp2": (4, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
+    "tp2 zero 3": (4, {"zero_stage": 3}),
+}
+
+
+def mixed(layout: Mapping[str, Any] | None, path: str) -> Any:
+    trainer = make_trainer(layout, max_epochs=2, gradient_clip_val=0.5)
+    module: LightningModule = Mixed()
+    if layout is not None:
+        trainer.fit(module, loader())
+        trainer.save_checkpoint(path)
+        trainer.strategy.barrier()
+        trainer = make_trainer(layout, max_epochs=3, gradient_clip_val=0.5)
+        trainer.fit(Mixed(), loader(), ckpt_path=path)
+        module = trainer.lightning_module
+    else:
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, loader())
+    named = [*module.named_parameters(), *module.named_buffers()]
+    states = {name: full_tensor(each.detach()) for name, each in named if not each.is_meta}
+    return states, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parameters_in_layouts_train_as_in_one_process(ranks: Pools, tmp_path: Any, name: str) -> None:
+    size, layout = LAYOUTS[name]
+    arguments = {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN, **layout}
+    outcomes = ranks(size, lightning=True).run(mixed, arguments, str(tmp_path / "state.ckpt"))
+    one_process = size == 2 or "pipeline_parallel_size" in layout
+    if one_process:
+        expected, metrics = mixed(None, "")
+    else:  # replicas see other batches: the oracle is the same layout, divided over nothing else
+        (expected, metrics), _ = ranks(2, lightning=True).run(mixed, {}, str(tmp_path / "ddp.ckpt"))
+    seen: set[str] = set()
+    for states, logged in outcomes:
+        # A stage counts each microbatch.
+        parameters = {key: value for key, value in states.items() if not key.endswith("calls")}
+        assert_same(parameters, {key: expected[key] for key in parameters})
+        assert_same(logged, metrics)
+        seen |= set(parameters)
+    assert seen == {key for key in expected if not key.endswith("calls")}
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        ({"body.*.sideways": "S(0)"}, "has no parameter of that name"),
+        ({"body.0.up": "S(3)"}, "splits dimension 3"),
+        ({"body.0.up": "S(0),S(1)"}, "has 2 letters for the axes tensor_parallel"),
+        ({"body.0.up": "P"}, r"a sum \(P\)"),
+        ({"body.0": "on_shards", "body.0.up": "S(0)"}, "the style 'on_shards', and a layout to its parameter 'up'"),
+        ({"body.0.up": "S(0)", "body.0.norm": "on_shards"}, "'body.0.norm' in it has the style 'on_shards'"),
+        ({"body.0.norm.weight": "S(0)", "body.0.norm.bias": "B", "body.0": "layout"}, "the style 'layout'"),
+    ],
+)
+def test_what_a_plan_cannot_lay_out_is_refused(plan: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make_plan(Mixed(), plan, 2, sequence_parallel=False)
+
+
+def test_the_last_pattern_counts() -> None:
+    rows = make_plan(Mixed(), {"body.*.up": "S(0)", "body.1.up": "S(-1)"}, 2, sequence_parallel=False).rows
+    assert [row.style for row in rows][:2] == ["layout:up=S(0)", "layout:up=S(1)"]
