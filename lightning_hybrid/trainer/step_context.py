@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import Any
@@ -21,6 +21,7 @@ from lightning_hybrid.distributed.process_group import torch_profiles
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.pipeline_parallel.body import Body, BodyWatch
 from lightning_hybrid.pipeline_parallel.engine import Engine
+from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.p2p import MOST_FORMATS
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -146,11 +147,18 @@ class StepContext:
         """Plain tensors in the place of what shared layers return."""
         return value if self.to_plain is None else self.to_plain(value)
 
-    def keys(self, version: Hashable, parts: Iterable[Hashable]) -> list[int]:
+    def keys(self, version: Hashable, parts: Sequence[Hashable], plans: Sequence[FramePlan] = ()) -> list[int]:
         """Numbers for what decides the shapes at stage boundaries: equal parts have equal numbers.
 
         Hashing a signature takes as long as a small layer, so it is done once a microbatch, and not at every message.
+
+        Args:
+            version: As :meth:`version` gives it.
+            parts: The signature of each microbatch.
+            plans: What stages do in the step of each, where steps are followed.
         """
+        if plans:
+            parts = list(zip(parts, [plan.number for plan in plans], strict=True))
         numbers = [self._keys[version, part] for part in parts]
         while len(self._keys) > MOST_FORMATS:  # on every rank at the same step
             del self._keys[next(iter(self._keys))]

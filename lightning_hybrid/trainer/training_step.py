@@ -147,11 +147,9 @@ class TrainingStep:
         with context.guard(), torch.set_grad_enabled(backward), grad_sync.step():
             with context.step(num_microbatches=len(counts), counts=counts) as records, _looking(self.anomaly):
                 plans = find_plans()
-                if plans:
-                    parts = list(zip(parts, [plan.number for plan in plans], strict=True))
+                keys = context.keys(version, parts, plans)
                 compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
                 with nullcontext() if self._casts is None else self._casts.schedule():
-                    keys = context.keys(version, parts)
                     context.engine.run(
                         self._find_schedule(keys, backward=backward),
                         compute,

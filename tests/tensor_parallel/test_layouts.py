@@ -235,7 +235,7 @@ def test_parameters_in_layouts_train_as_in_one_process(ranks: Pools, tmp_path: A
         ({"body.*.sideways": "S(0)"}, "has no parameter of that name"),
         ({"body.0.up": "S(3)"}, "splits dimension 3"),
         ({"body.0.up": "S(0),S(1)"}, "has 2 letters for the axes tensor_parallel"),
-        ({"body.0.up": "P"}, r"a sum \(P\)"),
+        ({"body.0.up": "P"}, r"a sum of parameters \(P\)"),
         ({"body.0": "on_shards", "body.0.up": "S(0)"}, "the style 'on_shards', and a layout to its parameter 'up'"),
         ({"body.0.up": "S(0)", "body.0.norm": "on_shards"}, "'body.0.norm' in it has the style 'on_shards'"),
         ({"body.0.norm.weight": "S(0)", "body.0.norm.bias": "B", "body.0": "layout"}, "the style 'layout'"),
