@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from lightning_hybrid.cli.parser import ConfigParser, positive, print_json
-from lightning_hybrid.cli.suggest.machine import Machine
+from lightning_hybrid.strategy.auto_layout.machine import Machine
 
 _DESCRIPTION = (
     "Try the layouts of so many ranks: sizes, microbatches, schedule, stage of ZeRO, recomputation; what else the"
@@ -54,10 +54,10 @@ def run(args: Sequence[str]) -> None:
     from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config, maker
     from lightning_hybrid.cli.progress import count_progress
     from lightning_hybrid.cli.suggest.configured import find_configured
-    from lightning_hybrid.cli.suggest.cost_model import CostModel, Step
-    from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
     from lightning_hybrid.cli.suggest.report import as_data, as_text
-    from lightning_hybrid.cli.suggest.search import search
+    from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, Step
+    from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
+    from lightning_hybrid.strategy.auto_layout.search import search
 
     be_quiet()
     overrides += ["--trainer.devices", "1", "--trainer.num_nodes", "1"]

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from lightning_hybrid.cli.suggest.configured import Configured
-from lightning_hybrid.cli.suggest.cost_model import Cost, Layout, Step
-from lightning_hybrid.cli.suggest.machine import Machine
-from lightning_hybrid.cli.suggest.search import Suggestions
+from lightning_hybrid.strategy.auto_layout.cost_model import Cost, Layout, Step
+from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.strategy.auto_layout.search import Suggestions
 from lightning_hybrid.strategy.summary import text_table
 
 _USUAL = {"schedule": "1f1b", "num_chunks": 1, "zero_stage": 0, "recompute": False, "extra_in_flight": []}

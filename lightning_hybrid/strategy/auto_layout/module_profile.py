@@ -11,16 +11,6 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_hybrid.cli.dry_run import (
-    DryRunStrategy,
-    StopAfterFirstStepError,
-    labels_of_stages,
-    run_first_step,
-    saved_bytes,
-)
-from lightning_hybrid.cli.suggest.cost_model import MOST_CHUNKS, RECOMPUTE, Layout, StageCost
-from lightning_hybrid.cli.suggest.machine import Machine
-from lightning_hybrid.cli.suggest.traces import Stopwatch, Timing, Trace, Watch, value_at, value_between
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.estimate import estimate
@@ -28,6 +18,16 @@ from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout as layouts
+from lightning_hybrid.strategy.auto_layout.cost_model import MOST_CHUNKS, RECOMPUTE, Layout, StageCost
+from lightning_hybrid.strategy.auto_layout.dry_run import (
+    DryRunStrategy,
+    StopAfterFirstStepError,
+    labels_of_stages,
+    run_first_step,
+    saved_bytes,
+)
+from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.strategy.auto_layout.traces import Stopwatch, Timing, Trace, Watch, value_at, value_between
 from lightning_hybrid.strategy.summary import divided_share
 from lightning_hybrid.tensor_parallel.plan import Plan
 from lightning_hybrid.trainer.module_hooks import find_hook
@@ -70,7 +70,7 @@ class Cut:
 
 
 class ModuleProfile:
-    """The :class:`~lightning_hybrid.cli.suggest.cost_model.Profile` of a user's module.
+    """The :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` of a user's module.
 
     What is counted with two microbatches of different size is put on a line through both: operations, messages and
     activations grow with the samples. Seconds do not quite, because of caches and of what a call takes by itself: with
@@ -155,19 +155,19 @@ class ModuleProfile:
         return "" if share else f"tensor_parallel_plan={self._config.tensor_parallel_plan!r} divides nothing of it"
 
     def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
-        """As :class:`~lightning_hybrid.cli.suggest.cost_model.Profile` says."""
+        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
         key = Layout(1, layout.tensor, layout.pipeline, num_chunks=layout.num_chunks, recompute=layout.recompute)
         return self._stages_of(key, samples)
 
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
-        """As :class:`~lightning_hybrid.cli.suggest.cost_model.Profile` says."""
+        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
         number = min(layout.num_microbatches, 2)  # one, or several
         return self._held_by(
             replace(layout, num_microbatches=number, schedule="1f1b", recompute=False, extra_in_flight=())
         )
 
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
-        """As :class:`~lightning_hybrid.cli.suggest.cost_model.Profile` says."""
+        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
         usages = self.held(replace(layout, zero_stage=0))
         return [(usage.parameters, usage.gradients) for usage in usages]
 

@@ -46,12 +46,12 @@ from functools import cache
 from math import inf, prod
 from typing import Protocol
 
-from lightning_hybrid.cli.suggest.machine import Machine
 from lightning_hybrid.memory.account import MemoryUsage, peak_activation_bytes
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, compute_order
 from lightning_hybrid.pipeline_parallel.timeline import simulate
+from lightning_hybrid.strategy.auto_layout.machine import Machine
 
 #: What is tried: stages on a rank, and what runs again in backward.
 MOST_CHUNKS = 4

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lightning_hybrid.cli.suggest.cost_model import MOST_CHUNKS, RECOMPUTE, Cost, CostModel, Layout
+from lightning_hybrid.strategy.auto_layout.cost_model import MOST_CHUNKS, RECOMPUTE, Cost, CostModel, Layout
 
 DOES_NOT_FIT = "does not fit"
 
