@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from lightning_hybrid.cli.parser import ConfigParser, positive, print_json
-from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.strategy.auto_layout.machine import Machine, parse_quantity
 
 _DESCRIPTION = (
     "Try the layouts of so many ranks: sizes, microbatches, schedule, stage of ZeRO, recomputation; what else the"
@@ -26,7 +25,6 @@ _UNDIVIDED = {
     "zero_stage": 0,
     "global_batch_size": "null",  # `--samples` says what a step has
 }
-_PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 # Arguments of a machine: option, what it is, the unit of its value.
 _MACHINE = {
     "memory": ("memory of a device that a run may use; leave some for what libraries need", "B"),
@@ -149,13 +147,10 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _quantity(text: str) -> float:
-    """A number with a unit such as ``80GiB``, ``300GB`` or ``156TFLOP``."""
-    match = re.fullmatch(
-        r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([kmgtp])(i?))?(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE
-    )
-    if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no quantity such as 80GiB, 300GB or 156TFLOP")
-    return float(float(match[1]) * (1024 if match[3] else 1000) ** _PREFIXES[(match[2] or "").lower()])
+    try:
+        return parse_quantity(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _seconds(text: str) -> float:

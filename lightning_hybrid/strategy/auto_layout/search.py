@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from lightning_hybrid.strategy.auto_layout.cost_model import MOST_CHUNKS, RECOMPUTE, Cost, CostModel, Layout
+from lightning_hybrid.strategy.auto_layout.cost_model import MOST_CHUNKS, RECOMPUTE, Cost, CostModel, Layout, Step
 
 DOES_NOT_FIT = "does not fit"
+#: Schedules, with the chunks of a rank.
+SCHEDULES_TRIED = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    *(("interleaved_1f1b", chunks) for chunks in range(2, MOST_CHUNKS + 1)),
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,8 @@ class Suggestions:
     """What a search found.
 
     Attributes:
-        best: Layouts with their costs, the fastest first; of those that differ by less than 1 %, the simplest.
+        best: Layouts with their costs, the fastest first; of those that differ by less than 1 %, the simplest. Where
+            steps differ in their samples, the time of a sample counts.
         losers: The others, by reason, of those that come closest first.
         num_layouts: How many layouts there are.
         num_simulated: How many of them had to be simulated.
@@ -45,33 +53,84 @@ class Suggestions:
     num_simulated: int
 
 
-def layouts(num_ranks: int, samples: int, max_tensor: int) -> Iterator[Layout]:
+@dataclass(frozen=True)
+class SearchSpace:
+    """What is tried: of each argument the values that it may have; ``None`` for all that there are.
+
+    Attributes:
+        data: Numbers of replicas.
+        tensor: Ranks that share a layer.
+        pipeline: Pipeline ranks.
+        num_microbatches: Gives the number of microbatches for so many pipeline ranks.
+        schedules: Schedules, with the chunks of a rank.
+        zero_stages: Stages of ZeRO, where there are replicas.
+        recompute: Kinds of recomputation.
+    """
+
+    data: Collection[int] | None = None
+    tensor: Collection[int] | None = None
+    pipeline: Collection[int] | None = None
+    num_microbatches: Callable[[int], int] | None = None
+    schedules: Sequence[tuple[str, int]] | None = None
+    zero_stages: Sequence[int] = (0, 1, 2, 3)
+    recompute: Sequence[bool | str] = RECOMPUTE
+
+    def sizes(self, num_ranks: int, max_tensor: int) -> Iterator[tuple[int, int, int]]:
+        """(data, tensor, pipeline) parallel sizes of so many ranks.
+
+        Args:
+            num_ranks: Their product.
+            max_tensor: The most ranks that share a layer, unless it is said which.
+        """
+        for tensor in _divisors(num_ranks):
+            if tensor not in self.tensor if self.tensor is not None else tensor > max_tensor:
+                continue
+            for pipeline in _divisors(num_ranks // tensor):
+                data = num_ranks // tensor // pipeline
+                if _is_in(pipeline, self.pipeline) and _is_in(data, self.data):
+                    yield data, tensor, pipeline
+
+    def schedules_of(self, pipeline: int) -> Sequence[tuple[str, int]]:
+        """Schedules of so many pipeline ranks, with the chunks of a rank."""
+        return SCHEDULES_TRIED[:1] if pipeline == 1 else self.schedules or SCHEDULES_TRIED
+
+
+EVERYTHING = SearchSpace()
+
+
+def _is_in(value: int, allowed: Collection[int] | None) -> bool:
+    return allowed is None or value in allowed
+
+
+def layouts(num_ranks: int, step: Step, max_tensor: int, space: SearchSpace = EVERYTHING) -> Iterator[Layout]:
     """Every layout.
 
-    Sizes whose product is the number of ranks; as many replicas as the samples can be divided by; microbatches ``p``,
-    ``2 p``, ``4 p``, ... up to one for each sample of a replica; 1F1B and GPipe with one chunk on a rank, interleaved
-    1F1B with 2 to 4; each stage of ZeRO where there are replicas; every kind of recomputation.
+    Sizes whose product is the number of ranks; as many replicas as can do the step; microbatches ``p``, ``2 p``,
+    ``4 p``, ... up to one for each sample of a replica; 1F1B and GPipe with one chunk on a rank, interleaved 1F1B with
+    2 to 4; each stage of ZeRO where there are replicas; every kind of recomputation.
 
     Args:
         num_ranks: Of the run.
-        samples: Of a step, over all replicas.
+        step: What is to be done.
         max_tensor: The most ranks that may share a layer.
+        space: What is tried of all that.
     """
-    for tensor in _divisors(num_ranks):
-        if tensor > max_tensor:
+    for data, tensor, pipeline in space.sizes(num_ranks, max_tensor):
+        if not step.is_possible(data):
             continue
-        for pipeline in _divisors(num_ranks // tensor):
-            data = num_ranks // tensor // pipeline
-            if samples % data:
-                continue
-            schedules = [("1f1b", 1)]
-            if pipeline > 1:
-                schedules += [("gpipe", 1), *(("interleaved_1f1b", chunks) for chunks in range(2, MOST_CHUNKS + 1))]
-            for microbatches in microbatch_numbers(pipeline, samples // data):
-                for schedule, chunks in schedules:
-                    for zero in range(4 if data > 1 else 1):
-                        for recompute in RECOMPUTE:
-                            yield Layout(data, tensor, pipeline, microbatches, schedule, chunks, zero, recompute)
+        batch = step.batch(data)
+        if space.num_microbatches is None:
+            numbers = microbatch_numbers(pipeline, batch)
+        else:
+            numbers = [min(space.num_microbatches(pipeline), batch)]
+        options = product(
+            numbers,
+            space.schedules_of(pipeline),
+            space.zero_stages if data > 1 else (0,),
+            space.recompute,
+        )
+        for microbatches, (schedule, chunks), zero, recompute in options:
+            yield Layout(data, tensor, pipeline, microbatches, schedule, chunks, zero, recompute)
 
 
 def microbatch_numbers(pipeline: int, samples: int) -> list[int]:
@@ -98,6 +157,7 @@ def search(
     num_ranks: int,
     *,
     refuse: Callable[[Layout], tuple[str, str] | None],
+    space: SearchSpace = EVERYTHING,
     num_best: int = 5,
     progress: Callable[[str, int, int], None] = lambda text, done, total: None,
 ) -> Suggestions:
@@ -112,6 +172,7 @@ def search(
         model: The costs.
         num_ranks: Of the run.
         refuse: Says why a module cannot be divided by a layout, in short and in full; ``None`` if it can.
+        space: What is tried.
         num_best: How many are wanted.
         progress: Gets what is done to layouts, to how many it has been done, and how many there are.
     """
@@ -120,7 +181,7 @@ def search(
     refused: dict[str, list[tuple[Layout, str]]] = {}
     too_big: list[Cost] = []
     fitting: list[Cost] = []
-    every = list(layouts(num_ranks, step.samples, max_tensor))
+    every = list(layouts(num_ranks, step, max_tensor, space))
     for number, layout in enumerate(every):
         progress("Weighing layouts", number, len(every))
         reason = refuse(layout)
@@ -129,11 +190,11 @@ def search(
             continue
         cost = model.estimate(layout)
         (fitting if cost.bytes <= machine.memory else too_big).append(cost)
-    fitting.sort(key=lambda cost: cost.least)
+    fitting.sort(key=lambda cost: cost.least_of_sample)
     best: list[Cost] = []  # the fastest first
     simulated: list[Cost] = []
     for cost in fitting:
-        if len(best) == num_best and cost.least > _seconds(best[-1]):
+        if len(best) == num_best and cost.least_of_sample > best[-1].seconds_of_sample:
             break
         simulated.append(model.simulate(cost))
         progress("Simulating those that fit, at most", len(simulated), len(fitting))
@@ -146,32 +207,31 @@ def search(
     return Suggestions(tuple(best), tuple(losers), len(every), len(simulated))
 
 
-def _seconds(cost: Cost) -> float:
-    return cost.least if cost.seconds is None else cost.seconds
-
-
 def _rank(cost: Cost) -> tuple[float, int]:
     """The fastest first; of equally fast ones, what is simpler to say."""
     layout = cost.layout
     options = layout.zero_stage + layout.num_chunks + bool(layout.recompute) + bool(layout.extra_in_flight)
-    return _seconds(cost), options
+    return cost.seconds_of_sample, options
 
 
 def _preference(cost: Cost, fastest: Cost) -> tuple[int, int, float]:
     """As above, where a time within 1 % of the fastest is as good as that."""
     seconds, complexity = _rank(cost)
-    return int(100 * (seconds / _seconds(fastest) - 1)), complexity, seconds
+    return int(100 * (seconds / fastest.seconds_of_sample - 1)), complexity, seconds
 
 
 def _slower(costs: list[Cost], best: list[Cost]) -> Iterator[Losers]:
     """Those that fit, by what they spend most on beyond the best one."""
     groups: dict[str, list[Cost]] = {}
     for cost in costs:
-        excess = {name: seconds - best[0].parts.get(name, 0.0) for name, seconds in cost.parts.items()}
+        excess = {
+            name: seconds / cost.samples - best[0].parts.get(name, 0.0) / best[0].samples
+            for name, seconds in cost.parts.items()
+        }
         groups.setdefault(max(excess, key=lambda name: excess[name]), []).append(cost)
-    for name, group in sorted(groups.items(), key=lambda entry: min(map(_seconds, entry[1]))):
-        first = min(group, key=_seconds)
-        times = _seconds(first) / _seconds(best[0])
+    for name, group in sorted(groups.items(), key=lambda entry: min(each.seconds_of_sample for each in entry[1])):
+        first = min(group, key=lambda cost: cost.seconds_of_sample)
+        times = first.seconds_of_sample / best[0].seconds_of_sample
         least = "" if first.seconds is not None else "at least "
         yield Losers(f"more {name}", len(group), first.layout, f"{least}{times:.2f} x the time of the best")
 
