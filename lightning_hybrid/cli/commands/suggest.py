@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from lightning_hybrid.cli.parser import ConfigParser, positive, print_json
 from lightning_hybrid.strategy.auto_layout.machine import Machine, parse_quantity
@@ -64,6 +64,8 @@ def run(args: Sequence[str]) -> None:
     names = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
     trainer = {name: getattr(cli.trainer, name) for name in names}
     settings = strategy.settings
+    if not isinstance(settings.partition, str):
+        settings = replace(settings, partition="uniform")  # it is for the configuration's own number of stages
     with parser.refusing(ValueError, TypeError, MisconfigurationException):
         machine = _machine(options)
         with count_progress("Running the step on shapes") as progress:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_hybrid.config import HybridConfig
@@ -77,7 +77,7 @@ class ModuleProfile:
     `measure` microbatches of half the size, a quarter and so on are timed, and what lies between is interpolated.
 
     Args:
-        make: Makes the user's module and its data.
+        make: Makes the user's module and its data: a datamodule, loaders, or ``None`` if the module has them.
         config: The arguments of `HybridStrategy`: what a layout leaves open.
         num_ranks: Of the run.
         machine: Says how long an operation takes.
@@ -90,7 +90,7 @@ class ModuleProfile:
 
     def __init__(
         self,
-        make: Callable[[], tuple[LightningModule, LightningDataModule | None]],
+        make: Callable[[], tuple[LightningModule, Any]],
         config: HybridConfig,
         num_ranks: int,
         machine: Machine,
@@ -103,8 +103,7 @@ class ModuleProfile:
         self._machine, self._config, self._is_measured = machine, config, measure
         self._accumulated = int(trainer.get("accumulate_grad_batches", 1))
         self._least_tensor = only.tensor if only else 1
-        partition = config.partition if only or isinstance(config.partition, str) else "uniform"
-        open_config = replace(config, partition=partition, recompute=False, num_chunks=1)
+        open_config = replace(config, recompute=False, num_chunks=1)
 
         def run(tensor: int) -> _Recorder:
             sizes = (num_ranks // tensor, tensor, 1)
