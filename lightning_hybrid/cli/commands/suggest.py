@@ -22,7 +22,11 @@ _UNDIVIDED = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "num_chunks": 1,
+    "schedule": "1f1b",
     "zero_stage": 0,
+    "recompute": "false",
+    "layout": "null",
+    "memory_limit": "null",
     "global_batch_size": "null",  # `--samples` says what a step has
 }
 # Arguments of a machine: option, what it is, the unit of its value.
@@ -53,9 +57,9 @@ def run(args: Sequence[str]) -> None:
     from lightning_hybrid.cli.progress import count_progress
     from lightning_hybrid.cli.suggest.configured import find_configured
     from lightning_hybrid.cli.suggest.report import as_data, as_text
-    from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, Step
+    from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, LoaderStep, Step
     from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
-    from lightning_hybrid.strategy.auto_layout.search import search
+    from lightning_hybrid.strategy.auto_layout.search import SearchSpace, search
 
     be_quiet()
     overrides += ["--trainer.devices", "1", "--trainer.num_nodes", "1"]
@@ -78,10 +82,13 @@ def run(args: Sequence[str]) -> None:
                 precision=strategy.precision_plugin,
                 **trainer,
             )
-            samples = options.samples or profile.batch_size * options.ranks
-            step = Step(samples, trainer["accumulate_grad_batches"], settings.rank_order, settings.zero_frees)
+            others = trainer["accumulate_grad_batches"], settings.rank_order, settings.zero_frees
+            step = Step(options.samples or profile.batch_size * options.ranks, *others)
+            if options.keep_batch:
+                step = LoaderStep(profile.batch_size, *others)
             model = CostModel(profile, machine, step)
-            found = search(model, options.ranks, refuse=profile.refuse, progress=progress)
+            space = SearchSpace(some_layers=True)
+            found = search(model, options.ranks, refuse=profile.refuse, space=space, progress=progress)
     configured = find_configured(cli, profile.batch_size)
     if options.json:
         print_json(as_data(found, machine, step, configured, profile.divided_shares()))
@@ -94,11 +101,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     usual = Machine()
     parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="processes of the run")
     parser.add_argument("--nodes", type=positive, metavar="K", help="nodes (default: of 8 ranks each)")
-    parser.add_argument(
+    samples = parser.add_mutually_exclusive_group()
+    samples.add_argument(
         "--samples",
         type=positive,
         metavar="N",
         help="of a step, over all replicas (default: a batch for each rank)",
+    )
+    samples.add_argument(
+        "--keep-batch",
+        action="store_true",
+        help="each replica gets batches as the loader gives them, whatever the layout, and the time of a sample counts:"
+        " what HybridStrategy(layout='auto') takes",
     )
     parser.add_argument(
         "--max-tensor",

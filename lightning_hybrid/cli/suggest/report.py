@@ -16,7 +16,7 @@ from lightning_hybrid.strategy.auto_layout.arguments import (
     recompute_text,
     schedule_text,
 )
-from lightning_hybrid.strategy.auto_layout.cost_model import Cost, Layout, Step
+from lightning_hybrid.strategy.auto_layout.cost_model import Cost, Layout, LoaderStep, Step
 from lightning_hybrid.strategy.auto_layout.machine import Machine
 from lightning_hybrid.strategy.auto_layout.search import Suggestions
 from lightning_hybrid.strategy.summary import text_table
@@ -41,8 +41,11 @@ def as_text(
     shown = [cost.layout for cost in found.best] + [group.best for group in found.losers]
     has_extra = any(layout.extra_in_flight for layout in shown)
     sequential = f" x {step.accumulated} accumulated batches" if step.accumulated > 1 else ""
+    problem = f"A step of {step.samples} samples"
+    if isinstance(step, LoaderStep):
+        problem = f"Batches of {step.samples} samples for each replica, of which the time of a sample counts"
     lines = [
-        f"A step of {step.samples} samples{sequential}; {found.num_layouts} layouts, {found.num_simulated} simulated."
+        f"{problem}{sequential}; {found.num_layouts} layouts, {found.num_simulated} simulated."
         f" Devices of {machine.memory / 2**30:g} GiB, {machine.ranks_per_node} in a node.",
         f"Not varied, as configured: {', '.join(f'{name}={value!r}' for name, value in configured.fixed.items())}.",
         "",
@@ -86,7 +89,8 @@ def _is_tight(cost: Cost, machine: Machine) -> bool:
 
 def _best_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
     titles = ("", "data", "tensor", "pipeline", "microbatches", "schedule", "zero", "recompute", "batch")
-    rows: list[tuple[str, ...]] = [(*titles, "ms a step", "bubble", "GiB", "sent: tensor", "pipeline", "data")]
+    rates = ("samples/s",) if isinstance(step, LoaderStep) else ()
+    rows: list[tuple[str, ...]] = [(*titles, "ms a step", *rates, "bubble", "GiB", "sent: tensor", "pipeline", "data")]
     for number, cost in enumerate(best, 1):
         layout = cost.layout
         assert cost.seconds is not None
@@ -98,8 +102,9 @@ def _best_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
                 schedule_text(layout),
                 str(layout.zero_stage),
                 recompute_text(layout),
-                str(step.samples // layout.data),
+                str(step.batch(layout.data)),
                 f"{1e3 * cost.seconds:,.2f}",
+                *(f"{1 / cost.seconds_of_sample:,.0f}" for _ in rates),
                 f"{cost.bubble:.1%}",
                 f"{cost.bytes / 2**30:,.2f}{' !' if _is_tight(cost, machine) else ''}",
                 *(f"{sent / 2**30:,.3f}" for sent in cost.sent.values()),
@@ -136,7 +141,7 @@ def as_yaml(cost: Cost, machine: Machine, step: Step, configured: Configured) ->
         step: What a step does.
         configured: What the configuration says.
     """
-    layout, batch = cost.layout, step.samples // cost.layout.data
+    layout, batch = cost.layout, step.batch(cost.layout.data)
     started = devices(layout, machine)
     written = yaml.safe_dump(strategy_arguments(layout, configured), sort_keys=False)
     lines = [
@@ -179,7 +184,7 @@ def as_data(
             {
                 "trainer": devices(cost.layout, machine),
                 "strategy": strategy_arguments(cost.layout, configured),
-                "batch_size": step.samples // cost.layout.data,
+                "batch_size": step.batch(cost.layout.data),
                 "seconds": cost.seconds,
                 "bubble": cost.bubble,
                 "bytes": cost.bytes,

@@ -26,7 +26,7 @@ def every_argument(layout: Layout) -> dict[str, Any]:
         "schedule": layout.schedule,
         "num_chunks": layout.num_chunks,
         "zero_stage": layout.zero_stage,
-        "recompute": layout.recompute,
+        "recompute": list(layout.recompute) if isinstance(layout.recompute, tuple) else layout.recompute,
         "extra_in_flight": list(layout.extra_in_flight),
     }
 
@@ -57,4 +57,6 @@ def schedule_text(layout: Layout) -> str:
 
 def recompute_text(layout: Layout) -> str:
     """What runs again in backward."""
-    return {"False": "no", "True": "all"}.get(str(layout.recompute), str(layout.recompute))
+    if isinstance(layout.recompute, bool):
+        return "all" if layout.recompute else "no"
+    return layout.recompute if isinstance(layout.recompute, str) else f"{','.join(map(str, layout.recompute))} layers"

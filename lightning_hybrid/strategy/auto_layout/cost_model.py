@@ -40,6 +40,7 @@ need while they run.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -72,7 +73,7 @@ class Layout:
     schedule: str = "1f1b"
     num_chunks: int = 1
     zero_stage: int = 0
-    recompute: bool | str = False
+    recompute: bool | str | tuple[int, ...] = False  # or how many layers of each stage
     extra_in_flight: tuple[int, ...] = ()
 
     @property
@@ -114,6 +115,9 @@ class Profile(Protocol):
 
     def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
         """What the stages do, in order, with a microbatch of so many samples."""
+
+    def num_layers(self, layout: Layout) -> Sequence[int]:
+        """The layers of each stage, in order."""
 
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
         """What each pipeline rank holds, apart from activations."""
@@ -196,9 +200,9 @@ class Cost:
         least: Seconds that the step takes at least: without any waiting for other stages.
         parts: Seconds of the rank that has most to do, by what it does.
         sent: Bytes that a rank sends at most in a step, by axis.
-        samples: Of the step.
         seconds: Of the step; ``None`` if it was not simulated.
         bubble: The share of the pipeline's time that an average rank waits; ``None`` if it was not simulated.
+        samples: Of the step.
     """
 
     layout: Layout
@@ -206,9 +210,9 @@ class Cost:
     least: float
     parts: dict[str, float]
     sent: dict[str, float]
-    samples: int = 1
     seconds: float | None = None
     bubble: float | None = None
+    samples: int = 1
 
     @property
     def least_of_sample(self) -> float:
@@ -257,7 +261,7 @@ class CostModel:
         slowest = max(ranks, key=lambda rank: rank.least)
         sent = {axis: max(rank.sent[axis] for rank in ranks) for axis in ("tensor", "pipeline", "data")}
         total = self.step.total(layout)
-        return Cost(layout, self._memory(layout), slowest.least, slowest.parts, sent, total)
+        return Cost(layout, self._memory(layout), slowest.least, slowest.parts, sent, samples=total)
 
     def simulate(self, cost: Cost) -> Cost:
         """The same with the time of a step, for which its schedule is played, with more in flight where that helps."""
@@ -272,7 +276,7 @@ class CostModel:
         seconds = repeated + max(end + rank.exposed + rank.optimizer for end, rank in zip(ends, alone, strict=True))
         waiting = max(0.0, seconds - sum(cost.parts.values()))
         parts = {**cost.parts, "bubble": waiting}
-        return Cost(layout, memory, cost.least, parts, cost.sent, cost.samples, seconds, timeline.bubble)
+        return Cost(layout, memory, cost.least, parts, cost.sent, seconds, timeline.bubble, cost.samples)
 
     def _with_more_in_flight(self, cost: Cost, times: StepTimes) -> tuple[Layout, tuple[MemoryUsage, ...]]:
         """What hides the delay of boundaries between nodes, and what each rank holds then."""
@@ -299,6 +303,25 @@ class CostModel:
         if max(map(_known_bytes, memory)) > self.machine.memory:  # groups of interleaved microbatches are larger
             return layout, cost.memory
         return more, memory
+
+    def fewest_recomputed(self, layout: Layout) -> Layout | None:
+        """The same layout with as few layers that run again as fit, on each pipeline rank; ``None`` if all do not."""
+        layers, limit = self.profile.num_layers(layout), self.machine.memory
+
+        @cache
+        def fitting(number: int) -> tuple[Layout, list[bool]]:
+            some = replace(layout, recompute=tuple(min(number, size) for size in layers))
+            return some, [_known_bytes(usage) <= limit for usage in self._memory(some)]
+
+        found = []
+        for rank in range(layout.pipeline):
+            numbers = range(max(layers[rank :: layout.pipeline]) + 1)
+            at = bisect_left(numbers, True, key=lambda number, rank=rank: fitting(number)[1][rank])  # type: ignore[misc]
+            if at == len(numbers):
+                return None
+            found.append(at)
+        fewest = (min(found[stage % layout.pipeline], size) for stage, size in enumerate(layers))
+        return replace(layout, recompute=tuple(fewest))
 
     def stages(self, layout: Layout) -> Sequence[StageCost]:
         """What its stages do with a microbatch."""

@@ -170,22 +170,31 @@ class ModuleProfile:
         usages = self.held(replace(layout, zero_stage=0))
         return [(usage.parameters, usage.gradients) for usage in usages]
 
+    def num_layers(self, layout: Layout) -> Sequence[int]:
+        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
+        return [len(positions) for positions in self._recorder(layout.tensor).cut(layout).positions]
+
     def _find_stages(self, layout: Layout, samples: int) -> tuple[StageCost, ...]:
         recorder = self._recorder(layout.tensor)
-        cut = recorder.cut(layout)
-        traces = recorder.traces(layout)
-        positions = cut.positions
+        positions = recorder.cut(layout).positions
         costs = []
         for stage, labels in enumerate(labels_of_stages(positions)):
-            seconds = [self._seconds_of(layout, samples, label) for label in labels]
             last = positions[stage][-1] if positions[stage] else None
+            parts = _parts(layout, stage, labels, positions[stage])
+            of_parts = [(part, of_part, recorder.traces(part)) for part, of_part in parts]
+            seconds = [self._seconds_of(part, samples, label) for part, of_part in parts for label in of_part]
+            saved = [
+                value_at(samples, traces, [saved_bytes(trace.saved, of_part) for trace in traces])
+                for _, of_part, traces in of_parts
+            ]
+            traces = of_parts[0][2]
             costs.append(
                 StageCost(
                     forward=sum(forward for forward, _ in seconds),
                     recomputed=sum(again for _, again in seconds),
-                    saved=value_at(samples, traces, [saved_bytes(trace.saved, labels) for trace in traces]),
+                    saved=sum(saved),
                     output=value_at(samples, traces, [trace.outputs.get(last, 0) for trace in traces]),
-                    **self._messages(layout, samples, labels, traces),
+                    **self._messages(samples, of_parts),
                 )
             )
         return tuple(costs)
@@ -215,20 +224,34 @@ class ModuleProfile:
         return forward, again
 
     def _messages(
-        self, layout: Layout, samples: int, labels: Iterable[Hashable], traces: Sequence[Trace]
+        self, samples: int, parts: Iterable[tuple[Layout, Iterable[Hashable], Sequence[Trace]]]
     ) -> dict[str, float]:
         sent = hops = repeated = 0.0
-        tensor = layout.tensor
-        for label in labels:
-            for alike in _pairs([trace.counter.messages[label] for trace in traces]):
-                size = value_at(samples, traces, [message.bytes for message in alike])
-                share = alike[0].passes * (tensor - 1)
-                sent, hops = sent + share * size / tensor, hops + share
-                repeated += share * size / tensor if isinstance(label, int) and layout.recompute is True else 0.0
+        for layout, labels, traces in parts:
+            tensor = layout.tensor
+            for label in labels:
+                for alike in _pairs([trace.counter.messages[label] for trace in traces]):
+                    size = value_at(samples, traces, [message.bytes for message in alike])
+                    share = alike[0].passes * (tensor - 1)
+                    sent, hops = sent + share * size / tensor, hops + share
+                    repeated += share * size / tensor if isinstance(label, int) and layout.recompute is True else 0.0
         return {"tensor_sent": sent, "tensor_hops": hops, "tensor_repeated": repeated / sent if sent else 0.0}
 
     def _find_held(self, layout: Layout) -> tuple[MemoryUsage, ...]:
         return self._recorder(layout.tensor).held(layout, self._accumulated)
+
+
+def _parts(
+    layout: Layout, stage: int, labels: Sequence[Hashable], layers: Sequence[int]
+) -> list[tuple[Layout, list[Hashable]]]:
+    """The places of a stage whose layers run again, and the others, each with a layout that treats all alike."""
+    if not isinstance(layout.recompute, tuple):
+        return [(layout, list(labels))]
+    again = set(layers[: layout.recompute[stage]])
+    return [
+        (replace(layout, recompute=is_again), [label for label in labels if (label in again) == is_again])
+        for is_again in (False, True)
+    ]
 
 
 def _pairs(rows: list[list[Any]]) -> list[tuple[Any, ...]]:
@@ -249,6 +272,10 @@ class _Recorder(DryRunStrategy):
     def __init__(self, *args: Any, only: Layout | None, measure: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._only, self._is_measured = only, measure
+        self._recompute: Sequence[bool | str] = RECOMPUTE
+        if only is not None:
+            assert not isinstance(only.recompute, tuple), "what is said of some layers is known from two runs"
+            self._recompute = (only.recompute,)
 
     def setup(self, trainer: Any) -> None:
         """Find all cuts before layers are shared: they are those of the whole module."""
@@ -301,7 +328,7 @@ class _Recorder(DryRunStrategy):
         self._traces: dict[Hashable, tuple[Trace, ...] | str] = {}
         self._timings: dict[Hashable, tuple[Timing, ...]] = {}
         for cut in {cut.key: cut for cut in self._cuts.values() if isinstance(cut, Cut)}.values():
-            for recompute in RECOMPUTE if self._only is None else (self._only.recompute,):
+            for recompute in self._recompute:
                 self._traces[cut.key, recompute] = self._trace(cut, recompute, microbatches, args)
             if self._is_measured:
                 halved = [split_into(batch, 2**power, split)[0][0] for power in range(size.bit_length())]

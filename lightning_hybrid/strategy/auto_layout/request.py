@@ -150,6 +150,7 @@ def search_space(config: HybridConfig, sizes: tuple[Any, Any, Any]) -> SearchSpa
         schedules=schedules or [given],
         zero_stages=range(4) if "zero_stage" in searched else (config.zero_stage,),
         recompute=RECOMPUTE if "recompute" in searched else (_weighed(config.recompute),),
+        some_layers="recompute" in searched,
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 
 from lightning_hybrid.strategy.auto_layout.cost_model import MOST_CHUNKS, RECOMPUTE, Cost, CostModel, Layout, Step
 
@@ -65,6 +66,7 @@ class SearchSpace:
         schedules: Schedules, with the chunks of a rank.
         zero_stages: Stages of ZeRO, where there are replicas.
         recompute: Kinds of recomputation.
+        some_layers: Whether to find also how few layers of each stage have to run again, where not all have to.
     """
 
     data: Collection[int] | None = None
@@ -74,6 +76,7 @@ class SearchSpace:
     schedules: Sequence[tuple[str, int]] | None = None
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     recompute: Sequence[bool | str] = RECOMPUTE
+    some_layers: bool = False
 
     def sizes(self, num_ranks: int, max_tensor: int) -> Iterator[tuple[int, int, int]]:
         """(data, tensor, pipeline) parallel sizes of so many ranks.
@@ -190,21 +193,78 @@ def search(
             continue
         cost = model.estimate(layout)
         (fitting if cost.bytes <= machine.memory else too_big).append(cost)
-    fitting.sort(key=lambda cost: cost.least_of_sample)
-    best: list[Cost] = []  # the fastest first
-    simulated: list[Cost] = []
-    for cost in fitting:
-        if len(best) == num_best and cost.least_of_sample > best[-1].seconds_of_sample:
-            break
-        simulated.append(model.simulate(cost))
-        progress("Simulating those that fit, at most", len(simulated), len(fitting))
-        best = heapq.nsmallest(num_best, [*best, simulated[-1]], key=_rank)
-    fastest = best[:1]
-    best.sort(key=lambda cost: _preference(cost, fastest[0]))
+    ranking = _Ranking(model, num_best, progress)
+    ranking.add(fitting)
+    if space.some_layers:
+        ranking.add(_partly_recomputed(model, fitting, too_big, ranking.worst))
+    best = ranking.sorted()
     chosen = {cost.layout for cost in best}
-    slower = [cost for cost in (*simulated, *fitting[len(simulated) :]) if cost.layout not in chosen]
+    slower = [cost for cost in (*ranking.simulated, *ranking.left) if cost.layout not in chosen]
     losers = [*_slower(slower, best), *_too_big(too_big, machine.memory), *_refused(refused)]
-    return Suggestions(tuple(best), tuple(losers), len(every), len(simulated))
+    number = len(every) + ranking.num_layouts - len(fitting)
+    return Suggestions(tuple(best), tuple(losers), number, len(ranking.simulated))
+
+
+class _Ranking:
+    """The fastest of all layouts that are added.
+
+    Args:
+        model: The costs.
+        num_best: How many are wanted.
+        progress: As of :func:`search`.
+
+    Attributes:
+        simulated: The costs of those that had to be simulated.
+        left: Those of the others.
+        num_layouts: How many have been added.
+    """
+
+    def __init__(self, model: CostModel, num_best: int, progress: Callable[[str, int, int], None]) -> None:
+        self._model, self._num_best, self._progress = model, num_best, progress
+        self._best: list[Cost] = []  # the fastest first
+        self.simulated: list[Cost] = []
+        self.left: list[Cost] = []
+        self.num_layouts = 0
+
+    @property
+    def worst(self) -> float:
+        """Seconds of a sample that are too many to be among the best."""
+        return self._best[-1].seconds_of_sample if len(self._best) == self._num_best else inf
+
+    def add(self, costs: Iterable[Cost]) -> None:
+        """Simulate those that may be among the best."""
+        waiting = sorted(costs, key=lambda cost: cost.least_of_sample)
+        self.num_layouts += len(waiting)
+        for number, cost in enumerate(waiting):
+            if cost.least_of_sample > self.worst:
+                self.left += waiting[number:]
+                break
+            self.simulated.append(self._model.simulate(cost))
+            self._progress("Simulating those that fit, at most", len(self.simulated), self.num_layouts)
+            self._best = heapq.nsmallest(self._num_best, [*self._best, self.simulated[-1]], key=_rank)
+
+    def sorted(self) -> list[Cost]:
+        """The best, where a time within 1 % of the fastest is as good as that."""
+        return sorted(self._best, key=lambda cost: _preference(cost, self._best[0]))
+
+
+def _partly_recomputed(
+    model: CostModel, fitting: Sequence[Cost], too_big: Sequence[Cost], worst: float
+) -> Iterator[Cost]:
+    """Where layers have to run again, but not all of them: with as few as fit, in each stage.
+
+    Args:
+        model: The costs.
+        fitting: Of layouts that fit.
+        too_big: Of the others.
+        worst: Seconds of a sample that are too many.
+    """
+    with_all = {replace(cost.layout, recompute=False) for cost in fitting if cost.layout.recompute is True}
+    for cost in too_big:
+        if cost.least_of_sample <= worst and cost.layout in with_all:
+            layout = model.fewest_recomputed(cost.layout)
+            if layout is not None:
+                yield model.estimate(layout)
 
 
 def _rank(cost: Cost) -> tuple[float, int]:
