@@ -35,13 +35,7 @@ from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.strategy import checks, launch
-from lightning_hybrid.strategy.auto_layout.request import (
-    SIZES,
-    check_open,
-    open_arguments,
-    parse_memory_limit,
-    provisional,
-)
+from lightning_hybrid.strategy.auto_layout.request import SIZES, resolve_open
 from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of_steps
 from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.meta_init import lacks_values
@@ -195,11 +189,8 @@ class HybridStrategy(ReplicaCollectives):
         memory_limit: int | float | str | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        searched = open_arguments(arguments)
-        check_open(arguments, searched)
-        arguments |= provisional(arguments, searched)
+        arguments |= resolve_open(arguments)
         checks.check_arguments(**arguments)
-        arguments |= {"searched": searched, "memory_limit": parse_memory_limit(memory_limit)}
         usual = usual_microbatches(preferred(arguments["pipeline_parallel_size"]))
         arguments["auto_microbatches"] = num_microbatches == "auto"
         arguments["num_microbatches"] = usual if num_microbatches == "auto" else num_microbatches

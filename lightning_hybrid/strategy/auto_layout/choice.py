@@ -209,15 +209,25 @@ def _text(found: Suggestions, config: HybridConfig, machine: Machine, seconds: f
     """The layout, the next best ones, and why the others are not among them."""
     limit = "" if math.isinf(machine.memory) else f" that fit in {_gib(machine.memory)} GiB"
     lines = [
-        f"Found {', '.join(config.searched)}: the fastest of {found.num_layouts} layouts{limit}, by estimates, in"
-        f" {seconds:.1f} s. By hand: {by_hand(found.best[0].layout)}",
+        f"Found {', '.join(config.searched)} in {seconds:.1f} s: the fastest of {found.num_layouts} layouts{limit}, by"
+        " estimates.",
+        f"By hand: {by_hand(found.best[0].layout)}",
         _table(found.best),
     ]
     lines += [
         f"not: {group.reason} ({group.count}), such as {in_words(group.best)}: {_first_sentence(group.text)}"
         for group in found.losers[:_MOST_SHOWN]
     ]
+    lines.append(
+        f"measured: {machine.flops / 1e9:,.0f} GFLOP/s, memory {machine.memory_bandwidth / 1e9:,.1f} GB/s, an operation"
+        f" {1e6 * machine.operation_seconds:,.1f} us; between ranks {_link_text(machine)}"
+    )
     return "\n".join(lines)
+
+
+def _link_text(machine: Machine) -> str:
+    node = machine.link(1, 1, 1)
+    return f"{1e6 * node.latency:,.0f} us, {node.bandwidth / 1e9:,.2f} GB/s"
 
 
 def _table(best: tuple[Cost, ...]) -> str:

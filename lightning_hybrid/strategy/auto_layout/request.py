@@ -25,15 +25,23 @@ _DEFAULTS: dict[str, Any] = {
 _ALONE = (*SIZES, "schedule", "num_chunks", "zero_stage", "recompute")
 
 
-def open_arguments(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The arguments that are to be found at the start.
+def resolve_open(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands for open arguments until they are found, which they are (`searched`), and the limit in bytes.
 
     Args:
         arguments: Of `HybridStrategy`, as they were given.
 
     Raises:
-        ValueError: If `layout` is nothing that it may be.
+        ValueError, TypeError: If one of them is not possible, or does not go with what is open.
     """
+    searched = _open_arguments(arguments)
+    _check_open(arguments, searched)
+    limit = _parse_memory_limit(arguments["memory_limit"])
+    return {**_provisional(arguments, searched), "searched": searched, "memory_limit": limit}
+
+
+def _open_arguments(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """The arguments that are to be found at the start."""
     layout = arguments["layout"]
     if layout is not None and layout != "auto":
         raise ValueError(f"layout must be 'auto' or None, got {layout!r}.")
@@ -48,29 +56,16 @@ def _is(value: Any, usual: Any) -> bool:
     return type(value) is type(usual) and bool(value == usual)
 
 
-def provisional(arguments: Mapping[str, Any], searched: Sequence[str]) -> dict[str, Any]:
-    """What stands for the open arguments until they are found: nothing is divided.
-
-    Args:
-        arguments: As they were given.
-        searched: The open ones.
-    """
+def _provisional(arguments: Mapping[str, Any], searched: Sequence[str]) -> dict[str, Any]:
+    """Nothing is divided."""
     found = {name: _DEFAULTS[name] for name in searched}
     if "schedule" in found and arguments["num_chunks"] not in (1, "auto"):
         found["schedule"] = "interleaved_1f1b"
     return found
 
 
-def check_open(arguments: Mapping[str, Any], searched: Sequence[str]) -> None:
-    """Check that what is not open goes with what is.
-
-    Args:
-        arguments: As they were given.
-        searched: The open ones.
-
-    Raises:
-        ValueError, TypeError: If it does not.
-    """
+def _check_open(arguments: Mapping[str, Any], searched: Sequence[str]) -> None:
+    """What is not open has to go with what is."""
     if not searched:
         if arguments["memory_limit"] is not None:
             raise ValueError(
@@ -99,16 +94,8 @@ def check_open(arguments: Mapping[str, Any], searched: Sequence[str]) -> None:
         )
 
 
-def parse_memory_limit(value: Any) -> float | None:
-    """The bytes of a device that a run may use; ``None`` if that is not said.
-
-    Args:
-        value: The argument: a text such as ``"80GiB"``, or a number.
-
-    Raises:
-        TypeError: If it is something else.
-        ValueError: If it is no number above 0.
-    """
+def _parse_memory_limit(value: Any) -> float | None:
+    """The bytes of a device that a run may use; ``None`` if that is not said."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
