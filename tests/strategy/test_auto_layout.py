@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from lightning.pytorch.cli import LightningCLI
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_hybrid
@@ -33,7 +33,7 @@ from lightning_hybrid.strategy.auto_layout.search import SearchSpace, layouts, s
 from tests.pool import Pools
 from tests.strategy.test_auto_layout_search import Blocks, make_profile, random_problem
 from tests.strategy.test_auto_layout_search import Profile as MadeUp
-from tests.training_jobs import Losses, Regression, assert_same, loader, make_trainer
+from tests.training_jobs import Regression, assert_same, loader, make_trainer
 
 AUTO: dict[str, Any] = {"layout": "auto"}
 ALL_OPEN = (
@@ -269,6 +269,20 @@ def test_the_choice_is_what_suggest_prints_first(
     assert {name: value for name, value in every_argument(layout).items() if name in best} == best
 
 
+class Shared(Regression):
+    """Its layers can be shared, too."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=0)
+        with torch.random.fork_rng():
+            torch.manual_seed(8)
+            blocks = (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4))
+            self.body = nn.Sequential(*blocks).double()
+
+
+PLAN = {"body.*.0": "colwise", "body.*.1": "on_shards", "body.*.2": "rowwise"}
+
+
 def found_and_trained(
     arguments: dict[str, Any], figures: dict[str, Any], batch_size: int, before: bool
 ) -> dict[str, Any]:
@@ -281,12 +295,9 @@ def found_and_trained(
     try:
         if before:  # groups of another run are there
             make_trainer({}, max_steps=1).fit(Regression(), loader(batch_size, 32))
-        torch.manual_seed(5)
-        module, losses = Regression(num_layers=4), Losses()
-        trainer = make_trainer({"gather_module_on_teardown": True, **arguments}, callbacks=[losses])
-        state = torch.get_rng_state()
+        module = Shared()
+        trainer = make_trainer({"gather_module_on_teardown": True, "tensor_parallel_plan": PLAN, **arguments})
         trainer.fit(module, loader(batch_size, 32))
-        assert torch.equal(state, torch.get_rng_state())
         strategy = trainer.strategy
         assert isinstance(strategy, HybridStrategy)
         sizes = strategy.sizes
@@ -301,42 +312,36 @@ def found_and_trained(
         choice.measure_machine = measure_machine
 
 
-def one_process(batch_size: int = 8) -> dict[str, Tensor]:
-    module = Regression(num_layers=4)
-    make_trainer(None).fit(module, loader(batch_size, 32))
-    return dict(module.named_parameters())
+def one_process() -> dict[str, Tensor]:
+    module = Shared()
+    make_trainer(None).fit(module, loader(8, 32))
+    return {name: value.detach() for name, value in module.named_parameters()}
 
 
 FAST = {"node_latency": 1e-9, "node_bandwidth": 1e12, "operation_seconds": 1e-9, "flops": 1e8, "memory_bandwidth": 1e8}
 SLOW = {"node_latency": 1e-3, "node_bandwidth": 1e3, "operation_seconds": 1e-9}
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "arguments", "figures", "sizes"),
-    [
-        (2, {}, FAST, (2, 1, 1)),
-        (2, {"data_parallel_size": 1}, {**FAST, "node_latency": 1e-5}, (1, 1, 2)),
-        (2, {"data_parallel_size": 1, "pipeline_parallel_size": [1]}, FAST, (1, 2, 1)),
-        (4, {"tensor_parallel_size": 2}, FAST, None),
-        (4, {}, SLOW, None),
-    ],
-    ids=str,
-)
-def test_what_is_found_trains_as_one_process_on_every_rank(
-    num_ranks: int, arguments: dict[str, Any], figures: dict[str, Any], sizes: Any, ranks: Pools
-) -> None:
+#: Ranks, what is given, the figures of the machine, and the sizes that are the best then.
+FOUND: dict[str, tuple[int, dict[str, Any], dict[str, Any], tuple[int, int, int]]] = {
+    "replicas": (2, {}, {**FAST, "node_latency": 1e-4}, (2, 1, 1)),
+    "a pipeline": (2, {"data_parallel_size": 1}, {**FAST, "node_latency": 1e-4}, (1, 1, 2)),
+    "shared layers": (2, {"data_parallel_size": 1, "pipeline_parallel_size": [1]}, FAST, (1, 2, 1)),
+    "two of two": (4, {"tensor_parallel_size": 2}, FAST, (2, 2, 1)),
+    "slow links": (4, {}, SLOW, (1, 1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_found_trains_as_one_process_on_every_rank(name: str, ranks: Pools) -> None:
+    num_ranks, arguments, figures, sizes = FOUND[name]
     given = {"layout": "auto", "global_batch_size": 8, **arguments}
-    results = ranks(num_ranks, lightning=True).run(
-        found_and_trained, given, figures, 8 // num_ranks, "" if sizes else "x"
-    )
+    pool = ranks(num_ranks, lightning=True)
+    results = pool.run(found_and_trained, given, figures, 8 // num_ranks, num_ranks == 4)
     expected = one_process()
     for result in results:
-        assert (result["sizes"], result["settings"]) == (results[0]["sizes"], results[0]["settings"])
-        assert_same(result["weights"], {name: value.detach() for name, value in expected.items()}, 1e-10)
-    assert sizes is None or results[0]["sizes"] == sizes
-    assert math.prod(results[0]["sizes"]) == num_ranks
-    if "tensor_parallel_size" in arguments:
-        assert results[0]["sizes"][1] == 2
+        assert (result["sizes"], result["settings"]) == (sizes, results[0]["settings"])
+        assert_same(result["weights"], expected, 1e-10)
 
 
 def fits(limit: float | None) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import gc
+import math
 import os
 import pickle
 import select
@@ -115,7 +115,8 @@ def _settle(time_limit: float) -> None:
     for stream in (1, 2):
         os.dup2(nowhere, stream)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 (until the process ends)
-    faulthandler.dump_traceback_later(time_limit + _GRACE, exit=True, file=nowhere)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a process; a thread that would do it may wait for another
+    signal.alarm(math.ceil(time_limit + _GRACE))
     torch.set_num_threads(1)
     vars(torch.cuda)["is_available"] = lambda: False  # a device that the parent has used cannot be used here
     leave_groups_to_parent()
