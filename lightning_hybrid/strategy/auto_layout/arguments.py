@@ -59,4 +59,4 @@ def recompute_text(layout: Layout) -> str:
     """What runs again in backward."""
     if isinstance(layout.recompute, bool):
         return "all" if layout.recompute else "no"
-    return layout.recompute if isinstance(layout.recompute, str) else f"{','.join(map(str, layout.recompute))} layers"
+    return layout.recompute if isinstance(layout.recompute, str) else f"layers {','.join(map(str, layout.recompute))}"

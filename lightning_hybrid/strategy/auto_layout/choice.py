@@ -207,7 +207,7 @@ def by_hand(layout: Layout) -> str:
 
 def _text(found: Suggestions, config: HybridConfig, machine: Machine, seconds: float) -> str:
     """The layout, the next best ones, and why the others are not among them."""
-    limit = "" if math.isinf(machine.memory) else f" that fit in {_gib(machine.memory)} GiB"
+    limit = "" if math.isinf(machine.memory) else f" that fit in {_size(machine.memory)}"
     lines = [
         f"Found {', '.join(config.searched)} in {seconds:.1f} s: the fastest of {found.num_layouts} layouts{limit}, by"
         " estimates.",
@@ -226,18 +226,17 @@ def _text(found: Suggestions, config: HybridConfig, machine: Machine, seconds: f
 
 
 def _link_text(machine: Machine) -> str:
-    node = machine.link(1, 1, 1)
-    return f"{1e6 * node.latency:,.0f} us, {node.bandwidth / 1e9:,.2f} GB/s"
+    inside = f"{1e6 * machine.node_latency:,.0f} us, {machine.node_bandwidth / 1e9:,.2f} GB/s"
+    between = f"{1e6 * machine.network_latency:,.0f} us, {machine.network_bandwidth / 1e9:,.2f} GB/s"
+    return inside if inside == between else f"{inside} in a machine, {between} from one to another"
 
 
 def _table(best: tuple[Cost, ...]) -> str:
-    rows: list[tuple[str, ...]] = [
-        ("", "layout", "samples a step", "ms a step", "samples/s", "GiB of the fullest rank")
-    ]
+    rows: list[tuple[str, ...]] = [("", "layout", "samples a step", "ms a step", "samples/s", "fullest rank")]
     for number, cost in enumerate(best, 1):
         assert cost.seconds is not None
         step = f"{1e3 * cost.seconds:,.2f}", f"{1 / cost.seconds_of_sample:,.0f}"
-        rows.append((str(number), in_words(cost.layout), str(cost.samples), *step, _gib(cost.bytes)))
+        rows.append((str(number), in_words(cost.layout), str(cost.samples), *step, _size(cost.bytes)))
     return text_table(rows, left=(1,))
 
 
@@ -249,7 +248,7 @@ def _nothing_fits(found: Suggestions, machine: Machine, name: str) -> str:
     ]
     if not reasons:
         return f"There is no layout for {name}: no sizes that are allowed go with the number of processes. {_BY_HAND}"
-    limit = "" if math.isinf(machine.memory) else f" in memory_limit={_gib(machine.memory)} GiB"
+    limit = "" if math.isinf(machine.memory) else f" in memory_limit={_size(machine.memory)}"
     return (
         f"None of {found.num_layouts} layouts of {name} can be used{limit}. {'; '.join(reasons)}. Start more processes,"
         f" allow more memory, or let a batch have fewer samples. {_BY_HAND}"
@@ -260,5 +259,5 @@ def _first_sentence(text: str) -> str:
     return " ".join(text.split()).split(". ")[0]
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.2f}"
+def _size(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
