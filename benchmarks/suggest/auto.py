@@ -136,9 +136,7 @@ def compare(example: str, num_ranks: int, rounds: int) -> dict[str, Any]:
     best = min((name for name in seconds if name != AUTO), key=seconds.__getitem__)
     ratios = [found / other for found, other in zip(times[AUTO], times[best], strict=True)]
     low, high = interval(ratios)
-    verdict = (
-        "" if median(ratios) <= BAR else "  SLOWER THAN THE BAR" if low > BAR else "  slower, within what is noise"
-    )
+    verdict = "" if median(ratios) <= BAR else "  SLOWER THAN THE BAR" if low > BAR else "  slower, within noise"
     print(f"{example} on {num_ranks}: found {measured['found']}")
     print(f"  {median(ratios):.2f} [{low:.2f}, {high:.2f}] x the time of {best}{verdict}")
     for name in sorted(seconds, key=seconds.__getitem__):

@@ -32,6 +32,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dynamic shapes": {"num_microbatches": 4, "dynamic_shapes": True},
     "directories": {"num_microbatches": 4, "save_distributed_checkpoint": True},
     "saved in the background": {"num_microbatches": 4, "async_save": True},
+    "found at the start": {"layout": "auto", "memory_limit": "8GiB"},  # in a copy of a process that has used the device
 }
 
 

@@ -163,9 +163,10 @@ def _search(
     limit = _SHARE_OF_TIMEOUT * (config.timeout or default_pg_timeout).total_seconds()
     try:
         return run_in_copy(problem.solve, time_limit=limit)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, TimeoutError) as error:
+        more = " Others wait longer with HybridStrategy(timeout=...)." if isinstance(error, TimeoutError) else ""
         raise ValueError(
-            f"{', '.join(config.searched)} cannot be found for {type(module).__name__}: {error} {_BY_HAND}"
+            f"{', '.join(config.searched)} cannot be found for {type(module).__name__}: {error}{more} {_BY_HAND}"
         ) from error
 
 

@@ -40,7 +40,8 @@ def run_in_copy(function: Callable[[], _T], *, time_limit: float) -> _T:
 
     Raises:
         ValueError, TypeError: As the function raised them.
-        RuntimeError: If it raised something else, died or took too long, or this system cannot copy a process.
+        TimeoutError: If it took too long.
+        RuntimeError: If it raised something else or died, or this system cannot copy a process.
     """
     if not hasattr(os, "fork"):
         raise RuntimeError(f"{sys.platform} cannot copy a process (fork).")
@@ -59,7 +60,7 @@ def run_in_copy(function: Callable[[], _T], *, time_limit: float) -> _T:
         with suppress(ChildProcessError):  # somebody else has waited for it
             os.waitpid(pid, 0)
     if message is None:
-        raise RuntimeError(f"It took longer than {time_limit:.0f} s.")
+        raise TimeoutError(f"It took longer than {time_limit:.0f} s.")
     if not message:
         raise RuntimeError("The copy of the process died.")
     result, error = pickle.loads(message)
