@@ -146,7 +146,8 @@ class HybridStrategy(ReplicaCollectives):
 
     Attributes:
         settings: The arguments, resolved.
-        sizes: (data, tensor, pipeline) parallel size, once the Trainer knows how many processes there are.
+        sizes: (data, tensor, pipeline) parallel size, once the Trainer knows how many processes there are; those that
+            are searched, once a run has begun.
 
     Raises:
         ValueError, TypeError: If an argument is not possible.
