@@ -383,8 +383,9 @@ def refused(kind: str) -> str:
     module = ByHand() if kind == "by hand" else Regression()
     data = DataLoader(Nothing(), batch_size=None) if kind == "no batch" else loader(4, 32)
     trainer = make_trainer({"layout": "auto"}, max_steps=1)
+    run: Any = trainer.validate if kind == "no training" else trainer.fit
     with pytest.raises(ValueError, match="cannot be found for") as caught:
-        trainer.fit(module, data)
+        run(module, data)
     return str(caught.value)
 
 
@@ -400,7 +401,12 @@ class Nothing(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [("by hand", "ByHand optimizes by hand"), ("no batch", "was not trained with any batch")]
+    ("kind", "text"),
+    [
+        ("by hand", "ByHand optimizes by hand"),
+        ("no batch", "was not trained with any batch"),
+        ("no training", "`train_dataloader` must be implemented"),
+    ],
 )
 def test_what_cannot_be_found_is_refused_on_every_rank(kind: str, text: str, ranks: Pools) -> None:
     first, second = ranks(2, lightning=True).run(refused, kind)

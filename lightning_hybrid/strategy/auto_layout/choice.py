@@ -165,8 +165,9 @@ def _search(
         return run_in_copy(problem.solve, time_limit=limit)
     except (ValueError, TypeError, RuntimeError, TimeoutError) as error:
         more = " Others wait longer with HybridStrategy(timeout=...)." if isinstance(error, TimeoutError) else ""
+        reason = f"{str(error).rstrip('.')}.{more}"
         raise ValueError(
-            f"{', '.join(config.searched)} cannot be found for {type(module).__name__}: {error}{more} {_BY_HAND}"
+            f"{', '.join(config.searched)} cannot be found for {type(module).__name__}: {reason} {_BY_HAND}"
         ) from error
 
 
