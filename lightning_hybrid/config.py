@@ -32,6 +32,8 @@ class HybridConfig:
     num_microbatches: int
     auto_microbatches: bool  # whether there may be fewer of them for the sake of batch norm
     num_chunks: int
+    searched: tuple[str, ...]  # arguments that are found at the start; until then others stand for them
+    memory_limit: float | None  # bytes of a device that what is found may use
     extra_in_flight: int | list[int] | str = field(metadata={"kinds": (int, list, tuple, str)})
     partition: str | list[int] = field(metadata={"kinds": (str, list, tuple)})
     body: str | list[str] | None = field(metadata={"kinds": (str, list, tuple, type(None))})

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.fabric.utilities.throughput import Throughput
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.optimization.automatic import Closure
@@ -1039,6 +1039,28 @@ def test_what_replicas_reduce_at_the_end_of_an_epoch() -> None:
 def test_whether_anomalies_are_looked_for() -> None:
     assert internals.detects_anomaly(make_trainer(detect_anomaly=True))
     assert not internals.detects_anomaly(make_trainer())
+
+
+def test_what_is_trained_with() -> None:
+    found: list[Any] = []
+
+    class Asks(Small):
+        def setup(self, stage: str) -> None:
+            found.append(internals.training_data(self.trainer))
+
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return samples()
+
+    class HasLoader(Asks):
+        def train_dataloader(self) -> Any:
+            return samples()
+
+    data, given = Data(), samples()
+    quiet_trainer().fit(Asks(), given)
+    quiet_trainer().fit(Asks(), datamodule=data)
+    quiet_trainer().fit(HasLoader())
+    assert found == [given, data, None]
 
 
 def test_strategy_members() -> None:

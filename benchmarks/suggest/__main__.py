@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.block import Block
 from benchmarks.ratios import interval
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.cli.suggest.cost_model import CostModel, Layout, Step
-from lightning_hybrid.cli.suggest.machine import Machine
-from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
-from lightning_hybrid.cli.suggest.report import arguments
+from lightning_hybrid.strategy.auto_layout.arguments import arguments
+from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, Layout, Step
+from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
 
 RANKS = 2
 BATCHES_PER_ROUND, UNTIMED = 6, 2

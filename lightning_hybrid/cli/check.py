@@ -171,6 +171,8 @@ def check(
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         layout[name] = preferred(layout.get(name, 1))
     settings = HybridStrategy(**layout).settings
+    if settings.searched:
+        raise ValueError(f"Give a layout to be checked: {', '.join(settings.searched)} would be found at the start.")
     layout["num_microbatches"] = settings.num_microbatches
     if layout.get("data_parallel_size", "auto") == "auto":
         layout["data_parallel_size"] = 1

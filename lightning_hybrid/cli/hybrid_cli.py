@@ -104,6 +104,11 @@ def load_config(parser: Parser, configs: Sequence[str], overrides: Sequence[str]
     strategy = cli.trainer.strategy
     if not isinstance(strategy, HybridStrategy):
         parser.error(f"the strategy of {', '.join(configs)} is a {type(strategy).__name__}, not a HybridStrategy")
+    if strategy.settings.searched:
+        parser.error(
+            f"{', '.join(strategy.settings.searched)} of {', '.join(configs)} are found when training starts. Give them"
+            " here, such as --trainer.strategy.init_args.layout=null; `suggest` says which are good"
+        )
     return cli, strategy
 
 

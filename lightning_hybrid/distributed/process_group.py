@@ -327,3 +327,28 @@ def _connecting_lazily(size: int) -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
+
+
+_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")  # of torch
+_OF_PARENT: list[Any] = []  # what a copy of a process never frees
+
+
+def leave_groups_to_parent() -> None:
+    """In a copy of a process: know no group any more, so that others can be made here, and free none.
+
+    To free a group is to wait for its threads, which were not copied.
+
+    Raises:
+        RuntimeError: If this torch has other tables of its groups.
+    """
+    if not dist.is_initialized():
+        return
+    world = getattr(distributed_c10d, "_world", None)
+    found = [getattr(world, name, None) for name in _TABLES]
+    tables = [table for table in found if isinstance(table, dict)]
+    if world is None or len(tables) < len(found):
+        raise RuntimeError(f"torch {torch.__version__} cannot have other groups in a copy of a process that has some.")
+    _OF_PARENT.append([world.default_pg, *(dict(table) for table in tables)])
+    for table in tables:
+        table.clear()
+    world.default_pg = None

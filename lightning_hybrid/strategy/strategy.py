@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -35,6 +36,7 @@ from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.strategy import checks, launch
+from lightning_hybrid.strategy.auto_layout.request import SIZES, resolve_open
 from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of_steps
 from lightning_hybrid.strategy.layout import is_cut
 from lightning_hybrid.strategy.meta_init import lacks_values
@@ -135,10 +137,19 @@ class HybridStrategy(ReplicaCollectives):
             ``"raise"`` an error on every rank, ``"skip"`` the step, so that parameters and states of the optimizer stay
             as they are, and log how many were skipped as ``"skipped_steps"``, or ``"ignore"`` it. With
             ``precision="16-mixed"`` the scaler skips such steps by itself.
+        layout: ``"auto"`` finds the sizes of tensor and pipeline parallelism, `num_microbatches`, `schedule`,
+            `num_chunks`, `extra_in_flight`, `zero_stage` and `recompute` at the start, as far as they are left at their
+            defaults: of the layouts that fit `memory_limit` that with the least time for a sample, by estimates. What
+            is given stays, and a list of sizes has those that are tried. The first process searches, measures what
+            devices and links can do, and prints what was found and why. ``"auto"`` for `tensor_parallel_size`,
+            `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` or `recompute` leaves that one open alone.
+        memory_limit: The memory of a device that what is found may use: ``"80GiB"``, ``"24GB"`` or a number of bytes.
+            By default all that a CUDA device has, and no limit on the host. Leave some for what libraries need.
 
     Attributes:
         settings: The arguments, resolved.
-        sizes: (data, tensor, pipeline) parallel size, once the Trainer knows how many processes there are.
+        sizes: (data, tensor, pipeline) parallel size, once the Trainer knows how many processes there are; those that
+            are searched, once a run has begun.
 
     Raises:
         ValueError, TypeError: If an argument is not possible.
@@ -147,18 +158,18 @@ class HybridStrategy(ReplicaCollectives):
     def __init__(
         self,
         data_parallel_size: int | Literal["auto"] = "auto",
-        tensor_parallel_size: int | list[int] = 1,
-        pipeline_parallel_size: int | list[int] = 1,
+        tensor_parallel_size: int | list[int] | Literal["auto"] = 1,
+        pipeline_parallel_size: int | list[int] | Literal["auto"] = 1,
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "1f1b",
-        num_chunks: int = 1,
+        num_chunks: int | Literal["auto"] = 1,
         extra_in_flight: int | list[int] | Literal["auto"] = 0,
         partition: str | list[int] = "uniform",
         body: str | list[str] | None = None,
         tensor_parallel_plan: dict[str, str] | str | None = "auto",
         sequence_parallel: bool = False,
         global_batch_size: int | None = None,
-        zero_stage: Literal[0, 1, 2, 3] = 0,
+        zero_stage: Literal[0, 1, 2, 3, "auto"] = 0,
         zero_frees: Literal["auto", "step", "microbatch"] = "auto",
         recompute: bool | int | float | str | list[int] | list[str] = False,
         offload: str | list[str] | None = None,
@@ -177,15 +188,19 @@ class HybridStrategy(ReplicaCollectives):
         lease: timedelta | None = timedelta(minutes=1),
         detect_desync: bool = False,
         on_nonfinite: Literal["raise", "skip", "ignore"] = "ignore",
+        layout: Literal["auto"] | None = None,
+        memory_limit: int | float | str | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        arguments |= resolve_open(arguments)
         checks.check_arguments(**arguments)
-        usual = usual_microbatches(preferred(pipeline_parallel_size))
+        usual = usual_microbatches(preferred(arguments["pipeline_parallel_size"]))
         arguments["auto_microbatches"] = num_microbatches == "auto"
         arguments["num_microbatches"] = usual if num_microbatches == "auto" else num_microbatches
         arguments["offload"] = (offload,) if isinstance(offload, str) else tuple(offload or ())
         self.settings = HybridConfig(**{field.name: arguments[field.name] for field in fields(HybridConfig)})
-        self._requested_sizes = (data_parallel_size, tensor_parallel_size, pipeline_parallel_size)
+        self._requested_sizes: tuple[Any, Any, Any] = (data_parallel_size, tensor_parallel_size, pipeline_parallel_size)
+        self._requested = self.settings
         self._process_group_backend = self.settings.process_group_backend
         self._world: World | None = None
         self._attached: AttachedModule | None = None
@@ -323,10 +338,21 @@ class HybridStrategy(ReplicaCollectives):
         assert self.cluster_environment is not None
         environment = self.cluster_environment
         environment.set_world_size(self.num_nodes * self.num_processes)  # Lightning's own knows no other number
-        self.sizes = resolve_sizes(environment.world_size(), *self._requested_sizes)
+        self._resolve(environment.world_size())
+        self._launcher = launch.make_launcher(environment, self.num_processes, self.num_nodes)
+
+    def _resolve(self, world_size: int) -> None:
+        """Find the sizes of the axes; where they are open, nothing is divided until :meth:`_find_layout`."""
+        is_found = bool(self._requested.searched) and not self.settings.searched
+        if is_found and math.prod(self.sizes) == world_size:  # by a run under another Trainer
+            return
+        self.settings = self._requested
+        if set(SIZES) & set(self.settings.searched):
+            self.sizes = (world_size, 1, 1)
+        else:
+            self.sizes = resolve_sizes(world_size, *self._requested_sizes)
         if self.settings.auto_microbatches:
             self.settings = replace(self.settings, num_microbatches=usual_microbatches(self.sizes[2]))
-        self._launcher = launch.make_launcher(environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the environment, and everything that logs on rank 0 only, which rank this is."""
@@ -363,6 +389,8 @@ class HybridStrategy(ReplicaCollectives):
         elif self._world is None:
             self._watch_start(stores_of_groups())
         ranks = checks.check_ranks(self.settings, self.sizes, self._module.trainer)
+        if self.settings.searched:
+            self._find_layout()
         if self._world is None:
             assert self._start is not None
             self._world = World(self.settings, self.sizes, self.root_device, self._start, ranks)
@@ -376,6 +404,19 @@ class HybridStrategy(ReplicaCollectives):
         self._world.open(module.trainer)
         checks.check_trainer(module.trainer, module, num_stages=self._attached.parallelizer.num_stages)
         self._attached.divide_early()
+
+    def _find_layout(self) -> None:
+        """Find the arguments that were left open, once for all runs with this mesh."""
+        from lightning_hybrid.strategy.auto_layout.choice import choose_layout  # what runs steps dry takes a while
+
+        open_sizes = set(SIZES) & set(self.settings.searched)
+        sizes = self._requested_sizes if open_sizes else self.sizes
+        given = self._module, self.root_device, self.precision_plugin, self.num_nodes
+        found = choose_layout(self.settings, sizes, *given)
+        self.sizes = found.sizes
+        number = {"num_microbatches": usual_microbatches(self.sizes[2])} if self.settings.auto_microbatches else {}
+        self.settings = replace(self.settings, **{"searched": (), **number, **found.arguments})
+        checks.check_module(self._module, cut=is_cut(self.settings, self.sizes, self._module))
 
     def _watch_start(self, stores: Stores) -> None:
         rank, size = self.global_rank, self.world_size

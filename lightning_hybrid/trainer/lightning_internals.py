@@ -1101,6 +1101,17 @@ def detects_anomaly(trainer: Trainer) -> bool:
     return bool(trainer._detect_anomaly)
 
 
+def training_data(trainer: Trainer) -> Any:
+    """What the Trainer was given to train with, loaders or a datamodule; ``None`` if the module has loaders itself.
+
+    Touches: ``fit_loop._data_source``.
+
+    Without: no layout could be found at the start, as a step needs a batch.
+    """
+    source = trainer.fit_loop._data_source.instance
+    return None if isinstance(source, LightningModule) else source
+
+
 #: Private members of Lightning's ``Strategy`` and ``ParallelStrategy`` that strategies of this package, which inherit
 #: from them, use or override; and what would break without.
 STRATEGY_MEMBERS: Mapping[str, str] = {

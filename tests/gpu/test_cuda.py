@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.cli.dry_run import dry_run
 from lightning_hybrid.memory import offload
+from lightning_hybrid.strategy.auto_layout.dry_run import dry_run
 from tests.gpu.fits import PP2, Compiled, assert_alike, fit, fit_as_node, loader, no_waits
 from tests.pool import Pools
 
@@ -32,6 +32,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dynamic shapes": {"num_microbatches": 4, "dynamic_shapes": True},
     "directories": {"num_microbatches": 4, "save_distributed_checkpoint": True},
     "saved in the background": {"num_microbatches": 4, "async_save": True},
+    "found at the start": {"layout": "auto", "memory_limit": "8GiB"},  # in a copy of a process that has used the device
 }
 
 

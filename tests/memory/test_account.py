@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from examples.gpt import GPT
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.cli.dry_run import dry_run
 from lightning_hybrid.cli.main import main
 from lightning_hybrid.config import resolve_sizes
 from lightning_hybrid.memory.account import (
@@ -32,6 +31,7 @@ from lightning_hybrid.memory.account import (
     storage_bytes,
 )
 from lightning_hybrid.pipeline_parallel.schedules import build
+from lightning_hybrid.strategy.auto_layout.dry_run import dry_run
 from tests.memory.meter import MemoryMeter, printed_usages
 from tests.pool import Pools
 from tests.test_examples import CONFIGS

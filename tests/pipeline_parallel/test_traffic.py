@@ -27,8 +27,8 @@ from lightning_hybrid.pipeline_parallel.links.traffic import (
     most_traffic,
     traffic_text,
 )
-from tests.cli.test_suggest import Blocks
 from tests.pool import Pools
+from tests.strategy.test_auto_layout_search import Blocks
 from tests.training_jobs import Regression, loader, make_trainer
 
 SIZES = {"dp": 2, "tp": 2, "pp": 2}

@@ -21,8 +21,8 @@ def run(args: Sequence[str]) -> None:
 
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    from lightning_hybrid.cli.dry_run import dry_run
     from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config, maker
+    from lightning_hybrid.strategy.auto_layout.dry_run import dry_run
     from lightning_hybrid.strategy.summary import memory_table
 
     world = [] if options.ranks is None else ["--trainer.devices", str(options.ranks), "--trainer.num_nodes", "1"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from lightning_hybrid.cli.parser import ConfigParser, positive, print_json
-from lightning_hybrid.cli.suggest.machine import Machine
+from lightning_hybrid.strategy.auto_layout.machine import Machine, parse_quantity
 
 _DESCRIPTION = (
     "Try the layouts of so many ranks: sizes, microbatches, schedule, stage of ZeRO, recomputation; what else the"
@@ -23,10 +22,13 @@ _UNDIVIDED = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "num_chunks": 1,
+    "schedule": "1f1b",
     "zero_stage": 0,
+    "recompute": "false",
+    "layout": "null",
+    "memory_limit": "null",
     "global_batch_size": "null",  # `--samples` says what a step has
 }
-_PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 # Arguments of a machine: option, what it is, the unit of its value.
 _MACHINE = {
     "memory": ("memory of a device that a run may use; leave some for what libraries need", "B"),
@@ -54,10 +56,10 @@ def run(args: Sequence[str]) -> None:
     from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config, maker
     from lightning_hybrid.cli.progress import count_progress
     from lightning_hybrid.cli.suggest.configured import find_configured
-    from lightning_hybrid.cli.suggest.cost_model import CostModel, Step
-    from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
     from lightning_hybrid.cli.suggest.report import as_data, as_text
-    from lightning_hybrid.cli.suggest.search import search
+    from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, LoaderStep, Step
+    from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
+    from lightning_hybrid.strategy.auto_layout.search import SearchSpace, search
 
     be_quiet()
     overrides += ["--trainer.devices", "1", "--trainer.num_nodes", "1"]
@@ -66,6 +68,8 @@ def run(args: Sequence[str]) -> None:
     names = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
     trainer = {name: getattr(cli.trainer, name) for name in names}
     settings = strategy.settings
+    if not isinstance(settings.partition, str):
+        settings = replace(settings, partition="uniform")  # it is for the configuration's own number of stages
     with parser.refusing(ValueError, TypeError, MisconfigurationException):
         machine = _machine(options)
         with count_progress("Running the step on shapes") as progress:
@@ -78,10 +82,13 @@ def run(args: Sequence[str]) -> None:
                 precision=strategy.precision_plugin,
                 **trainer,
             )
-            samples = options.samples or profile.batch_size * options.ranks
-            step = Step(samples, trainer["accumulate_grad_batches"], settings.rank_order, settings.zero_frees)
+            others = trainer["accumulate_grad_batches"], settings.rank_order, settings.zero_frees
+            step = Step(options.samples or profile.batch_size * options.ranks, *others)
+            if options.keep_batch:
+                step = LoaderStep(profile.batch_size, *others)
             model = CostModel(profile, machine, step)
-            found = search(model, options.ranks, refuse=profile.refuse, progress=progress)
+            space = SearchSpace(some_layers=True)
+            found = search(model, options.ranks, refuse=profile.refuse, space=space, progress=progress)
     configured = find_configured(cli, profile.batch_size)
     if options.json:
         print_json(as_data(found, machine, step, configured, profile.divided_shares()))
@@ -94,11 +101,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     usual = Machine()
     parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="processes of the run")
     parser.add_argument("--nodes", type=positive, metavar="K", help="nodes (default: of 8 ranks each)")
-    parser.add_argument(
+    samples = parser.add_mutually_exclusive_group()
+    samples.add_argument(
         "--samples",
         type=positive,
         metavar="N",
         help="of a step, over all replicas (default: a batch for each rank)",
+    )
+    samples.add_argument(
+        "--keep-batch",
+        action="store_true",
+        help="each replica gets batches as the loader gives them, whatever the layout, and the time of a sample counts:"
+        " what HybridStrategy(layout='auto') takes",
     )
     parser.add_argument(
         "--max-tensor",
@@ -149,13 +163,10 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _quantity(text: str) -> float:
-    """A number with a unit such as ``80GiB``, ``300GB`` or ``156TFLOP``."""
-    match = re.fullmatch(
-        r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([kmgtp])(i?))?(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE
-    )
-    if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no quantity such as 80GiB, 300GB or 156TFLOP")
-    return float(float(match[1]) * (1024 if match[3] else 1000) ** _PREFIXES[(match[2] or "").lower()])
+    try:
+        return parse_quantity(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _seconds(text: str) -> float:

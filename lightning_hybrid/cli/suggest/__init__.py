@@ -1,1 +1,1 @@
-"""Which layout: what a step of each would take and hold, and the best of those that fit."""
+"""What `lightning-hybrid suggest` says of the layouts that are found, and what a configuration says beside them."""

@@ -8,11 +8,11 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from lightning_hybrid.cli.suggest.cost_model import CostModel, Layout, Step
-from lightning_hybrid.cli.suggest.machine import Machine
-from lightning_hybrid.cli.suggest.module_profile import ModuleProfile
 from lightning_hybrid.config import accumulated_batches
 from lightning_hybrid.pipeline_parallel.links.traffic import Traffic
+from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, Layout, Step
+from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
 from lightning_hybrid.strategy.strategy import HybridStrategy
 
 #: Of the Trainer, what decides about a step.

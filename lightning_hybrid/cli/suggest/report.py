@@ -9,12 +9,18 @@ from typing import Any
 import yaml
 
 from lightning_hybrid.cli.suggest.configured import Configured
-from lightning_hybrid.cli.suggest.cost_model import Cost, Layout, Step
-from lightning_hybrid.cli.suggest.machine import Machine
-from lightning_hybrid.cli.suggest.search import Suggestions
+from lightning_hybrid.strategy.auto_layout.arguments import (
+    arguments,
+    every_argument,
+    in_words,
+    recompute_text,
+    schedule_text,
+)
+from lightning_hybrid.strategy.auto_layout.cost_model import Cost, Layout, LoaderStep, Step
+from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.strategy.auto_layout.search import Suggestions
 from lightning_hybrid.strategy.summary import text_table
 
-_USUAL = {"schedule": "1f1b", "num_chunks": 1, "zero_stage": 0, "recompute": False, "extra_in_flight": []}
 _TIGHT = 0.05  # a share of the memory: where less is free, the account is too rough to tell whether a layout fits
 _TIGHT_TEXT = f"GiB !: less than {_TIGHT:.0%} of the memory is free, and the account is an estimate: try it first"
 _MOSTLY_WHOLE = 0.5  # a share of the parameters: where tensor parallelism divides less, a plan may be missing
@@ -35,8 +41,11 @@ def as_text(
     shown = [cost.layout for cost in found.best] + [group.best for group in found.losers]
     has_extra = any(layout.extra_in_flight for layout in shown)
     sequential = f" x {step.accumulated} accumulated batches" if step.accumulated > 1 else ""
+    problem = f"A step of {step.samples} samples"
+    if isinstance(step, LoaderStep):
+        problem = f"Batches of {step.samples} samples for each replica, of which the time of a sample counts"
     lines = [
-        f"A step of {step.samples} samples{sequential}; {found.num_layouts} layouts, {found.num_simulated} simulated."
+        f"{problem}{sequential}; {found.num_layouts} layouts, {found.num_simulated} simulated."
         f" Devices of {machine.memory / 2**30:g} GiB, {machine.ranks_per_node} in a node.",
         f"Not varied, as configured: {', '.join(f'{name}={value!r}' for name, value in configured.fixed.items())}.",
         "",
@@ -80,7 +89,8 @@ def _is_tight(cost: Cost, machine: Machine) -> bool:
 
 def _best_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
     titles = ("", "data", "tensor", "pipeline", "microbatches", "schedule", "zero", "recompute", "batch")
-    rows: list[tuple[str, ...]] = [(*titles, "ms a step", "bubble", "GiB", "sent: tensor", "pipeline", "data")]
+    rates = ("samples/s",) if isinstance(step, LoaderStep) else ()
+    rows: list[tuple[str, ...]] = [(*titles, "ms a step", *rates, "bubble", "GiB", "sent: tensor", "pipeline", "data")]
     for number, cost in enumerate(best, 1):
         layout = cost.layout
         assert cost.seconds is not None
@@ -89,11 +99,12 @@ def _best_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
             (
                 str(number),
                 *map(str, (layout.data, layout.tensor, layout.pipeline, layout.num_microbatches)),
-                _schedule(layout),
+                schedule_text(layout),
                 str(layout.zero_stage),
-                _recompute(layout),
-                str(step.samples // layout.data),
+                recompute_text(layout),
+                str(step.batch(layout.data)),
                 f"{1e3 * cost.seconds:,.2f}",
+                *(f"{1 / cost.seconds_of_sample:,.0f}" for _ in rates),
                 f"{cost.bubble:.1%}",
                 f"{cost.bytes / 2**30:,.2f}{' !' if _is_tight(cost, machine) else ''}",
                 *(f"{sent / 2**30:,.3f}" for sent in cost.sent.values()),
@@ -106,59 +117,13 @@ def _losers_table(found: Suggestions) -> str:
     rows = [("why", "layouts", "the one that comes closest", "")]
     for group in found.losers:
         text = " ".join(group.text.split()).split(". ")[0]  # its remedies are other layouts, which are tried too
-        rows.append((group.reason, str(group.count), _in_words(group.best), text))
+        rows.append((group.reason, str(group.count), in_words(group.best), text))
     return text_table(rows, left=(0, 2, 3))
-
-
-def _schedule(layout: Layout) -> str:
-    if layout.pipeline == 1:
-        return "-"
-    chunks = f" x {layout.num_chunks}" if layout.num_chunks > 1 else ""
-    extra = f" + {','.join(map(str, layout.extra_in_flight))}" if layout.extra_in_flight else ""
-    return f"{layout.schedule}{chunks}{extra}"
-
-
-def _recompute(layout: Layout) -> str:
-    return {"False": "no", "True": "all"}.get(str(layout.recompute), str(layout.recompute))
-
-
-def _in_words(layout: Layout) -> str:
-    sizes = (("data", layout.data), ("tensor", layout.tensor), ("pipeline", layout.pipeline))
-    words = [" x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"]
-    if layout.pipeline > 1:
-        words.append(_schedule(layout))
-    if layout.num_microbatches > 1:
-        words.append(f"{layout.num_microbatches} microbatches")
-    if layout.zero_stage:
-        words.append(f"zero {layout.zero_stage}")
-    if layout.recompute:
-        words.append(f"recompute {_recompute(layout)}")
-    return ", ".join(words)
-
-
-def arguments(layout: Layout) -> dict[str, Any]:
-    """The arguments of `HybridStrategy` that make a layout; those that are as by default are left out."""
-    every = _every_argument(layout)
-    return {name: value for name, value in every.items() if name not in _USUAL or value != _USUAL[name]}
-
-
-def _every_argument(layout: Layout) -> dict[str, Any]:
-    return {
-        "data_parallel_size": layout.data,
-        "tensor_parallel_size": layout.tensor,
-        "pipeline_parallel_size": layout.pipeline,
-        "num_microbatches": layout.num_microbatches,
-        "schedule": layout.schedule,
-        "num_chunks": layout.num_chunks,
-        "zero_stage": layout.zero_stage,
-        "recompute": layout.recompute,
-        "extra_in_flight": list(layout.extra_in_flight),
-    }
 
 
 def strategy_arguments(layout: Layout, configured: Configured) -> dict[str, Any]:
     """The arguments of `HybridStrategy` that make a layout, and those of the configuration that no layout changes."""
-    chosen = _every_argument(layout)
+    chosen = every_argument(layout)
     return arguments(layout) | {name: value for name, value in configured.arguments.items() if name not in chosen}
 
 
@@ -176,7 +141,7 @@ def as_yaml(cost: Cost, machine: Machine, step: Step, configured: Configured) ->
         step: What a step does.
         configured: What the configuration says.
     """
-    layout, batch = cost.layout, step.samples // cost.layout.data
+    layout, batch = cost.layout, step.batch(cost.layout.data)
     started = devices(layout, machine)
     written = yaml.safe_dump(strategy_arguments(layout, configured), sort_keys=False)
     lines = [
@@ -219,7 +184,7 @@ def as_data(
             {
                 "trainer": devices(cost.layout, machine),
                 "strategy": strategy_arguments(cost.layout, configured),
-                "batch_size": step.samples // cost.layout.data,
+                "batch_size": step.batch(cost.layout.data),
                 "seconds": cost.seconds,
                 "bubble": cost.bubble,
                 "bytes": cost.bytes,

@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lightning_hybrid.cli.dry_run import Saved
-from lightning_hybrid.cli.suggest.operations import OperationCounter
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.account import SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.body import Body
+from lightning_hybrid.strategy.auto_layout.dry_run import Saved
+from lightning_hybrid.strategy.auto_layout.operations import OperationCounter
 
 
 @dataclass(frozen=True)

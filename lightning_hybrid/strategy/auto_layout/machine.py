@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from lightning_hybrid.pipeline_parallel.links.link import Link
+
+_PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,21 @@ class Machine:
         here, there = (end * stride for end in ends)
         firsts = (rank for rank in range(num_ranks) if rank % (stride * size) < stride)
         return any((rank + here) // self.ranks_per_node != (rank + there) // self.ranks_per_node for rank in firsts)
+
+
+def parse_quantity(text: str) -> float:
+    """A number with a unit such as ``80GiB``, ``300GB`` or ``156TFLOP``.
+
+    Raises:
+        ValueError: If it is none above 0.
+
+    Example:
+        >>> parse_quantity("2KiB")
+        2048.0
+    """
+    match = re.fullmatch(
+        r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([kmgtp])(i?))?(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE
+    )
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is no quantity such as 80GiB, 300GB or 156TFLOP")
+    return float(float(match[1]) * (1024 if match[3] else 1000) ** _PREFIXES[(match[2] or "").lower()])

@@ -8,19 +8,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_hybrid.cli.dry_run import (
-    DryRunStrategy,
-    StopAfterFirstStepError,
-    labels_of_stages,
-    run_first_step,
-    saved_bytes,
-)
-from lightning_hybrid.cli.suggest.cost_model import MOST_CHUNKS, RECOMPUTE, Layout, StageCost
-from lightning_hybrid.cli.suggest.machine import Machine
-from lightning_hybrid.cli.suggest.traces import Stopwatch, Timing, Trace, Watch, value_at, value_between
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.estimate import estimate
@@ -28,6 +18,16 @@ from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout as layouts
+from lightning_hybrid.strategy.auto_layout.cost_model import MOST_CHUNKS, RECOMPUTE, Layout, StageCost
+from lightning_hybrid.strategy.auto_layout.dry_run import (
+    DryRunStrategy,
+    StopAfterFirstStepError,
+    labels_of_stages,
+    run_first_step,
+    saved_bytes,
+)
+from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.strategy.auto_layout.traces import Stopwatch, Timing, Trace, Watch, value_at, value_between
 from lightning_hybrid.strategy.summary import divided_share
 from lightning_hybrid.tensor_parallel.plan import Plan
 from lightning_hybrid.trainer.module_hooks import find_hook
@@ -70,14 +70,14 @@ class Cut:
 
 
 class ModuleProfile:
-    """The :class:`~lightning_hybrid.cli.suggest.cost_model.Profile` of a user's module.
+    """The :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` of a user's module.
 
     What is counted with two microbatches of different size is put on a line through both: operations, messages and
     activations grow with the samples. Seconds do not quite, because of caches and of what a call takes by itself: with
     `measure` microbatches of half the size, a quarter and so on are timed, and what lies between is interpolated.
 
     Args:
-        make: Makes the user's module and its data.
+        make: Makes the user's module and its data: a datamodule, loaders, or ``None`` if the module has them.
         config: The arguments of `HybridStrategy`: what a layout leaves open.
         num_ranks: Of the run.
         machine: Says how long an operation takes.
@@ -90,7 +90,7 @@ class ModuleProfile:
 
     def __init__(
         self,
-        make: Callable[[], tuple[LightningModule, LightningDataModule | None]],
+        make: Callable[[], tuple[LightningModule, Any]],
         config: HybridConfig,
         num_ranks: int,
         machine: Machine,
@@ -103,8 +103,7 @@ class ModuleProfile:
         self._machine, self._config, self._is_measured = machine, config, measure
         self._accumulated = int(trainer.get("accumulate_grad_batches", 1))
         self._least_tensor = only.tensor if only else 1
-        partition = config.partition if only or isinstance(config.partition, str) else "uniform"
-        open_config = replace(config, partition=partition, recompute=False, num_chunks=1)
+        open_config = replace(config, recompute=False, num_chunks=1)
 
         def run(tensor: int) -> _Recorder:
             sizes = (num_ranks // tensor, tensor, 1)
@@ -155,38 +154,47 @@ class ModuleProfile:
         return "" if share else f"tensor_parallel_plan={self._config.tensor_parallel_plan!r} divides nothing of it"
 
     def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
-        """As :class:`~lightning_hybrid.cli.suggest.cost_model.Profile` says."""
+        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
         key = Layout(1, layout.tensor, layout.pipeline, num_chunks=layout.num_chunks, recompute=layout.recompute)
         return self._stages_of(key, samples)
 
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
-        """As :class:`~lightning_hybrid.cli.suggest.cost_model.Profile` says."""
+        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
         number = min(layout.num_microbatches, 2)  # one, or several
         return self._held_by(
             replace(layout, num_microbatches=number, schedule="1f1b", recompute=False, extra_in_flight=())
         )
 
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
-        """As :class:`~lightning_hybrid.cli.suggest.cost_model.Profile` says."""
+        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
         usages = self.held(replace(layout, zero_stage=0))
         return [(usage.parameters, usage.gradients) for usage in usages]
 
+    def num_layers(self, layout: Layout) -> Sequence[int]:
+        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
+        return [len(positions) for positions in self._recorder(layout.tensor).cut(layout).positions]
+
     def _find_stages(self, layout: Layout, samples: int) -> tuple[StageCost, ...]:
         recorder = self._recorder(layout.tensor)
-        cut = recorder.cut(layout)
-        traces = recorder.traces(layout)
-        positions = cut.positions
+        positions = recorder.cut(layout).positions
         costs = []
         for stage, labels in enumerate(labels_of_stages(positions)):
-            seconds = [self._seconds_of(layout, samples, label) for label in labels]
             last = positions[stage][-1] if positions[stage] else None
+            parts = _parts(layout, stage, labels, positions[stage])
+            of_parts = [(part, of_part, recorder.traces(part)) for part, of_part in parts]
+            seconds = [self._seconds_of(part, samples, label) for part, of_part in parts for label in of_part]
+            saved = [
+                value_at(samples, traces, [saved_bytes(trace.saved, of_part) for trace in traces])
+                for _, of_part, traces in of_parts
+            ]
+            traces = of_parts[0][2]
             costs.append(
                 StageCost(
                     forward=sum(forward for forward, _ in seconds),
                     recomputed=sum(again for _, again in seconds),
-                    saved=value_at(samples, traces, [saved_bytes(trace.saved, labels) for trace in traces]),
+                    saved=sum(saved),
                     output=value_at(samples, traces, [trace.outputs.get(last, 0) for trace in traces]),
-                    **self._messages(layout, samples, labels, traces),
+                    **self._messages(samples, of_parts),
                 )
             )
         return tuple(costs)
@@ -216,20 +224,34 @@ class ModuleProfile:
         return forward, again
 
     def _messages(
-        self, layout: Layout, samples: int, labels: Iterable[Hashable], traces: Sequence[Trace]
+        self, samples: int, parts: Iterable[tuple[Layout, Iterable[Hashable], Sequence[Trace]]]
     ) -> dict[str, float]:
         sent = hops = repeated = 0.0
-        tensor = layout.tensor
-        for label in labels:
-            for alike in _pairs([trace.counter.messages[label] for trace in traces]):
-                size = value_at(samples, traces, [message.bytes for message in alike])
-                share = alike[0].passes * (tensor - 1)
-                sent, hops = sent + share * size / tensor, hops + share
-                repeated += share * size / tensor if isinstance(label, int) and layout.recompute is True else 0.0
+        for layout, labels, traces in parts:
+            tensor = layout.tensor
+            for label in labels:
+                for alike in _pairs([trace.counter.messages[label] for trace in traces]):
+                    size = value_at(samples, traces, [message.bytes for message in alike])
+                    share = alike[0].passes * (tensor - 1)
+                    sent, hops = sent + share * size / tensor, hops + share
+                    repeated += share * size / tensor if isinstance(label, int) and layout.recompute is True else 0.0
         return {"tensor_sent": sent, "tensor_hops": hops, "tensor_repeated": repeated / sent if sent else 0.0}
 
     def _find_held(self, layout: Layout) -> tuple[MemoryUsage, ...]:
         return self._recorder(layout.tensor).held(layout, self._accumulated)
+
+
+def _parts(
+    layout: Layout, stage: int, labels: Sequence[Hashable], layers: Sequence[int]
+) -> list[tuple[Layout, list[Hashable]]]:
+    """The places of a stage whose layers run again, and the others, each with a layout that treats all alike."""
+    if not isinstance(layout.recompute, tuple):
+        return [(layout, list(labels))]
+    again = set(layers[: layout.recompute[stage]])
+    return [
+        (replace(layout, recompute=is_again), [label for label in labels if (label in again) == is_again])
+        for is_again in (False, True)
+    ]
 
 
 def _pairs(rows: list[list[Any]]) -> list[tuple[Any, ...]]:
@@ -250,6 +272,10 @@ class _Recorder(DryRunStrategy):
     def __init__(self, *args: Any, only: Layout | None, measure: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._only, self._is_measured = only, measure
+        self._recompute: Sequence[bool | str] = RECOMPUTE
+        if only is not None:
+            assert not isinstance(only.recompute, tuple), "what is said of some layers is known from two runs"
+            self._recompute = (only.recompute,)
 
     def setup(self, trainer: Any) -> None:
         """Find all cuts before layers are shared: they are those of the whole module."""
@@ -302,7 +328,7 @@ class _Recorder(DryRunStrategy):
         self._traces: dict[Hashable, tuple[Trace, ...] | str] = {}
         self._timings: dict[Hashable, tuple[Timing, ...]] = {}
         for cut in {cut.key: cut for cut in self._cuts.values() if isinstance(cut, Cut)}.values():
-            for recompute in RECOMPUTE if self._only is None else (self._only.recompute,):
+            for recompute in self._recompute:
                 self._traces[cut.key, recompute] = self._trace(cut, recompute, microbatches, args)
             if self._is_measured:
                 halved = [split_into(batch, 2**power, split)[0][0] for power in range(size.bit_length())]

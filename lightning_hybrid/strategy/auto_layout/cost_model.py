@@ -40,18 +40,20 @@ need while they run.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf, prod
+from math import inf, isfinite, prod
 from typing import Protocol
 
-from lightning_hybrid.cli.suggest.machine import Machine
+from lightning_hybrid.config import accumulated_batches
 from lightning_hybrid.memory.account import MemoryUsage, peak_activation_bytes
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, compute_order
 from lightning_hybrid.pipeline_parallel.timeline import simulate
+from lightning_hybrid.strategy.auto_layout.machine import Machine
 
 #: What is tried: stages on a rank, and what runs again in backward.
 MOST_CHUNKS = 4
@@ -71,7 +73,7 @@ class Layout:
     schedule: str = "1f1b"
     num_chunks: int = 1
     zero_stage: int = 0
-    recompute: bool | str = False
+    recompute: bool | str | tuple[int, ...] = False  # or how many layers of each stage
     extra_in_flight: tuple[int, ...] = ()
 
     @property
@@ -114,6 +116,9 @@ class Profile(Protocol):
     def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
         """What the stages do, in order, with a microbatch of so many samples."""
 
+    def num_layers(self, layout: Layout) -> Sequence[int]:
+        """The layers of each stage, in order."""
+
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
         """What each pipeline rank holds, apart from activations."""
 
@@ -137,9 +142,52 @@ class Step:
     rank_order: str = "pp-dp-tp"
     zero_frees: str = "auto"
 
+    def batch(self, replicas: int) -> int:
+        """The samples of a batch of each of so many replicas, or of the largest of these batches."""
+        return -(-self.samples // replicas)
+
+    def accumulations(self, replicas: int) -> int:
+        """The batches of an optimizer step of so many replicas."""
+        return self.accumulated
+
+    def is_possible(self, replicas: int) -> bool:
+        """Whether so many replicas can do it."""
+        return self.samples % replicas == 0
+
     def microbatch(self, layout: Layout) -> int:
         """The samples of the largest microbatch."""
-        return -(-self.samples // (layout.data * layout.num_microbatches))
+        return -(-self.batch(layout.data) // layout.num_microbatches)
+
+    def total(self, layout: Layout) -> int:
+        """The samples of an optimizer step."""
+        return self.batch(layout.data) * layout.data * self.accumulations(layout.data)
+
+
+@dataclass(frozen=True)
+class LoaderStep(Step):
+    """A step of replicas that each get a batch as the loader gives it, whatever their number.
+
+    Attributes:
+        samples: Of each batch.
+        global_batch_size: Samples of an optimizer step, of all replicas, as in `HybridStrategy`; ``None`` for the
+            batches that `accumulated` says.
+    """
+
+    global_batch_size: int | None = None
+
+    def batch(self, replicas: int) -> int:
+        """As the loader gives it."""
+        return self.samples
+
+    def accumulations(self, replicas: int) -> int:
+        """As many as make up the samples of a step."""
+        if self.global_batch_size is None:
+            return self.accumulated
+        return accumulated_batches(self.global_batch_size, self.samples, replicas)
+
+    def is_possible(self, replicas: int) -> bool:
+        """Whether so many replicas make up the samples of a step by whole batches."""
+        return self.global_batch_size is None or self.global_batch_size % (self.samples * replicas) == 0
 
 
 @dataclass(frozen=True)
@@ -154,6 +202,7 @@ class Cost:
         sent: Bytes that a rank sends at most in a step, by axis.
         seconds: Of the step; ``None`` if it was not simulated.
         bubble: The share of the pipeline's time that an average rank waits; ``None`` if it was not simulated.
+        samples: Of the step.
     """
 
     layout: Layout
@@ -163,6 +212,17 @@ class Cost:
     sent: dict[str, float]
     seconds: float | None = None
     bubble: float | None = None
+    samples: int = 1
+
+    @property
+    def least_of_sample(self) -> float:
+        """Seconds that a sample takes at least."""
+        return self.least / self.samples
+
+    @property
+    def seconds_of_sample(self) -> float:
+        """Seconds that a sample takes; the least, if the step was not simulated."""
+        return (self.least if self.seconds is None else self.seconds) / self.samples
 
     @property
     def bytes(self) -> float:
@@ -200,7 +260,8 @@ class CostModel:
         ranks = [_Rank(self, layout, rank) for rank in range(layout.pipeline)]
         slowest = max(ranks, key=lambda rank: rank.least)
         sent = {axis: max(rank.sent[axis] for rank in ranks) for axis in ("tensor", "pipeline", "data")}
-        return Cost(layout, self._memory(layout), slowest.least, slowest.parts, sent)
+        total = self.step.total(layout)
+        return Cost(layout, self._memory(layout), slowest.least, slowest.parts, sent, samples=total)
 
     def simulate(self, cost: Cost) -> Cost:
         """The same with the time of a step, for which its schedule is played, with more in flight where that helps."""
@@ -209,12 +270,13 @@ class CostModel:
         timeline = simulate(
             schedule_of(*layout.schedule_key), send=times.send, duration=times.duration, occupied=times.occupied
         )
-        repeated = (self.step.accumulated - 1) * timeline.makespan
+        repeated = (self.step.accumulations(layout.data) - 1) * timeline.makespan
         ends = [spans[-1].end for spans in timeline.computing]
         alone = [_Rank(self, layout, rank) for rank in range(layout.pipeline)]
         seconds = repeated + max(end + rank.exposed + rank.optimizer for end, rank in zip(ends, alone, strict=True))
         waiting = max(0.0, seconds - sum(cost.parts.values()))
-        return Cost(layout, memory, cost.least, {**cost.parts, "bubble": waiting}, cost.sent, seconds, timeline.bubble)
+        parts = {**cost.parts, "bubble": waiting}
+        return Cost(layout, memory, cost.least, parts, cost.sent, seconds, timeline.bubble, cost.samples)
 
     def _with_more_in_flight(self, cost: Cost, times: StepTimes) -> tuple[Layout, tuple[MemoryUsage, ...]]:
         """What hides the delay of boundaries between nodes, and what each rank holds then."""
@@ -232,7 +294,8 @@ class CostModel:
         most = []
         for rank, usage in enumerate(cost.memory):
             saved = sum(stage.saved for stage in stages[rank :: layout.pipeline])
-            most.append((self.machine.memory - _known_bytes(usage)) // saved if saved else inf)
+            room = self.machine.memory - _known_bytes(usage)
+            most.append(room // saved if saved and isfinite(room) else inf)
         far = StepTimes(times.forwards, times.backwards, *kept)
         extra = choose_extra(layout.schedule, far, layout.pipeline, layout.num_microbatches, most)
         more = replace(layout, extra_in_flight=extra if any(extra) else ())
@@ -240,6 +303,25 @@ class CostModel:
         if max(map(_known_bytes, memory)) > self.machine.memory:  # groups of interleaved microbatches are larger
             return layout, cost.memory
         return more, memory
+
+    def fewest_recomputed(self, layout: Layout) -> Layout | None:
+        """The same layout with as few layers that run again as fit, on each pipeline rank; ``None`` if all do not."""
+        layers, limit = self.profile.num_layers(layout), self.machine.memory
+
+        @cache
+        def fitting(number: int) -> tuple[Layout, list[bool]]:
+            some = replace(layout, recompute=tuple(min(number, size) for size in layers))
+            return some, [_known_bytes(usage) <= limit for usage in self._memory(some)]
+
+        found = []
+        for rank in range(layout.pipeline):
+            numbers = range(max(layers[rank :: layout.pipeline]) + 1)
+            at = bisect_left(numbers, True, key=lambda number, rank=rank: fitting(number)[1][rank])  # type: ignore[misc]
+            if at == len(numbers):
+                return None
+            found.append(at)
+        fewest = (min(found[stage % layout.pipeline], size) for stage, size in enumerate(layers))
+        return replace(layout, recompute=tuple(fewest))
 
     def stages(self, layout: Layout) -> Sequence[StageCost]:
         """What its stages do with a microbatch."""
@@ -320,7 +402,7 @@ class _Rank:
     def __init__(self, model: CostModel, layout: Layout, rank: int) -> None:
         stages = model.stages(layout)
         own = stages[rank :: layout.pipeline]
-        number = layout.num_microbatches * model.step.accumulated
+        number = layout.num_microbatches * model.step.accumulations(layout.data)
         computing = number * sum((1 + _BACKWARD) * stage.forward for stage in own)
         recomputing = number * sum(stage.recomputed for stage in own)
         messages = number * sum((2 + stage.tensor_repeated) * model.tensor_seconds(layout, stage) for stage in own)
@@ -357,7 +439,7 @@ class _Rank:
         if layout.zero_stage == 3 and model.step.zero_frees == "microbatch":
             gathers = 2 * number
         elif layout.zero_stage == 3 and model.step.zero_frees == "auto" and layout.num_microbatches == 1:
-            gathers = 2 * model.step.accumulated
+            gathers = 2 * model.step.accumulations(layout.data)
         return share * (backwards * grads + gathers * parameters), (backwards + gathers) * (replicas - 1)
 
     def _optimizer_seconds(self, model: CostModel, layout: Layout, rank: int) -> float:

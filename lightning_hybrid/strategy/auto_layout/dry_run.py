@@ -114,7 +114,7 @@ def dry_run(
 
 
 def run_first_step(
-    make: Callable[[], tuple[LightningModule, LightningDataModule | None]],
+    make: Callable[[], tuple[LightningModule, Any]],
     make_strategy: Callable[..., _S],
     *,
     precision: Precision,
@@ -123,7 +123,7 @@ def run_first_step(
     """Let Lightning's loop come to the first training step, under a strategy that ends it there.
 
     Args:
-        make: As for :func:`dry_run`.
+        make: As for :func:`dry_run`; loaders may take the place of a datamodule.
         make_strategy: Makes a strategy; it gets whether `configure_model` is to make values (``with_values``).
         precision: The precision plugin.
         trainer: Other arguments of the Trainer.
@@ -137,13 +137,13 @@ def run_first_step(
     trainer |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer |= {"logger": DummyLogger(), "num_sanity_val_steps": 0, "limit_val_batches": 0, "plugins": [precision]}
 
-    def attempt(module: LightningModule, data: LightningDataModule | None, *, with_values: bool) -> _S:
+    def attempt(module: LightningModule, data: Any, *, with_values: bool) -> _S:
         strategy = make_strategy(with_values=with_values)
         dry = Trainer(accelerator="cpu", devices=1, strategy=strategy, **trainer)
         with _fake_process_group(math.prod(strategy.sizes)), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a run says them too
             try:
-                dry.fit(module, datamodule=data)
+                dry.fit(module, data)
             except StopAfterFirstStepError:
                 return strategy
         raise ValueError(

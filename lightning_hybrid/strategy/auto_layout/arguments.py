@@ -1,0 +1,62 @@
+"""A layout as the arguments of `HybridStrategy` that make it, and in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_hybrid.strategy.auto_layout.cost_model import Layout
+
+_USUAL = {"schedule": "1f1b", "num_chunks": 1, "zero_stage": 0, "recompute": False, "extra_in_flight": []}
+
+
+def arguments(layout: Layout) -> dict[str, Any]:
+    """The arguments of `HybridStrategy` that make a layout; those that are as by default are left out."""
+    return {
+        name: value for name, value in every_argument(layout).items() if name not in _USUAL or value != _USUAL[name]
+    }
+
+
+def every_argument(layout: Layout) -> dict[str, Any]:
+    """All arguments of `HybridStrategy` that a layout says."""
+    return {
+        "data_parallel_size": layout.data,
+        "tensor_parallel_size": layout.tensor,
+        "pipeline_parallel_size": layout.pipeline,
+        "num_microbatches": layout.num_microbatches,
+        "schedule": layout.schedule,
+        "num_chunks": layout.num_chunks,
+        "zero_stage": layout.zero_stage,
+        "recompute": list(layout.recompute) if isinstance(layout.recompute, tuple) else layout.recompute,
+        "extra_in_flight": list(layout.extra_in_flight),
+    }
+
+
+def in_words(layout: Layout) -> str:
+    """What differs from one process."""
+    sizes = (("data", layout.data), ("tensor", layout.tensor), ("pipeline", layout.pipeline))
+    words = [" x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"]
+    if layout.pipeline > 1:
+        words.append(schedule_text(layout))
+    if layout.num_microbatches > 1:
+        words.append(f"{layout.num_microbatches} microbatches")
+    if layout.zero_stage:
+        words.append(f"zero {layout.zero_stage}")
+    if layout.recompute:
+        words.append(f"recompute {recompute_text(layout)}")
+    return ", ".join(words)
+
+
+def schedule_text(layout: Layout) -> str:
+    """The schedule, the chunks of a rank and what is more in flight."""
+    if layout.pipeline == 1:
+        return "-"
+    chunks = f" x {layout.num_chunks}" if layout.num_chunks > 1 else ""
+    extra = f" + {','.join(map(str, layout.extra_in_flight))}" if layout.extra_in_flight else ""
+    return f"{layout.schedule}{chunks}{extra}"
+
+
+def recompute_text(layout: Layout) -> str:
+    """What runs again in backward."""
+    if isinstance(layout.recompute, bool):
+        return "all" if layout.recompute else "no"
+    return layout.recompute if isinstance(layout.recompute, str) else f"layers {','.join(map(str, layout.recompute))}"

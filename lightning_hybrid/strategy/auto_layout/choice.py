@@ -1,0 +1,265 @@
+"""The layout of a run, found at its start: the first rank searches, in a copy of its process, and tells the others."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.distributed.agreement import agree
+from lightning_hybrid.distributed.dtensor import copy_attributes
+from lightning_hybrid.strategy.auto_layout.arguments import arguments, every_argument, in_words
+from lightning_hybrid.strategy.auto_layout.cost_model import Cost, CostModel, Layout, LoaderStep
+from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.strategy.auto_layout.measure import measure_machine, usable_memory
+from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
+from lightning_hybrid.strategy.auto_layout.process_copy import run_in_copy
+from lightning_hybrid.strategy.auto_layout.request import SIZES, search_space
+from lightning_hybrid.strategy.auto_layout.search import SearchSpace, Suggestions, search
+from lightning_hybrid.strategy.summary import text_table
+from lightning_hybrid.trainer.lightning_internals import training_data
+
+#: Of the Trainer, what decides about a step.
+TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
+_SHARE_OF_TIMEOUT = 0.8  # of the time that others wait for the first rank
+_MOST_SHOWN = 3
+_BY_HAND = (
+    "Give the layout by hand, such as HybridStrategy(pipeline_parallel_size=2): `lightning-hybrid suggest` and"
+    " docs/how-to/choose-a-layout.md help."
+)
+
+
+@dataclass(frozen=True)
+class ChosenLayout:
+    """What was found.
+
+    Attributes:
+        sizes: (data, tensor, pipeline) parallel size.
+        arguments: What else was open, by name.
+    """
+
+    sizes: tuple[int, int, int]
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is searched for.
+
+    Attributes:
+        make: Makes the module and its data.
+        config: The arguments of `HybridStrategy`, with what stands for the open ones.
+        space: What is tried for them.
+        machine: What ranks run on.
+        num_ranks: Of the run.
+        precision: The precision plugin, for the host.
+        trainer: Other arguments of the Trainer: :data:`TRAINER`.
+    """
+
+    make: Callable[[], tuple[LightningModule, Any]]
+    config: HybridConfig
+    space: SearchSpace
+    machine: Machine
+    num_ranks: int
+    precision: Precision
+    trainer: Mapping[str, Any]
+
+    def solve(self) -> Suggestions:
+        """The layouts that take the least time for a sample, of those that fit.
+
+        Raises:
+            ValueError, TypeError: As at the start of training, or if a step cannot be run on shapes.
+        """
+        config = replace(self.config, global_batch_size=None)  # what is accumulated, the step says
+        given: dict[str, Any] = {"precision": self.precision, **self.trainer}
+        profile = ModuleProfile(self.make, config, self.num_ranks, self.machine, **given)
+        step = LoaderStep(
+            profile.batch_size,
+            self.trainer["accumulate_grad_batches"],
+            config.rank_order,
+            config.zero_frees,
+            self.config.global_batch_size,
+        )
+        model = CostModel(profile, self.machine, step)
+        return search(model, self.num_ranks, refuse=profile.refuse, space=self.space, num_best=_MOST_SHOWN)
+
+
+def choose_layout(
+    config: HybridConfig,
+    sizes: tuple[Any, Any, Any],
+    module: LightningModule,
+    device: torch.device,
+    precision: Precision,
+    num_nodes: int,
+) -> ChosenLayout:
+    """Find what is left open, the same on every rank, and say it; to be called on every rank.
+
+    Args:
+        config: The arguments of `HybridStrategy`, with what stands for the open ones.
+        sizes: (data, tensor, pipeline) parallel size as they were given; numbers if they are not open.
+        module: The user's module, whole.
+        device: Of this rank.
+        precision: The precision plugin.
+        num_nodes: The number of machines.
+
+    Raises:
+        ValueError: If nothing fits, or the module's step cannot be run on shapes; on every rank.
+    """
+    memory = usable_memory(device, config.memory_limit)
+    if config.searched == ("recompute",) and math.isinf(memory):
+        rank_zero_info("recompute='auto': nothing is computed again, as no memory_limit is given for the host.")
+        return ChosenLayout(sizes, {"recompute": False})
+    start = time.monotonic()
+    machine = measure_machine(device, _dtype(module, module.trainer), num_nodes, memory)
+    is_first = dist.get_rank() == 0
+    found: list[Any] = [agree(lambda: _search(config, sizes, module, machine, precision) if is_first else None)]
+    dist.broadcast_object_list(found, src=0)
+    suggestions: Suggestions = found[0]
+    if not suggestions.best:
+        raise ValueError(_nothing_fits(suggestions, machine, type(module).__name__))
+    if is_first:
+        rank_zero_info(_text(suggestions, config, machine, time.monotonic() - start))
+    return _chosen(suggestions.best[0].layout, config)
+
+
+def _chosen(layout: Layout, config: HybridConfig) -> ChosenLayout:
+    every = every_argument(layout)
+    return ChosenLayout(
+        (layout.data, layout.tensor, layout.pipeline),
+        {
+            name: every[name] or 0 if name == "extra_in_flight" else every[name]
+            for name in config.searched
+            if name not in SIZES
+        },
+    )
+
+
+def _search(
+    config: HybridConfig, sizes: tuple[Any, Any, Any], module: LightningModule, machine: Machine, precision: Precision
+) -> Suggestions:
+    """On the first rank, in a copy of its process: a dry run changes modules and data, draws numbers, makes groups."""
+    trainer = module.trainer
+    problem = Problem(
+        lambda: (_copy_module(module), training_data(trainer)),
+        config,
+        search_space(config, sizes),
+        machine,
+        dist.get_world_size(),
+        _on_host(precision),
+        {name: getattr(trainer, name) for name in TRAINER},
+    )
+    limit = _SHARE_OF_TIMEOUT * (config.timeout or default_pg_timeout).total_seconds()
+    try:
+        return run_in_copy(problem.solve, time_limit=limit)
+    except (ValueError, TypeError, RuntimeError, TimeoutError) as error:
+        more = " Others wait longer with HybridStrategy(timeout=...)." if isinstance(error, TimeoutError) else ""
+        reason = f"{str(error).rstrip('.')}.{more}"
+        raise ValueError(
+            f"{', '.join(config.searched)} cannot be found for {type(module).__name__}: {reason} {_BY_HAND}"
+        ) from error
+
+
+def _copy_module(module: LightningModule) -> LightningModule:
+    """A copy over the same values; what is on a device has none."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        value = parameter.data if parameter.device.type == "cpu" else torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = made = nn.Parameter(value, parameter.requires_grad)
+        copy_attributes(parameter, made)
+    for buffer in module.buffers():
+        if buffer.device.type != "cpu":
+            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(module, memo)
+
+
+def _on_host(precision: Precision) -> Precision:
+    """A plugin under which a step on the host has the dtypes that it has on a device."""
+    if isinstance(precision, MixedPrecision) and precision.device != "cpu":
+        return MixedPrecision("bf16-mixed", "cpu")  # numbers in float16 have as many bytes
+    return precision
+
+
+def _dtype(module: nn.Module, trainer: Trainer) -> torch.dtype:
+    """What products are computed in."""
+    if str(trainer.precision).startswith(("16", "bf16")):
+        return torch.bfloat16
+    dtypes = (parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+    return next(dtypes, torch.float32)
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def by_hand(layout: Layout) -> str:
+    """What to write for a layout."""
+    return f"HybridStrategy({', '.join(f'{name}={value!r}' for name, value in arguments(layout).items())})"
+
+
+def _text(found: Suggestions, config: HybridConfig, machine: Machine, seconds: float) -> str:
+    """The layout, the next best ones, and why the others are not among them."""
+    limit = "" if math.isinf(machine.memory) else f" that fit in {_size(machine.memory)}"
+    lines = [
+        f"Found {', '.join(config.searched)} in {seconds:.1f} s: the fastest of {found.num_layouts} layouts{limit}, by"
+        " estimates.",
+        f"By hand: {by_hand(found.best[0].layout)}",
+        _table(found.best),
+    ]
+    lines += [
+        f"not: {group.reason} ({group.count}), such as {in_words(group.best)}: {_first_sentence(group.text)}"
+        for group in found.losers[:_MOST_SHOWN]
+    ]
+    lines.append(
+        f"measured: {machine.flops / 1e9:,.0f} GFLOP/s, memory {machine.memory_bandwidth / 1e9:,.1f} GB/s, an operation"
+        f" {1e6 * machine.operation_seconds:,.1f} us; between ranks {_link_text(machine)}"
+    )
+    return "\n".join(lines)
+
+
+def _link_text(machine: Machine) -> str:
+    inside = f"{1e6 * machine.node_latency:,.0f} us, {machine.node_bandwidth / 1e9:,.2f} GB/s"
+    between = f"{1e6 * machine.network_latency:,.0f} us, {machine.network_bandwidth / 1e9:,.2f} GB/s"
+    return inside if inside == between else f"{inside} in a machine, {between} from one to another"
+
+
+def _table(best: tuple[Cost, ...]) -> str:
+    rows: list[tuple[str, ...]] = [("", "layout", "samples a step", "ms a step", "samples/s", "fullest rank")]
+    for number, cost in enumerate(best, 1):
+        assert cost.seconds is not None
+        step = f"{1e3 * cost.seconds:,.2f}", f"{1 / cost.seconds_of_sample:,.0f}"
+        rows.append((str(number), in_words(cost.layout), str(cost.samples), *step, _size(cost.bytes)))
+    return text_table(rows, left=(1,))
+
+
+def _nothing_fits(found: Suggestions, machine: Machine, name: str) -> str:
+    reasons = [
+        f"{group.count} {'is' if group.count == 1 else 'are'} out: {group.reason}, such as {in_words(group.best)}:"
+        f" {_first_sentence(group.text)}"
+        for group in found.losers
+    ]
+    if not reasons:
+        return f"There is no layout for {name}: no sizes that are allowed go with the number of processes. {_BY_HAND}"
+    limit = "" if math.isinf(machine.memory) else f" in memory_limit={_size(machine.memory)}"
+    return (
+        f"None of {found.num_layouts} layouts of {name} can be used{limit}. {'; '.join(reasons)}. Start more processes,"
+        f" allow more memory, or let a batch have fewer samples. {_BY_HAND}"
+    )
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split()).split(". ")[0]
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,132 @@
+"""What the devices of a run and the links between them can do, measured on all ranks at once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.distributed.agreement import all_gather_values
+from lightning_hybrid.distributed.process_group import device_backends
+from lightning_hybrid.strategy.auto_layout.machine import Machine
+
+_REPEAT = 7
+_SMALL_OPERATIONS = 200
+_LEAST_SECONDS = 1e-7  # no operation, message or difference of two of them is taken to be shorter
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What is measured with.
+
+    Attributes:
+        product: Rows and columns of the matrices of a product.
+        copied: Bytes of a tensor that is copied, larger than caches.
+        summed: Bytes of a tensor that is summed over ranks.
+    """
+
+    product: int
+    copied: int
+    summed: int
+
+
+_HOST = _Sizes(384, 2**25, 2**22)
+_DEVICE = _Sizes(4096, 2**28, 2**26)
+
+
+def measure_machine(device: torch.device, dtype: torch.dtype, num_nodes: int, memory: float) -> Machine:
+    """Measure, on every rank: each counts as much as the others, and they compute at the same time as in a run.
+
+    Args:
+        device: Of this rank.
+        dtype: That layers compute in.
+        num_nodes: The number of machines. With several, links are those between them, and those inside a machine have
+            the figures of :class:`Machine` on CUDA devices.
+        memory: Bytes of a device that a run may use.
+    """
+    size = dist.get_world_size()
+    sizes = _DEVICE if device.type == "cuda" else _HOST
+    computing = _computing(device, dtype, sizes)
+    links = _links(device, sizes) if size > 1 else None
+    figures = [median(column) for column in zip(*all_gather_values((*computing, *(links or ()))), strict=True)]
+    flops, bandwidth, operation = figures[:3]
+    found = Machine(
+        memory=memory,
+        ranks_per_node=size // num_nodes,
+        flops=flops,
+        memory_bandwidth=bandwidth,
+        operation_seconds=operation,
+        overlap=Machine.overlap if device.type == "cuda" else 0.0,  # messages of the host take its processor
+    )
+    if links is None:
+        return found
+    latency, of_link = figures[3:]
+    values = vars(found) | {"network_latency": latency, "network_bandwidth": of_link}
+    if num_nodes == 1 or device.type != "cuda":
+        values |= {"node_latency": latency, "node_bandwidth": of_link}
+    return Machine(**values)
+
+
+def _computing(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> tuple[float, float, float]:
+    """Operations in a second of products, bytes in a second of copies, and the least that an operation takes."""
+    matrix = torch.ones(sizes.product, sizes.product, dtype=dtype, device=device)
+    source = torch.zeros(sizes.copied, dtype=torch.uint8, device=device)
+    target, one = torch.empty_like(source), torch.ones(1, device=device)
+
+    def many() -> None:
+        for _ in range(_SMALL_OPERATIONS):
+            one + one
+
+    return (
+        2 * sizes.product**3 / _seconds(lambda: matrix @ matrix, device),
+        2 * sizes.copied / _seconds(lambda: target.copy_(source), device),
+        _seconds(many, device) / _SMALL_OPERATIONS,
+    )
+
+
+def _links(device: torch.device, sizes: _Sizes) -> tuple[float, float]:
+    """Seconds until a message arrives, and bytes in a second, of sums over all ranks in a ring."""
+    place = device if device.type in device_backends() else torch.device("cpu")
+    ranks, small = dist.get_world_size(), 1 << 10
+    seconds = []
+    for size in (small, sizes.summed):
+        tensor = torch.zeros(size // 4, device=place)
+        seconds.append(_seconds(lambda tensor=tensor: dist.all_reduce(tensor), place))  # type: ignore[misc]
+    sent = 2 * (ranks - 1) / ranks * (sizes.summed - small)
+    return seconds[0] / (2 * (ranks - 1)), sent / max(seconds[1] - seconds[0], _LEAST_SECONDS)
+
+
+def _seconds(function: Callable[[], object], device: torch.device) -> float:
+    """The median of a call, after two that warm up."""
+    times = []
+    for _ in range(_REPEAT + 2):
+        _wait(device)
+        start = time.perf_counter()
+        function()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return max(median(times[2:]), _LEAST_SECONDS)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def usable_memory(device: torch.device, limit: float | None) -> float:
+    """The bytes of a device that a run may use: what was said, or all that a CUDA device has.
+
+    Args:
+        device: Of this rank.
+        limit: What was said.
+    """
+    if limit is not None:
+        return limit
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[1])
+    return math.inf

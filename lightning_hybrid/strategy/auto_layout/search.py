@@ -1,0 +1,309 @@
+"""All layouts of so many ranks, the best of those that fit, and why the others are not among them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
+
+from lightning_hybrid.strategy.auto_layout.cost_model import MOST_CHUNKS, RECOMPUTE, Cost, CostModel, Layout, Step
+
+DOES_NOT_FIT = "does not fit"
+#: Schedules, with the chunks of a rank.
+SCHEDULES_TRIED = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    *(("interleaved_1f1b", chunks) for chunks in range(2, MOST_CHUNKS + 1)),
+)
+
+
+@dataclass(frozen=True)
+class Losers:
+    """Layouts that are not among the best, for one reason.
+
+    Attributes:
+        reason: Why.
+        count: How many they are.
+        best: The least bad of them: that needs the least memory, or the least time.
+        text: What is wrong with it.
+    """
+
+    reason: str
+    count: int
+    best: Layout
+    text: str
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    """What a search found.
+
+    Attributes:
+        best: Layouts with their costs, the fastest first; of those that differ by less than 1 %, the simplest. Where
+            steps differ in their samples, the time of a sample counts.
+        losers: The others, by reason, of those that come closest first.
+        num_layouts: How many layouts there are.
+        num_simulated: How many of them had to be simulated.
+    """
+
+    best: tuple[Cost, ...]
+    losers: tuple[Losers, ...]
+    num_layouts: int
+    num_simulated: int
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What is tried: of each argument the values that it may have; ``None`` for all that there are.
+
+    Attributes:
+        data: Numbers of replicas.
+        tensor: Ranks that share a layer.
+        pipeline: Pipeline ranks.
+        num_microbatches: Gives the number of microbatches for so many pipeline ranks.
+        schedules: Schedules, with the chunks of a rank.
+        zero_stages: Stages of ZeRO, where there are replicas.
+        recompute: Kinds of recomputation.
+        some_layers: Whether to find also how few layers of each stage have to run again, where not all have to.
+    """
+
+    data: Collection[int] | None = None
+    tensor: Collection[int] | None = None
+    pipeline: Collection[int] | None = None
+    num_microbatches: Callable[[int], int] | None = None
+    schedules: Sequence[tuple[str, int]] | None = None
+    zero_stages: Sequence[int] = (0, 1, 2, 3)
+    recompute: Sequence[bool | str] = RECOMPUTE
+    some_layers: bool = False
+
+    def sizes(self, num_ranks: int, max_tensor: int) -> Iterator[tuple[int, int, int]]:
+        """(data, tensor, pipeline) parallel sizes of so many ranks.
+
+        Args:
+            num_ranks: Their product.
+            max_tensor: The most ranks that share a layer, unless it is said which.
+        """
+        for tensor in _divisors(num_ranks):
+            if tensor not in self.tensor if self.tensor is not None else tensor > max_tensor:
+                continue
+            for pipeline in _divisors(num_ranks // tensor):
+                data = num_ranks // tensor // pipeline
+                if _is_in(pipeline, self.pipeline) and _is_in(data, self.data):
+                    yield data, tensor, pipeline
+
+    def schedules_of(self, pipeline: int) -> Sequence[tuple[str, int]]:
+        """Schedules of so many pipeline ranks, with the chunks of a rank."""
+        return SCHEDULES_TRIED[:1] if pipeline == 1 else self.schedules or SCHEDULES_TRIED
+
+
+EVERYTHING = SearchSpace()
+
+
+def _is_in(value: int, allowed: Collection[int] | None) -> bool:
+    return allowed is None or value in allowed
+
+
+def layouts(num_ranks: int, step: Step, max_tensor: int, space: SearchSpace = EVERYTHING) -> Iterator[Layout]:
+    """Every layout.
+
+    Sizes whose product is the number of ranks; as many replicas as can do the step; microbatches ``p``, ``2 p``,
+    ``4 p``, ... up to one for each sample of a replica; 1F1B and GPipe with one chunk on a rank, interleaved 1F1B with
+    2 to 4; each stage of ZeRO where there are replicas; every kind of recomputation.
+
+    Args:
+        num_ranks: Of the run.
+        step: What is to be done.
+        max_tensor: The most ranks that may share a layer.
+        space: What is tried of all that.
+    """
+    for data, tensor, pipeline in space.sizes(num_ranks, max_tensor):
+        if not step.is_possible(data):
+            continue
+        batch = step.batch(data)
+        if space.num_microbatches is None:
+            numbers = microbatch_numbers(pipeline, batch)
+        else:
+            numbers = [min(space.num_microbatches(pipeline), batch)]
+        options = product(
+            numbers,
+            space.schedules_of(pipeline),
+            space.zero_stages if data > 1 else (0,),
+            space.recompute,
+        )
+        for microbatches, (schedule, chunks), zero, recompute in options:
+            yield Layout(data, tensor, pipeline, microbatches, schedule, chunks, zero, recompute)
+
+
+def microbatch_numbers(pipeline: int, samples: int) -> list[int]:
+    """Into how many microbatches a batch may be split: ``p``, ``2 p``, ... or all that there are.
+
+    Args:
+        pipeline: The pipeline ranks.
+        samples: Of the batch.
+    """
+    if samples < pipeline:
+        return [samples]
+    numbers = [pipeline]
+    while 2 * numbers[-1] <= samples:
+        numbers.append(2 * numbers[-1])
+    return numbers
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def search(
+    model: CostModel,
+    num_ranks: int,
+    *,
+    refuse: Callable[[Layout], tuple[str, str] | None],
+    space: SearchSpace = EVERYTHING,
+    num_best: int = 5,
+    progress: Callable[[str, int, int], None] = lambda text, done, total: None,
+) -> Suggestions:
+    """Find the fastest layouts that fit.
+
+    Every layout is asked for its memory. Of those that fit, a step is simulated in the order of the least that it can
+    take, which is what its busiest rank has to do: no rank can be finished earlier than that. When the next one would
+    take at least as long without any waiting as the worst of the best takes with it, so would all that come after it,
+    and none of them has to be simulated. So the result is that of simulating all.
+
+    Args:
+        model: The costs.
+        num_ranks: Of the run.
+        refuse: Says why a module cannot be divided by a layout, in short and in full; ``None`` if it can.
+        space: What is tried.
+        num_best: How many are wanted.
+        progress: Gets what is done to layouts, to how many it has been done, and how many there are.
+    """
+    machine, step = model.machine, model.step
+    max_tensor = machine.max_tensor or machine.ranks_per_node
+    refused: dict[str, list[tuple[Layout, str]]] = {}
+    too_big: list[Cost] = []
+    fitting: list[Cost] = []
+    every = list(layouts(num_ranks, step, max_tensor, space))
+    for number, layout in enumerate(every):
+        progress("Weighing layouts", number, len(every))
+        reason = refuse(layout)
+        if reason is not None:
+            refused.setdefault(reason[0], []).append((layout, reason[1]))
+            continue
+        cost = model.estimate(layout)
+        (fitting if cost.bytes <= machine.memory else too_big).append(cost)
+    ranking = _Ranking(model, num_best, progress)
+    ranking.add(fitting)
+    if space.some_layers:
+        ranking.add(_partly_recomputed(model, fitting, too_big, ranking.worst))
+    best = ranking.sorted()
+    chosen = {cost.layout for cost in best}
+    slower = [cost for cost in (*ranking.simulated, *ranking.left) if cost.layout not in chosen]
+    losers = [*_slower(slower, best), *_too_big(too_big, machine.memory), *_refused(refused)]
+    number = len(every) + ranking.num_layouts - len(fitting)
+    return Suggestions(tuple(best), tuple(losers), number, len(ranking.simulated))
+
+
+class _Ranking:
+    """The fastest of all layouts that are added.
+
+    Args:
+        model: The costs.
+        num_best: How many are wanted.
+        progress: As of :func:`search`.
+
+    Attributes:
+        simulated: The costs of those that had to be simulated.
+        left: Those of the others.
+        num_layouts: How many have been added.
+    """
+
+    def __init__(self, model: CostModel, num_best: int, progress: Callable[[str, int, int], None]) -> None:
+        self._model, self._num_best, self._progress = model, num_best, progress
+        self._best: list[Cost] = []  # the fastest first
+        self.simulated: list[Cost] = []
+        self.left: list[Cost] = []
+        self.num_layouts = 0
+
+    @property
+    def worst(self) -> float:
+        """Seconds of a sample that are too many to be among the best."""
+        return self._best[-1].seconds_of_sample if len(self._best) == self._num_best else inf
+
+    def add(self, costs: Iterable[Cost]) -> None:
+        """Simulate those that may be among the best."""
+        waiting = sorted(costs, key=lambda cost: cost.least_of_sample)
+        self.num_layouts += len(waiting)
+        for number, cost in enumerate(waiting):
+            if cost.least_of_sample > self.worst:
+                self.left += waiting[number:]
+                break
+            self.simulated.append(self._model.simulate(cost))
+            self._progress("Simulating those that fit, at most", len(self.simulated), self.num_layouts)
+            self._best = heapq.nsmallest(self._num_best, [*self._best, self.simulated[-1]], key=_rank)
+
+    def sorted(self) -> list[Cost]:
+        """The best, where a time within 1 % of the fastest is as good as that."""
+        return sorted(self._best, key=lambda cost: _preference(cost, self._best[0]))
+
+
+def _partly_recomputed(
+    model: CostModel, fitting: Sequence[Cost], too_big: Sequence[Cost], worst: float
+) -> Iterator[Cost]:
+    """Where layers have to run again, but not all of them: with as few as fit, in each stage.
+
+    Args:
+        model: The costs.
+        fitting: Of layouts that fit.
+        too_big: Of the others.
+        worst: Seconds of a sample that are too many.
+    """
+    with_all = {replace(cost.layout, recompute=False) for cost in fitting if cost.layout.recompute is True}
+    for cost in too_big:
+        if cost.least_of_sample <= worst and cost.layout in with_all:
+            layout = model.fewest_recomputed(cost.layout)
+            if layout is not None:
+                yield model.estimate(layout)
+
+
+def _rank(cost: Cost) -> tuple[float, int]:
+    """The fastest first; of equally fast ones, what is simpler to say."""
+    layout = cost.layout
+    options = layout.zero_stage + layout.num_chunks + bool(layout.recompute) + bool(layout.extra_in_flight)
+    return cost.seconds_of_sample, options
+
+
+def _preference(cost: Cost, fastest: Cost) -> tuple[int, int, float]:
+    """As above, where a time within 1 % of the fastest is as good as that."""
+    seconds, complexity = _rank(cost)
+    return int(100 * (seconds / fastest.seconds_of_sample - 1)), complexity, seconds
+
+
+def _slower(costs: list[Cost], best: list[Cost]) -> Iterator[Losers]:
+    """Those that fit, by what they spend most on beyond the best one."""
+    groups: dict[str, list[Cost]] = {}
+    for cost in costs:
+        excess = {
+            name: seconds / cost.samples - best[0].parts.get(name, 0.0) / best[0].samples
+            for name, seconds in cost.parts.items()
+        }
+        groups.setdefault(max(excess, key=lambda name: excess[name]), []).append(cost)
+    for name, group in sorted(groups.items(), key=lambda entry: min(each.seconds_of_sample for each in entry[1])):
+        first = min(group, key=lambda cost: cost.seconds_of_sample)
+        times = first.seconds_of_sample / best[0].seconds_of_sample
+        least = "" if first.seconds is not None else "at least "
+        yield Losers(f"more {name}", len(group), first.layout, f"{least}{times:.2f} x the time of the best")
+
+
+def _too_big(costs: list[Cost], memory: float) -> Iterator[Losers]:
+    if costs:
+        first = min(costs, key=lambda cost: cost.bytes)
+        text = f"{first.bytes / 2**30:,.1f} GiB, {first.bytes / memory:.2f} x the memory"
+        yield Losers(DOES_NOT_FIT, len(costs), first.layout, text)
+
+
+def _refused(groups: dict[str, list[tuple[Layout, str]]]) -> Iterator[Losers]:
+    for reason, group in groups.items():
+        layout, text = group[0]
+        yield Losers(reason, len(group), layout, text)

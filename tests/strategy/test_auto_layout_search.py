@@ -1,0 +1,550 @@
+"""The layouts that are suggested are the fastest that fit, and cost what a run of them would."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hybrid import HybridStrategy
+from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.memory.account import MemoryUsage
+from lightning_hybrid.pipeline_parallel.schedules import build
+from lightning_hybrid.strategy.auto_layout import traces
+from lightning_hybrid.strategy.auto_layout.arguments import arguments
+from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, Layout, StageCost, Step
+from lightning_hybrid.strategy.auto_layout.dry_run import dry_run
+from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
+from lightning_hybrid.strategy.auto_layout.search import search
+
+# -- the search against all layouts, evaluated one by one by other code ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A made-up module whose layers have their own costs, the ranks, and the machine."""
+
+    seconds: tuple[float, ...]  # of a forward with one sample
+    weights: tuple[int, ...]  # bytes of parameters, and as many of gradients
+    saved: tuple[int, ...]  # bytes of activations of one sample
+    output: int
+    num_ranks: int
+    machine: Machine
+    step: Step
+
+    def refuse(self, layout: Layout) -> tuple[str, str] | None:
+        too_many = layout.pipeline * layout.num_chunks > len(self.seconds)
+        return ("too few layers", "so few") if too_many else None
+
+    def layers(self, layout: Layout) -> list[list[int]]:
+        number = layout.pipeline * layout.num_chunks
+        ends = [round(len(self.seconds) * stage / number) for stage in range(number + 1)]
+        return [list(range(*ends[stage : stage + 2])) for stage in range(number)]
+
+    def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
+        kept = {False: 1.0, "selective": 0.4, True: 0.1}[layout.recompute]
+        again = {False: 0.0, "selective": 0.2, True: 1.0}[layout.recompute]
+        share = (layout.tensor - 1) / layout.tensor
+        costs = []
+        for layers in self.layers(layout):
+            forward = samples * sum(self.seconds[at] for at in layers) / layout.tensor
+            costs.append(
+                StageCost(
+                    forward=forward,
+                    recomputed=again * forward,
+                    saved=kept * samples * sum(self.saved[at] for at in layers) / layout.tensor,
+                    output=samples * self.output,
+                    tensor_sent=4 * share * samples * self.output * len(layers),
+                    tensor_hops=4 * (layout.tensor - 1) * len(layers),
+                    tensor_repeated=float(layout.recompute is True),
+                )
+            )
+        return costs
+
+    def weights_of(self, layout: Layout) -> list[int]:
+        stages = self.layers(layout)
+        return [
+            sum(self.weights[at] for layers in stages[rank :: layout.pipeline] for at in layers) // layout.tensor
+            for rank in range(layout.pipeline)
+        ]
+
+    def held(self, layout: Layout) -> Sequence[MemoryUsage]:
+        d, zero = layout.data, layout.zero_stage
+        return [
+            MemoryUsage(w // (d if zero == 3 else 1), w // (d if zero > 1 else 1), 2 * w // (d if zero else 1), None, 0)
+            for w in self.weights_of(layout)
+        ]
+
+
+class Profile:
+    def __init__(self, problem: Problem) -> None:
+        self.stages, self.held = problem.stages, problem.held
+        self._weights = problem.weights_of
+
+    def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
+        return [(weight, weight) for weight in self._weights(layout)]
+
+
+def random_problem(seed: int) -> Problem:
+    draw = random.Random(seed)
+    number = draw.randint(2, 9)
+
+    def each(low: float, high: float) -> tuple[float, ...]:
+        level = draw.uniform(low, high)
+        return tuple(level * draw.uniform(0.5, 2) for _ in range(number))
+
+    weights = tuple(map(int, each(1e5, 1e7)))
+    saved = tuple(map(int, each(1e4, 1e6)))
+    ranks = draw.choice([2, 4, 6, 8])
+    machine = Machine(
+        memory=draw.uniform(0.2, 6) * sum(weights) * 4 / ranks + sum(saved),
+        ranks_per_node=draw.choice([2, 4, 8]),
+        memory_bandwidth=10 ** draw.uniform(9, 12),
+        node_bandwidth=10 ** draw.uniform(8, 11),
+        node_latency=10 ** draw.uniform(-7, -4),
+        network_bandwidth=10 ** draw.uniform(7, 10),
+        network_latency=10 ** draw.uniform(-6, -3),
+        overlap=draw.choice([0.0, 0.5, 1.0]),
+        max_tensor=draw.choice([None, 2, 8]),
+    )
+    step = Step(draw.choice([4, 8, 12, 16]), draw.choice([1, 1, 3]), draw.choice(["pp-dp-tp", "dp-pp-tp"]))
+    return Problem(each(1e-4, 1e-2), weights, saved, draw.randint(10**3, 10**6), ranks, machine, step)
+
+
+def naive_layouts(problem: Problem) -> list[Layout]:
+    """All that an argument may be, then what contradicts itself is left out."""
+    sizes = range(1, problem.num_ranks + 1)
+    found = []
+    for data in sizes:
+        for tensor in sizes:
+            for pipeline in sizes:
+                most = problem.machine.max_tensor or problem.machine.ranks_per_node
+                if data * tensor * pipeline != problem.num_ranks or problem.step.samples % data or tensor > most:
+                    continue
+                batch = problem.step.samples // data
+                powers = [pipeline * 2**power for power in range(10) if pipeline * 2**power <= batch] or [batch]
+                for number in powers:
+                    for schedule, chunks in [("1f1b", 1), ("gpipe", 1), *(("interleaved_1f1b", v) for v in (2, 3, 4))]:
+                        if (pipeline == 1 and schedule != "1f1b") or pipeline * chunks > len(problem.seconds):
+                            continue
+                        for zero in (0, 1, 2, 3) if data > 1 else (0,):
+                            for again in (False, "selective", True):
+                                layout = Layout(data, tensor, pipeline, number, schedule, chunks, zero, again)
+                                found.append(layout)
+    return found
+
+
+def naive_link(problem: Problem, layout: Layout, axis: str) -> tuple[float, float]:
+    """Bandwidth and latency, from the coordinates of every pair of neighbours."""
+    sizes = {"dp": layout.data, "tp": layout.tensor, "pp": layout.pipeline}
+    coordinates: list[dict[str, int]] = [{}]
+    for name in problem.step.rank_order.split("-"):  # the outermost first, as ranks are counted
+        coordinates = [{**each, name: at} for each in coordinates for at in range(sizes[name])]
+    nodes: dict[tuple[tuple[str, int], ...], set[int]] = {}
+    for rank, each in enumerate(coordinates):
+        group = tuple(sorted((name, at) for name, at in each.items() if name != axis))
+        nodes.setdefault(group, set()).add(rank // problem.machine.ranks_per_node)
+    machine = problem.machine
+    if any(len(each) > 1 for each in nodes.values()):
+        return machine.network_bandwidth, machine.network_latency
+    return machine.node_bandwidth, machine.node_latency
+
+
+def naive_hop(problem: Problem, layout: Layout, stage: int) -> tuple[float, float]:
+    """Bandwidth and latency between a stage and the next one, from the coordinates of every pair of ranks."""
+    sizes = {"dp": layout.data, "tp": layout.tensor, "pp": layout.pipeline}
+    coordinates: list[dict[str, int]] = [{}]
+    for name in problem.step.rank_order.split("-"):
+        coordinates = [{**each, name: at} for each in coordinates for at in range(sizes[name])]
+    here, there = stage % layout.pipeline, (stage + 1) % layout.pipeline
+    machine = problem.machine
+    for rank, each in enumerate(coordinates):
+        if each["pp"] == here:
+            other = coordinates.index({**each, "pp": there})
+            if rank // machine.ranks_per_node != other // machine.ranks_per_node:
+                return machine.network_bandwidth, machine.network_latency
+    return machine.node_bandwidth, machine.node_latency
+
+
+def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
+    """Seconds of a step and bytes of the fullest rank, by the formulas of the documents."""
+    d, p, m = layout.data, layout.pipeline, layout.num_microbatches
+    machine, zero = problem.machine, layout.zero_stage
+    microbatch = -(-problem.step.samples // (d * m))
+    stages = problem.stages(layout, microbatch)
+    bandwidth, latency = naive_link(problem, layout, "tp")
+    talk = [s.tensor_sent / bandwidth + s.tensor_hops * latency if layout.tensor > 1 else 0.0 for s in stages]
+    hops = [naive_hop(problem, layout, stage) if p > 1 else (1e300, 0.0) for stage in range(len(stages))]
+    # Longest paths through computations, by repeating until nothing moves. A message sets out when its receive has been
+    # posted, and the one before it on its way has left.
+    order = build(layout.schedule, p, m, layout.num_chunks, layout.extra_in_flight).actions
+    ways: dict[tuple[int, int, str], list[tuple[int, str, int]]] = {}
+    for actions in order:
+        for action in actions:
+            if action.kind.value.startswith("SEND"):
+                s, kind = action.stage, action.kind.value[-1]
+                to = s + 1 if kind == "F" else s - 1
+                ways.setdefault((s % p, to % p, kind), []).append((to, kind, action.microbatch))
+    before = {message: way[at - 1] if at else None for way in ways.values() for at, message in enumerate(way)}
+    left: dict[tuple[int, str, int], float] = {}
+    end: dict[tuple[int, str, int], float] = {}
+    posted: dict[tuple[int, str, int], float] = {}
+    changed = True
+    while changed:
+        changed = False
+        for actions in order:
+            free = 0.0
+            for action in actions:
+                s, (way, _, kind), i = action.stage, action.kind.value.rpartition("_"), action.microbatch
+                if way == "RECV":
+                    posted[s, kind, i] = free
+                if way:
+                    continue
+                step = 1 if kind == "B" else -1
+                ready = free
+                if (s, kind, i) in posted:
+                    bandwidth, latency = hops[min(s, s + step)]
+                    previous = before[s, kind, i]
+                    begin = max(end.get((s + step, kind, i), 0.0), posted[s, kind, i])
+                    begin = max(begin, left.get(previous, 0.0) if previous else 0.0)
+                    left[s, kind, i] = begin + microbatch * problem.output / bandwidth
+                    ready = max(ready, left[s, kind, i] + latency)
+                forward = stages[s].forward + talk[s]
+                backward = 2 * stages[s].forward + stages[s].recomputed + talk[s] * (1 + stages[s].tensor_repeated)
+                free = ready + (forward if kind == "F" else backward)
+                if end.get((s, kind, i)) != free:
+                    end[s, kind, i], changed = free, True
+    bandwidth, latency = naive_link(problem, layout, "dp")
+    k, makespan = problem.step.accumulated, max(end.values())
+    finished, fullest = [], 0.0
+    for rank, w in enumerate(problem.weights_of(layout)):
+        own = stages[rank::p]
+        gathers = 2 * k if m == 1 else 1
+        times = {0: 2, 1: 2, 2: m * k + 1, 3: m * k + gathers}[zero]
+        sending = times * (d - 1) * (w / d / bandwidth + latency)
+        backward = 2 * sum(s.forward for s in own) * (m * k if zero > 1 else 1)
+        exposed = max(0.0, sending - machine.overlap * backward) if d > 1 else 0.0
+        states = 2 * w // (d if zero else 1)
+        optimizer = (3 * w / (d if zero else 1) + 2 * states) / machine.memory_bandwidth
+        ends = [time for (s, _, _), time in end.items() if s % p == rank]
+        finished.append((k - 1) * makespan + max(ends) + exposed + optimizer)
+        alive = most = 0
+        for action in (each for each in order[rank] if each.kind.value in "FB"):
+            alive += (1 if action.kind.value == "F" else -1) * int(stages[action.stage].saved)
+            most = max(most, alive)
+        usage = problem.held(layout)[rank]
+        fullest = max(fullest, usage.parameters + usage.gradients + (usage.optimizer or 0) + most)
+    return max(finished), fullest
+
+
+def check_problem(seed: int) -> None:
+    problem = random_problem(seed)
+    model = CostModel(Profile(problem), problem.machine, problem.step)
+    without = {layout: naive_cost(problem, layout) for layout in naive_layouts(problem)}
+    fits = [layout for layout, (_, size) in without.items() if size <= problem.machine.memory]
+    chosen = [model.simulate(model.estimate(layout)).layout for layout in fits]  # how many more, is tested elsewhere
+    naive = {layout: without[layout] if layout in without else naive_cost(problem, layout) for layout in chosen}
+    fitting = sorted(seconds for seconds, _ in naive.values())
+    found = search(model, problem.num_ranks, refuse=problem.refuse)
+    refused = sum(group.count for group in found.losers if group.reason == "too few layers")
+    too_big = sum(group.count for group in found.losers if group.reason == "does not fit")
+    assert found.num_layouts - refused == len(without)
+    assert too_big == len(without) - len(fitting)
+    assert all(size <= problem.machine.memory for _, size in naive.values())
+    assert len(found.best) + sum(group.count for group in found.losers) == found.num_layouts
+    assert sorted(cost.seconds or 0.0 for cost in found.best) == pytest.approx(fitting[:5], rel=1e-9)
+    for cost in found.best:
+        assert (cost.seconds, cost.bytes) == pytest.approx(naive[cost.layout], rel=1e-9)
+        assert cost.least <= (cost.seconds or 0.0) * (1 + 1e-12)
+    if found.best:
+        assert (found.best[0].seconds or 0.0) <= 1.01 * fitting[0]  # the simplest of those that are as good
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_best_are_those_of_evaluating_every_layout(seed: int) -> None:
+    check_problem(seed)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(12, 200))
+def test_the_best_are_those_of_evaluating_every_layout_on_many_problems(seed: int) -> None:
+    check_problem(seed)
+
+
+# -- formulas ----------------------------------------------------------------------------------------------------------
+
+
+def flat(number: int = 8, **machine: Any) -> Problem:
+    """Equal layers, 16 samples, and links that cost nothing unless they are given."""
+    fast = dict.fromkeys(("memory_bandwidth", "node_bandwidth", "network_bandwidth"), 1e30)
+    free = {"node_latency": 0.0, "network_latency": 0.0, "overlap": 0.0}
+    described = Machine(**{"memory": 1e30, **fast, **free, **machine})
+    return Problem((1.0,) * number, (1000,) * number, (100,) * number, 10, 4, described, Step(16))
+
+
+@pytest.mark.parametrize(("chunks", "schedule"), [(1, "1f1b"), (1, "gpipe"), (2, "interleaved_1f1b")])
+def test_the_bubble_is_that_of_megatron(chunks: int, schedule: str) -> None:
+    problem = flat()
+    layout = Layout(1, 1, 4, 8, schedule, chunks)
+    model = CostModel(Profile(problem), problem.machine, problem.step)
+    cost = model.simulate(model.estimate(layout))
+    ideal = 3 * 16 * 8 / 4
+    assert cost.seconds == pytest.approx(ideal * (1 + 3 / (chunks * 8)))
+
+
+@pytest.mark.parametrize(
+    ("zero", "microbatches", "passes"), [(0, 1, 2), (0, 4, 2), (1, 4, 2), (2, 4, 5), (3, 4, 5), (3, 1, 3)]
+)
+def test_replicas_send_what_the_zero_paper_says(zero: int, microbatches: int, passes: int) -> None:
+    problem = flat(node_bandwidth=100.0)
+    model = CostModel(Profile(problem), problem.machine, problem.step)
+    cost = model.estimate(Layout(4, 1, 1, microbatches, zero_stage=zero))
+    volume = passes * 3 / 4 * 8000
+    assert cost.sent["data"] == pytest.approx(volume)
+    assert cost.parts["data-parallel messages"] == pytest.approx(volume / 100)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "chunks", "messages"), [(2, 4, 4 + 3), (2, 1, 1), (4, 1, 2), (4, 2, 4), (1, 1, 0)]
+)
+def test_a_rank_sends_activations_forward_and_gradients_back(pipeline: int, chunks: int, messages: int) -> None:
+    """Of the fullest rank: each boundary behind one of its stages, and each one before it; 10 bytes for one sample."""
+    problem = flat()
+    schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    model = CostModel(Profile(problem), problem.machine, problem.step)
+    cost = model.estimate(Layout(4 // pipeline, 1, pipeline, 4 * pipeline, schedule, chunks))
+    assert cost.sent["pipeline"] == 4 * pipeline * messages * 10
+
+
+def best_of(**machine: Any) -> tuple[Layout, float]:
+    problem = flat(ranks_per_node=2, max_tensor=1, **machine)
+    found = search(CostModel(Profile(problem), problem.machine, problem.step), 4, refuse=problem.refuse)
+    assert found.best[0].seconds is not None
+    return found.best[0].layout, found.best[0].seconds
+
+
+def test_the_best_layout_is_another_one_where_links_between_nodes_are_slow() -> None:
+    """Replicas sum 8000 bytes over the network; two stages, one on each node, send 10 bytes a sample."""
+    layout, seconds = best_of()
+    assert (layout.data, layout.pipeline, seconds) == (4, 1, pytest.approx(3 * 8 * 16 / 4))
+    layout, seconds = best_of(network_bandwidth=100.0)
+    assert (layout.data, layout.pipeline, layout.extra_in_flight) == (2, 2, ())
+    assert seconds < 96 + 2 * 3 / 4 * 8000 / 100
+    layout, far = best_of(network_bandwidth=100.0, network_latency=12.0)
+    assert layout.pipeline == 2
+    assert any(layout.extra_in_flight)
+    assert far < seconds + 3 * 12  # there once, and back once: nearly all others are hidden
+
+
+def test_more_in_flight_hides_all_but_the_first_and_the_last_message() -> None:
+    problem = flat(ranks_per_node=2, network_bandwidth=100.0, network_latency=11.9)
+    model = CostModel(Profile(problem), problem.machine, problem.step)
+    cost = model.simulate(model.estimate(Layout(2, 1, 2, 8)))
+    assert cost.layout.extra_in_flight == (2,)  # 24 s there and back over the 12 s of a microbatch
+    # Eight microbatches through two stages of 12 s each, and a message of 10 bytes and its delay in each direction.
+    assert cost.seconds == pytest.approx(12 * (8 + 1) + 2 * (11.9 + 0.1))
+
+
+def test_more_in_flight_is_suggested_as_far_as_there_is_memory() -> None:
+    """A stage keeps 400 bytes of a microbatch, and 1F1B two of them on the first rank."""
+    slow = {"network_bandwidth": 100.0, "network_latency": 24.0, "ranks_per_node": 2}
+    layout = Layout(2, 1, 2, 8)
+    for memory, expected in ((1e30, (4,)), (16000 + 5 * 400, (3,)), (16000 + 3.5 * 400, (1,)), (16000 + 900, ())):
+        problem = flat(memory=memory, **slow)
+        model = CostModel(Profile(problem), problem.machine, problem.step)
+        cost = model.simulate(model.estimate(layout))
+        assert cost.layout.extra_in_flight == expected
+        assert cost.bytes == 16000 + 400 * (2 + sum(expected))
+
+
+def test_a_layout_names_its_microbatches_in_flight_as_the_argument_does() -> None:
+    assert "extra_in_flight" not in arguments(Layout(1, 1, 2, 8))
+    given = arguments(Layout(1, 1, 4, 8, extra_in_flight=(0, 3, 0)))
+    assert given["extra_in_flight"] == [0, 3, 0]
+    assert HybridStrategy(**given).settings.extra_of_links(4) == (0, 3, 0)
+
+
+def test_a_group_that_crosses_nodes_has_the_links_of_the_network() -> None:
+    machine = Machine(ranks_per_node=4)
+    assert machine.link(1, 4, 8).bandwidth == machine.node_bandwidth
+    assert machine.link(1, 8, 8).bandwidth == machine.network_bandwidth
+    assert machine.link(4, 2, 8).bandwidth == machine.network_bandwidth
+    assert machine.link_between(2, 4, 8, (0, 1)).bandwidth == machine.node_bandwidth  # stages of two ranks each
+    assert machine.link_between(2, 4, 8, (1, 2)).bandwidth == machine.network_bandwidth
+    assert machine.link(1, 3, 9).bandwidth == machine.network_bandwidth  # of three groups of 3, one crosses
+
+
+# -- a module ----------------------------------------------------------------------------------------------------------
+
+
+class Blocks(LightningModule):
+    def __init__(self, width: int = 32, depth: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.body = nn.Sequential(
+            *(nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True) for _ in range(depth))
+        )
+        self.last = nn.Linear(width, 3)
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.last(self.body(self.first(x))).mean(1), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(32, 6, 8), torch.randint(0, 3, (32,))), 16)
+
+
+def open_config() -> HybridConfig:
+    return HybridStrategy(num_microbatches=1).settings
+
+
+def make_profile(cls: type[LightningModule] = Blocks, ranks: int = 4, **kwargs: Any) -> ModuleProfile:
+    return ModuleProfile(lambda: (cls(), None), open_config(), ranks, Machine(), precision=Precision(), **kwargs)
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModuleProfile:
+    return make_profile()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(4, 1, 1, zero_stage=3),
+        Layout(4, 1, 1, 4, zero_stage=1, recompute=True),
+        Layout(1, 1, 4, 16),
+        Layout(2, 1, 2, 4, "gpipe", zero_stage=2),
+        Layout(2, 1, 2, 8, "interleaved_1f1b", 2, recompute="selective"),
+        Layout(2, 2, 1, 2, zero_stage=1),
+        Layout(1, 2, 2, 4, recompute=True),
+    ],
+    ids=str,
+)
+def test_a_layout_holds_what_the_command_memory_says(profile: ModuleProfile, layout: Layout) -> None:
+    step = Step(16 * layout.data)  # as many samples for each replica as the loader gives
+    found = CostModel(profile, Machine(), step).estimate(layout)
+    strategy = HybridStrategy(
+        layout.data,
+        layout.tensor,
+        layout.pipeline,
+        num_microbatches=layout.num_microbatches,
+        schedule=layout.schedule,
+        num_chunks=layout.num_chunks,
+        zero_stage=layout.zero_stage,  # type: ignore[arg-type]
+        recompute=layout.recompute,
+    )
+    sizes = (layout.data, layout.tensor, layout.pipeline)
+    expected = dry_run(lambda: (Blocks(), None), strategy.settings, sizes, precision=Precision())
+    for usage, other in zip(found.memory, expected.memory, strict=True):
+        assert vars(usage) == pytest.approx(vars(other), rel=1e-6)
+
+
+class MadeOnMeta(Blocks):
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "body"):
+            with torch.device("meta"):
+                made = Blocks(depth=2)
+            self.first, self.body, self.last = made.first, made.body, made.last
+            for layer in self.body:
+                layer.self_attn.dropout = layer.dropout.p = layer.dropout1.p = layer.dropout2.p = 0.0
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_module_on_the_meta_device_holds_half_as_much_in_half_precision(tensor: int) -> None:
+    """Fake tensors, and DTensors of them, cannot be converted."""
+    whole, half = (
+        dry_run(lambda: (MadeOnMeta(), None), open_config(), (1, tensor, 1), precision=precision).memory[0]
+        for precision in (Precision(), HalfPrecision("bf16-true"))
+    )
+    assert (2 * half.parameters, 2 * half.gradients) == (whole.parameters, whole.gradients)
+
+
+def test_products_are_counted_as_two_operations_for_each_multiplication(profile: ModuleProfile) -> None:
+    width, samples, length = 32, 16, 6
+    only_flops = make_profile_with(Machine(flops=1.0, memory_bandwidth=1e30, operation_seconds=0.0))
+    whole, halves = (only_flops.stages(Layout(1, tensor, 1), samples)[0] for tensor in (1, 2))
+    tokens = samples * length
+    in_layers = 8 * (2 * tokens * 12 * width * width + 4 * tokens * length * width)
+    around = 2 * tokens * (8 * width + width * 3)
+    assert whole.forward == pytest.approx(in_layers + around)
+    assert halves.forward == pytest.approx(in_layers / 2 + around)
+    # A ring of two: each rank sends half of the sum there, and half of it back; two sums in each layer.
+    assert halves.tensor_sent == pytest.approx(8 * 2 * tokens * width * 4)
+    assert whole.tensor_sent == 0
+    again = only_flops.stages(Layout(1, 1, 1, recompute=True), samples)[0]
+    assert again.recomputed == pytest.approx(in_layers)
+
+
+def make_profile_with(machine: Machine) -> ModuleProfile:
+    return ModuleProfile(lambda: (Blocks(), None), open_config(), 2, machine, precision=Precision())
+
+
+def test_a_stage_sends_what_its_last_layer_returns(profile: ModuleProfile) -> None:
+    stages = profile.stages(Layout(1, 1, 4, 4), 4)
+    assert [stage.output for stage in stages[:-1]] == [4 * 6 * 32 * 4] * 3
+    assert sum(stage.forward for stage in stages[1:3]) == pytest.approx(2 * stages[1].forward)
+
+
+def test_measured_forwards_are_those_of_this_machine() -> None:
+    measured = make_profile(ranks=1, measure=True)
+    (stage,) = measured.stages(Layout(1, 1, 1), 16)
+    assert 1e-4 < stage.forward < 10
+
+
+class Cached(Blocks):
+    """Its layers take ten times as long for each sample where these are more than four, by a clock of its own."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(depth=2)
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        def run(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            type(self).now += len(args[0]) * (10.0 if len(args[0]) > 4 else 1.0)
+
+        handles = [layer.register_forward_hook(run, prepend=True) for layer in self.body]
+        try:
+            return super().training_step(batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def test_a_small_microbatch_is_measured_and_not_concluded_from_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a batch does not fit into the caches, and its microbatches do."""
+    monkeypatch.setattr(traces, "perf_counter", lambda: Cached.now)
+    profile = make_profile(Cached, ranks=2, measure=True)
+
+    def seconds(samples: int) -> float:
+        return sum(stage.forward for stage in profile.stages(Layout(1, 1, 2), samples))
+
+    assert [seconds(samples) for samples in (1, 2, 4, 8, 16, 32)] == pytest.approx([2, 4, 8, 160, 320, 640])
+    assert seconds(3) == pytest.approx(6)  # between two that were measured
+    assert seconds(6) == pytest.approx((8 + 160) / 2)
+
+
+class ByHand(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def test_a_module_that_optimizes_by_hand_is_refused() -> None:
+    with pytest.raises(ValueError, match="ByHand optimizes by hand"):
+        _ = make_profile(ByHand).batch_size
