@@ -260,7 +260,7 @@ def grid_shape(mode: str, size: int, depth: int = 1) -> GridShape | None:
     if number * edge**power != size:
         form = {"2d": "a square", "2.5d": f"tensor_parallel_depth ({depth}) x a square", "3d": "a cube"}[mode]
         near = [number * each**power for each in (edge, edge + 1)]
-        near = [each for each in near if each > size] if near[0] > size else near
+        near = near[:1] if near[0] > size else near
         raise ValueError(
             f"tensor_parallel_mode={mode!r} needs a tensor_parallel_size that is {form}, got {size}. The nearest"
             f" {'is' if len(near) == 1 else 'are'} {' and '.join(map(str, near))}."

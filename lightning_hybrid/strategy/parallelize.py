@@ -34,8 +34,7 @@ from lightning_hybrid.strategy import layout
 from lightning_hybrid.strategy.gather import check_gathering, gather_module
 from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from lightning_hybrid.strategy.summary import divided_share, plan_table
-from lightning_hybrid.tensor_parallel.grid.blocks import Grid
-from lightning_hybrid.tensor_parallel.mappings import TensorGroup
+from lightning_hybrid.tensor_parallel.grid.blocks import find_tensor_group
 from lightning_hybrid.tensor_parallel.plan import Plan, check_names
 
 _PLAN = "_tensor_parallel_plan"  # where a module remembers how its layers were divided
@@ -254,7 +253,7 @@ class ModuleParallelizer:
     def _apply_plan(self, prepare: Callable[[str], None] = lambda name: None) -> None:
         if self.plan is None:
             return
-        group = _tensor_group(self._mesh)
+        group = find_tensor_group(self._mesh)
         if self._was_parallelized:
             self.plan.set_tensor_group(self._module, group)
         else:
@@ -371,13 +370,6 @@ class ModuleParallelizer:
         """The layout and the table of stages."""
         mesh = self._mesh
         return layout.stages_text(self._module, self._settings, mesh.sizes, self.body, self.stage_map, hosts=mesh.hosts)
-
-
-def _tensor_group(mesh: Mesh) -> TensorGroup:
-    """The ranks that share each layer, as they are arranged."""
-    if mesh.grid is None:
-        return TensorGroup(mesh.tensor_group)
-    return Grid(mesh.tensor_group, mesh.grid, {axes: mesh.grid_group(axes) for axes in mesh.grid.groups()})
 
 
 def _shape(value: object) -> torch.Size | None:

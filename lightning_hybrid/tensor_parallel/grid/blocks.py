@@ -33,6 +33,8 @@ from torch.distributed import ProcessGroup
 
 from lightning_hybrid.config import BlockLayout, GridShape
 from lightning_hybrid.distributed.dtensor import full_tensor
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import all_gather_single
 from lightning_hybrid.tensor_parallel.mappings import (
     TensorGroup,
@@ -89,17 +91,24 @@ class Grid(TensorGroup):
         """All of what a pair of layers has made, on every rank.
 
         Raises:
-            RuntimeError: If what has entered is not known.
+            WrongUseError: If what has entered is not known.
         """
         rows = self._rows.pop(block.shape[rows_dim], None)
         if rows is None:
-            raise RuntimeError(
+            raise WrongUseError(
                 f"A row-wise layer is given a block of {block.shape[rows_dim]} rows that no column-wise layer has made"
                 f" on this rank: with tensor_parallel_mode={self.shape.mode!r}, each row-wise layer needs a column-wise"
                 " one of its own before it, in the same stage. Give both 'replicate' in `tensor_parallel_plan`, or let"
                 " `partition` keep them together."
             )
         return gather_blocks(block, self, self.shape.outer, rows_dim).narrow(rows_dim, 0, rows)
+
+
+def find_tensor_group(mesh: Mesh) -> TensorGroup:
+    """The ranks that share each layer, as they are arranged."""
+    if mesh.grid is None:
+        return TensorGroup(mesh.tensor_group)
+    return Grid(mesh.tensor_group, mesh.grid, {axes: mesh.grid_group(axes) for axes in mesh.grid.groups()})
 
 
 def scatter_blocks(x: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int) -> Tensor:
