@@ -489,7 +489,9 @@ def subject_of(name: str) -> Subject:
 
 def layout_of(name: str) -> Layout:
     """The layout of this name."""
-    return (LAYOUTS | TENSOR_LAYOUTS | GRID_LAYOUTS | ZERO_LAYOUTS | FRAME_LAYOUTS | TENSOR_FRAME_LAYOUTS | ZOO_LAYOUTS)[name]
+    return (
+        LAYOUTS | TENSOR_LAYOUTS | GRID_LAYOUTS | ZERO_LAYOUTS | FRAME_LAYOUTS | TENSOR_FRAME_LAYOUTS | ZOO_LAYOUTS
+    )[name]
 
 
 def allowed(subject: str, layout: str, schedule: str) -> bool:

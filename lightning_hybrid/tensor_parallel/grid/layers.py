@@ -172,7 +172,7 @@ class GridRegion(GridLayer):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer does."""
         grid, layout = self.tensor_group, self.tensor_group.shape.outer
-        block = scatter_blocks(_with_rows(x, self, dims=3), grid, layout, self.rows_dim)
+        block = scatter_blocks(_with_rows(x, self, dims=self.rows_dim + 2), grid, layout, self.rows_dim)
         y = super().forward(block, *args, **kwargs)  # type: ignore[misc]
         return gather_blocks(y, grid, layout, self.rows_dim).narrow(self.rows_dim, 0, x.shape[self.rows_dim])
 
