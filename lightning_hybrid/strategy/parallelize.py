@@ -204,8 +204,8 @@ class ModuleParallelizer:
     def _plan_tensor_parallel(self) -> None:
         size = self._mesh.tensor_parallel_size
         settings = self._settings
-        requested = size, settings.tensor_parallel_plan, settings.sequence_parallel
-        requested += (settings.tensor_parallel_mode, settings.tensor_parallel_depth)
+        how = settings.tensor_parallel_mode, settings.tensor_parallel_depth
+        requested = size, settings.tensor_parallel_plan, settings.sequence_parallel, *how
         known: Plan | None
         before, known = vars(self._module).get(_PLAN, (None, None))
         self._was_parallelized = known is not None

@@ -53,6 +53,18 @@ class Gated(nn.Module):
         return self.other(self.alone(self.down(F.silu(self.gate(h)) * self.up(h)))).tanh()
 
 
+class Cross(nn.Module):
+    """Keys and values of other sizes, the batch in the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, kdim=8, vdim=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        return self.attention(x, x[:4, :, :8] * 2, x[:4, :, :4] * 3)[0].transpose(0, 1)
+
+
 class Vocabulary(nn.Module):
     """An embedding, and a head that shares its weight; the loss of shards of the classes."""
 
@@ -94,7 +106,8 @@ PLANS: dict[str, tuple[Any, Any]] = {
     ),
     "own block": (lambda: nn.ModuleDict({"block": OwnBlock()}), OWN_BLOCK),
     "vocabulary": (Vocabulary, "auto"),
-    **{name: (make, "auto") for name, make in MODULES.items() if name != "unbatched"},
+    **{name: (make, "auto") for name, make in MODULES.items() if name not in ("unbatched", "other sizes")},
+    "other sizes": (Cross, "auto"),
 }
 #: Modules for which any number of samples will do.
 ANY_NUMBER = ("gated", "own block", "vocabulary", "encoder", "encoder, sequence first", "mlp", "weights of heads")
@@ -223,7 +236,7 @@ def formulas(grid: str) -> list[dict[str, float]]:
     share = (edge - 1) / edge**2
     once = share * (7 * bsh / depth + weights)
     # Wang et al.: where there are several depths, gradients of weights are summed over them.
-    copies = weights / edge**2 if shape.mode == "2.5d" else 0
+    copies = weights / edge**2 if depth > 1 else 0
     return [
         {"gather": once, "reduce_scatter": 0, "all_reduce": 0},
         {"gather": once, "reduce_scatter": once, "all_reduce": copies},

@@ -235,7 +235,7 @@ def block_linear(
         x_group, sum_group = grid.along(target.features), grid.along(source.features)
         product = _Product(rows_dim, x_group, grid.along("weight"), rows_dim, sum_group, None)
     else:
-        copies = grid.along("depth") if grid.shape.mode == "2.5d" else None
+        copies = grid.along("depth") if grid.shape.parts(source.rows) > grid.along("column").size else None
         product = _Product(-1, grid.along("row"), grid.along("column"), rows_dim, None, copies)
     y: Tensor = _BlockLinear.apply(x, weight, product)  # type: ignore[no-untyped-call]
     return y if bias is None else y + copy_to_tp(bias, grid.along(*target.rows))
