@@ -87,8 +87,8 @@ class Grid(TensorGroup):
         self._rows[block.shape[rows_dim]] = x.shape[rows_dim]
         return block
 
-    def leave(self, block: Tensor, rows_dim: int) -> Tensor:
-        """All of what a pair of layers has made, on every rank.
+    def leave(self, block: Tensor, layout: BlockLayout, rows_dim: int) -> Tensor:
+        """All of what a pair of layers has made, in this layout, on every rank.
 
         Raises:
             WrongUseError: If what has entered is not known.
@@ -101,7 +101,7 @@ class Grid(TensorGroup):
                 " one of its own before it, in the same stage. Give both 'replicate' in `tensor_parallel_plan`, or let"
                 " `partition` keep them together."
             )
-        return gather_blocks(block, self, self.shape.outer, rows_dim).narrow(rows_dim, 0, rows)
+        return gather_blocks(block, self, layout, rows_dim).narrow(rows_dim, 0, rows)
 
 
 def find_tensor_group(mesh: Mesh) -> TensorGroup:

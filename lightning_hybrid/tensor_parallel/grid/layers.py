@@ -61,7 +61,7 @@ class GridLinear(GridLayer):
         weight, bias = shard_of(self.weight), shard_of(self.bias)
         weight = weight.t() if self.is_transposed else weight
         y = block_linear(x, weight, bias, grid, source=source, target=target, rows_dim=self.rows_dim)
-        return grid.leave(y, self.rows_dim) if leaves else y
+        return grid.leave(y, target, self.rows_dim) if leaves else y
 
 
 class GridAttention(ParallelAttention, GridLayer):

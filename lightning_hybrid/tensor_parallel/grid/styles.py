@@ -31,7 +31,7 @@ _LINEARS = {
     "packed_colwise_3": (False, True, False),
     "colwise_gather_output": (False, True, True),
     "rowwise": (True, False, True),
-    "rowwise_split_input": (True, True, True),
+    "rowwise_split_input": (False, True, True),
 }
 #: What may be named in these modes.
 GRID_STYLES = (*_LINEARS, "attention", "vocab", "on_shards", "divide:NAME", *_IN_REGIONS, "replicate")
