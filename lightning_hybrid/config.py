@@ -273,6 +273,32 @@ def grid_shape(mode: str, size: int, depth: int = 1) -> GridShape | None:
     return GridShape(mode, (*axes, ("column", edge), ("row", edge)), layout, layout)
 
 
+def check_grid(mode: str, sizes: Iterable[int], depth: int, *, sequence_parallel: bool) -> None:
+    """Check how tensor-parallel ranks are to be arranged.
+
+    Args:
+        mode: One of :data:`TENSOR_PARALLEL_MODES`.
+        sizes: The numbers of ranks that are allowed.
+        depth: As of :func:`grid_shape`.
+        sequence_parallel: Whether sequences are divided.
+
+    Raises:
+        ValueError: If these do not go together.
+    """
+    if depth > 1 and mode != "2.5d":
+        raise ValueError(
+            f"tensor_parallel_depth={depth} is a number of squares, as tensor_parallel_mode='2.5d' has several; got"
+            f" tensor_parallel_mode={mode!r}. Leave it out, or use '2.5d'."
+        )
+    if mode != "1d" and sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel=True divides activations over ranks in a line; tensor_parallel_mode={mode!r} has them"
+            " divided already, over samples and features. Leave one of the two out."
+        )
+    for size in sizes:
+        grid_shape(mode, size, depth)
+
+
 def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_size: int) -> int:
     """How many batches of each replica make an optimizer step.
 

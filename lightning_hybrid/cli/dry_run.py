@@ -186,11 +186,6 @@ class DryRunStrategy(SingleDeviceStrategy):
 
     def __init__(self, config: HybridConfig, sizes: tuple[int, int, int], *, with_values: bool) -> None:
         super().__init__(device="cpu")
-        if config.tensor_parallel_mode != "1d":
-            raise ValueError(
-                f"tensor_parallel_mode={config.tensor_parallel_mode!r} has no estimate of what ranks hold. Take"
-                " tensor_parallel_mode='1d' for it, or measure a run with `MemoryReport`."
-            )
         self._config, self.sizes, self._with_values = config, sizes, with_values
         self._mode = Fake(allow_non_fake_inputs=True) if Fake is not None else None
         self._plan_table = ""

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
-from lightning_hybrid.config import TENSOR_PARALLEL_MODES, HybridConfig, choices, grid_shape
+from lightning_hybrid.config import TENSOR_PARALLEL_MODES, HybridConfig, check_grid, choices
 from lightning_hybrid.distributed.agreement import RankInfo, agree, check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.mesh import AXES, Mesh
@@ -71,7 +71,11 @@ def check_arguments(**arguments: Any) -> None:
             f"lease must be at least {_LEAST_LEASE}, or None, as ranks give a sign every half a second at most; got"
             f" {arguments['lease']}."
         )
-    _check_mode(arguments)
+    mode, depth = arguments["tensor_parallel_mode"], arguments["tensor_parallel_depth"]
+    _check_choice("tensor_parallel_mode", mode, TENSOR_PARALLEL_MODES)
+    _check_number("tensor_parallel_depth", depth, "")
+    sizes = choices(arguments["tensor_parallel_size"])
+    check_grid(mode, sizes, depth, sequence_parallel=arguments["sequence_parallel"])
     _check_choice("schedule", arguments["schedule"], tuple(SCHEDULES))
     _check_choice("zero_stage", arguments["zero_stage"], (0, 1, 2, 3))
     _check_choice("zero_frees", arguments["zero_frees"], ("auto", "step", "microbatch"))
@@ -96,25 +100,6 @@ def check_arguments(**arguments: Any) -> None:
         _check_in_flight({**arguments, "pipeline_parallel_size": size})
         _check_partition({**arguments, "pipeline_parallel_size": size})
         check_recompute(arguments["recompute"], size, arguments["num_chunks"])
-
-
-def _check_mode(arguments: Mapping[str, Any]) -> None:
-    """How tensor-parallel ranks are arranged."""
-    mode, depth = arguments["tensor_parallel_mode"], arguments["tensor_parallel_depth"]
-    _check_choice("tensor_parallel_mode", mode, TENSOR_PARALLEL_MODES)
-    _check_number("tensor_parallel_depth", depth, "")
-    if depth > 1 and mode != "2.5d":
-        raise ValueError(
-            f"tensor_parallel_depth={depth} is a number of squares, as tensor_parallel_mode='2.5d' has several; got"
-            f" tensor_parallel_mode={mode!r}. Leave it out, or use '2.5d'."
-        )
-    if mode != "1d" and arguments["sequence_parallel"]:
-        raise ValueError(
-            f"sequence_parallel=True divides activations over ranks in a line; tensor_parallel_mode={mode!r} has them"
-            " divided already, over samples and features. Leave one of the two out."
-        )
-    for size in choices(arguments["tensor_parallel_size"]):
-        grid_shape(mode, size, depth)
 
 
 def _check_allowed(name: str, value: Any) -> None:

@@ -223,11 +223,10 @@ def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int, grid:
         for attribute in options.get("divided", ()):
             number = getattr(layer, attribute, None)
             if not isinstance(number, int) or number % feature_parts:
-                parts = f"tensor_parallel_size={size}"
-                parts += "" if grid is None else f" (tensor_parallel_mode={grid.mode!r}: {feature_parts} parts)"
+                parts = "" if grid is None else f"; tensor_parallel_mode={grid.mode!r}: into {feature_parts} parts"
                 raise ValueError(
-                    f"{name}.{attribute} is {number!r}, which {parts} does not divide (tensor_parallel_plan:"
-                    f" {style!r})."
+                    f"{name}.{attribute} is {number!r}, which tensor_parallel_size={size} does not divide"
+                    f" (tensor_parallel_plan: {style!r}{parts})."
                 )
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters(recurse=False)):
             continue  # the user's `configure_model` has sharded it
