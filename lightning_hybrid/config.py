@@ -232,6 +232,16 @@ class GridShape:
             rank, found[name] = divmod(rank, size)
         return found
 
+    @property
+    def mesh_axes(self) -> dict[str, tuple[str, ...]]:
+        """The axes of the mesh over which parameters lie, by name.
+
+        Of a cube, a weight has one of its sides divided over ``"output"``, and the other over ``"input"`` and
+        ``"weight"``, which are one axis there: what torch finds out about tensors over three axes takes it minutes.
+        """
+        parts = [("output",), ("input", "weight")] if self.mode == "3d" else [(name,) for name, _ in self.axes]
+        return {"_".join(axes): axes for axes in parts}
+
     def groups(self) -> list[tuple[str, ...]]:
         """The axes along which ranks work together: each alone, and those over which the rows of a layout lie."""
         rows = [layout.rows for layout in (self.outer, self.inner)]

@@ -277,11 +277,12 @@ class Mesh:
 
     @property
     def tensor_mesh(self) -> DeviceMesh:
-        """What layers are shared over: the tensor-parallel axis, or the axes of the grid."""
+        """What layers are shared over: the tensor-parallel axis, or :attr:`GridShape.mesh_axes`."""
         if self.grid is None:
             return self.device_mesh[AXES["tp"]]
-        ranks = self._ranks[self.pipeline_rank, self.data_rank].reshape([size for _, size in self.grid.axes])
-        return self._mesh_of(self._tensor_axes(), ranks)
+        axes = self._tensor_axes()
+        ranks = self._ranks[self.pipeline_rank, self.data_rank].reshape([group.size() for group in axes.values()])
+        return self._mesh_of(axes, ranks)
 
     @property
     def zero_mesh(self) -> DeviceMesh:
@@ -300,7 +301,7 @@ class Mesh:
         """The groups of the axes over which layers are shared."""
         if self.grid is None:
             return {AXES["tp"]: self.tensor_group}
-        return {name: self.grid_group((name,)) for name, _ in self.grid.axes}
+        return {name: self.grid_group(axes) for name, axes in self.grid.mesh_axes.items()}
 
     def _mesh_of(self, groups: Mapping[str, dist.ProcessGroup], ranks: Tensor) -> DeviceMesh:
         """A mesh of torch with these axes."""

@@ -83,8 +83,8 @@ class ParallelAttention(ParallelLayer):
         k, v = (gathered if is_same(other, query) else self.gather_input(other) for other in (key, value))
         return gathered, k, v
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """To the features of this rank's heads."""
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int = 1) -> Tensor:
+        """To the features of this rank's heads; of several projections at once."""
         return F.linear(x, weight, bias)
 
     def _project_out(self, x: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class ParallelAttention(ParallelLayer):
         else:
             packed = shard_of(self.in_proj_weight)
             if key is query and value is query:
-                q, k, v = self._linear(query, packed, bias).chunk(3, -1)
+                q, k, v = self._linear(query, packed, bias, 3).chunk(3, -1)
                 return q, k, v
             weights = list(packed.chunk(3))
         inputs = (query, key, value)

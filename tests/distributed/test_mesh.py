@@ -177,11 +177,11 @@ def test_groups_of_a_grid(kind: tuple[str, int, int]) -> None:
             for axes, groups in table.items():
                 expected = next(ranks for ranks in groups if rank % size in ranks)
                 assert dist.get_process_group_ranks(mesh.grid_group(axes)) == [first + each for each in expected]
-            for name, _ in grid.axes:  # parameters lie over these
+            for name, axes in grid.mesh_axes.items():  # parameters lie over these
                 own = mesh.tensor_mesh.get_group(name)
-                assert dist.get_process_group_ranks(own) == dist.get_process_group_ranks(mesh.grid_group((name,)))
+                assert dist.get_process_group_ranks(own) == dist.get_process_group_ranks(mesh.grid_group(axes))
             assert mesh.tensor_mesh.mesh.flatten().tolist() == dist.get_process_group_ranks(mesh.tensor_group)
-            assert mesh.zero_mesh.mesh_dim_names == (*(name for name, _ in grid.axes), "data_parallel")
+            assert mesh.zero_mesh.mesh_dim_names == (*grid.mesh_axes, "data_parallel")
             assert mesh.zero_mesh["data_parallel"].mesh.tolist() == dist.get_process_group_ranks(mesh.data_group)
 
 

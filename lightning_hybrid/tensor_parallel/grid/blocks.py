@@ -5,7 +5,7 @@ A rank of a grid has a block of the rows (samples) and of the features of an act
     2d, 2.5d     X[rows over depth and column, features over row]    W[in over column, out over row]
                  Y = all-gather X along row @ all-gather W along column       each depth has the same weights
 
-    3d           X[rows over input and weight, features over output] W[in over output and weight, out over input]
+    3d           X[rows over input and weight, features over output] W[in over output, out over input and weight]
                  Y = reduce-scatter(all-gather X along input @ all-gather W along weight) along output
                                             so rows of Y lie over output and weight, features over input: the next
                                             layer exchanges input and output, and leads back
@@ -40,6 +40,7 @@ from lightning_hybrid.tensor_parallel.mappings import (
     TensorGroup,
     all_gather_along,
     copy_to_tp,
+    gather_from_sp,
     reduce_scatter_along,
     share_input,
     shared_input,
@@ -188,7 +189,9 @@ class _Product:
     Attributes:
         x_dim: The dimension of the input along which it is gathered.
         x_group: Along which ranks it is.
-        weight_group: Those along which the weight's input features are gathered.
+        weight_dim: The dimension of the weight along which it is gathered.
+        weight_group: Along which ranks it is.
+        blocks: Into how many blocks the output features fall, each of which is divided.
         rows_dim: The dimension of the output along which sums are reduced and scattered.
         sum_group: Along which ranks these are; ``None`` if nothing is summed.
         copies: The ranks that have the same block of the weight; ``None`` if there are none.
@@ -196,15 +199,37 @@ class _Product:
 
     x_dim: int
     x_group: TensorGroup
+    weight_dim: int
     weight_group: TensorGroup
+    blocks: int
     rows_dim: int
     sum_group: TensorGroup | None
     copies: TensorGroup | None
 
+    def gather_input(self, x: Tensor) -> Tensor:
+        """The input features, or the rows, of all ranks along an axis."""
+        return all_gather_along(x, self.x_dim, self.x_group)
 
-def weight_axes(shape: GridShape, source: BlockLayout) -> tuple[str, ...]:
-    """The axes over which a weight's input features are divided, where its input has this layout."""
-    return (source.features, "weight") if shape.mode == "3d" else ("column",)
+    def gather_weight(self, weight: Tensor) -> Tensor:
+        """The output features, of each block, or the input features of all ranks along an axis."""
+        if self.weight_dim == 1:
+            return all_gather_along(weight, 1, self.weight_group)
+        return all_gather_along(weight.unflatten(0, (self.blocks, -1)), 1, self.weight_group).flatten(0, 1)
+
+    def reduce_weight(self, gradient: Tensor) -> Tensor:
+        """This rank's part of the sum of what :meth:`gather_weight` has made."""
+        if self.weight_dim == 1:
+            return reduce_scatter_along(gradient, 1, self.weight_group).contiguous()
+        by_block = gradient.unflatten(0, (self.blocks, -1))
+        return reduce_scatter_along(by_block, 1, self.weight_group).flatten(0, 1)
+
+
+def weight_axes(shape: GridShape, target: BlockLayout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes over which a weight's output and input features are divided, where its output has this layout."""
+    if shape.mode != "3d":
+        return ("row",), ("column",)
+    over_input = "input", "weight"
+    return (over_input, ("output",)) if target.features == "input" else (("output",), over_input)
 
 
 def block_linear(
@@ -216,6 +241,7 @@ def block_linear(
     source: BlockLayout,
     target: BlockLayout,
     rows_dim: int,
+    blocks: int = 1,
 ) -> Tensor:
     """A linear layer over a grid.
 
@@ -227,18 +253,28 @@ def block_linear(
         source: The layout of the input.
         target: The layout of the output.
         rows_dim: The dimension of the rows.
+        blocks: Into how many blocks the output features fall, each of which is divided.
     """
     low = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
     if low is not None and x.dtype != torch.float64:  # as autocast does it
         x, weight, bias = x.to(low), weight.to(low), None if bias is None else bias.to(low)
     if grid.shape.mode == "3d":
         x_group, sum_group = grid.along(target.features), grid.along(source.features)
-        product = _Product(rows_dim, x_group, grid.along("weight"), rows_dim, sum_group, None)
+        weight_dim = 0 if target.features == "input" else 1
+        product = _Product(rows_dim, x_group, weight_dim, grid.along("weight"), blocks, rows_dim, sum_group, None)
     else:
         copies = grid.along("depth") if grid.shape.parts(source.rows) > grid.along("column").size else None
-        product = _Product(-1, grid.along("row"), grid.along("column"), rows_dim, None, copies)
+        product = _Product(-1, grid.along("row"), 1, grid.along("column"), blocks, rows_dim, None, copies)
     y: Tensor = _BlockLinear.apply(x, weight, product)  # type: ignore[no-untyped-call]
-    return y if bias is None else y + copy_to_tp(bias, grid.along(*target.rows))
+    return y if bias is None else y + _all_of_bias(bias, grid, target, product)
+
+
+def _all_of_bias(bias: Tensor, grid: Grid, target: BlockLayout, product: _Product) -> Tensor:
+    """The output features that this rank makes: those that it has, or, beside a weight that is gathered so, more."""
+    if product.weight_dim == 1:
+        return copy_to_tp(bias, grid.along(*target.rows))
+    gathered = gather_from_sp(bias.unflatten(0, (product.blocks, -1)), 1, product.weight_group).flatten()
+    return copy_to_tp(gathered, grid.along("output"))
 
 
 class _BlockLinear(torch.autograd.Function):
@@ -247,7 +283,7 @@ class _BlockLinear(torch.autograd.Function):
         ctx.product = product
         ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):  # the operands have been cast
-            y = F.linear(_gathered_input(x, product), all_gather_along(weight, 1, product.weight_group))
+            y = F.linear(product.gather_input(x), product.gather_weight(weight))
         return y if product.sum_group is None else reduce_scatter_along(y, product.rows_dim, product.sum_group)
 
     @staticmethod
@@ -260,16 +296,12 @@ class _BlockLinear(torch.autograd.Function):
             gradient = all_gather_along(gradient, product.rows_dim, product.sum_group)
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            partial = gradient @ all_gather_along(weight, 1, product.weight_group)
+            partial = gradient @ product.gather_weight(weight)
             of_x = reduce_scatter_along(partial, product.x_dim, product.x_group)
         if ctx.needs_input_grad[1]:
-            gathered = _gathered_input(x, product)
+            gathered = product.gather_input(x)
             partial = gradient.flatten(0, -2).t() @ gathered.flatten(0, -2)
-            of_weight = reduce_scatter_along(partial, 1, product.weight_group).contiguous()
+            of_weight = product.reduce_weight(partial)
             if product.copies is not None:
                 dist.all_reduce(of_weight, group=product.copies())
         return of_x, of_weight, None
-
-
-def _gathered_input(x: Tensor, product: _Product) -> Tensor:
-    return all_gather_along(x, product.x_dim, product.x_group)

@@ -42,10 +42,12 @@ class GridLinear(GridLayer):
         enters: Whether it takes what every rank has, where it is in no region.
         leaves: Whether it gives what every rank has, where it is in no region.
         is_transposed: Whether the weight is ``[in_features, out_features]``.
+        blocks: Into how many blocks the output features fall, each of which is divided.
     """
 
     weight: Tensor
     bias: Tensor | None
+    blocks: int
     is_second: bool
     enters: bool
     leaves: bool
@@ -60,7 +62,8 @@ class GridLinear(GridLayer):
         source, target = (shape.inner, shape.outer) if self.is_second else (shape.outer, shape.inner)
         weight, bias = shard_of(self.weight), shard_of(self.bias)
         weight = weight.t() if self.is_transposed else weight
-        y = block_linear(x, weight, bias, grid, source=source, target=target, rows_dim=self.rows_dim)
+        layouts = {"source": source, "target": target}
+        y = block_linear(x, weight, bias, grid, **layouts, rows_dim=self.rows_dim, blocks=self.blocks)
         return grid.leave(y, target, self.rows_dim) if leaves else y
 
 
@@ -107,10 +110,10 @@ class GridAttention(ParallelAttention, GridLayer):
         q = block(query, is_block=self.in_region)
         return q, block(key, is_block=memory_is_block), block(value, is_block=memory_is_block)
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int = 1) -> Tensor:
         shape = self.tensor_group.shape
         layouts = {"source": shape.outer, "target": shape.inner}
-        return block_linear(x, weight, bias, self.tensor_group, **layouts, rows_dim=self.rows_dim)
+        return block_linear(x, weight, bias, self.tensor_group, **layouts, rows_dim=self.rows_dim, blocks=blocks)
 
     def _project_out(self, x: Tensor) -> Tensor:
         shape = self.tensor_group.shape

@@ -43,7 +43,7 @@ class GridSplit(ParamSplit):
 
     Attributes:
         grid: The arrangement of the ranks.
-        over: The dimensions that are divided, each with the axes, the outermost first.
+        over: The dimensions that are divided, each with the axes, the outermost first: one axis of the mesh.
     """
 
     grid: GridShape | None = None
@@ -56,7 +56,8 @@ class GridSplit(ParamSplit):
 
     def dim_of(self, axis: str) -> int | None:
         """The dimension that an axis divides; ``None`` if ranks along it have the same."""
-        return next((dim for dim, axes in self.over if axis in axes), None)
+        assert self.grid is not None
+        return next((dim for dim, axes in self.over if axes == self.grid.mesh_axes[axis]), None)
 
     def transposed(self) -> ParamSplit:
         """The same of the transposed parameter."""
@@ -105,17 +106,17 @@ def _samples_dim(layer: nn.Module) -> int:
 
 def _linear(kind: str, layer: nn.Module, grid: GridShape) -> Style:
     is_second, enters, leaves = _LINEARS[kind]
-    source, target = (grid.inner, grid.outer) if is_second else (grid.outer, grid.inner)
+    target = grid.outer if is_second else grid.inner
     blocks = int(kind.rpartition("_")[2]) if kind.startswith("packed") else 1
 
     def param_splits(layer: nn.Module) -> list[ParamSplit]:
-        over = (0, (target.features,)), (1, weight_axes(grid, source))
+        over = tuple(enumerate(weight_axes(grid, target)))
         splits: list[ParamSplit] = [GridSplit("weight", 0, blocks, grid, over)]
         if getattr(layer, "bias", None) is not None:
             splits.append(GridSplit("bias", 0, blocks, grid, over[:1]))
         return splits
 
-    attributes = {"is_second": is_second, "enters": enters, "leaves": leaves, "is_transposed": False}
+    attributes = {"is_second": is_second, "enters": enters, "leaves": leaves, "is_transposed": False, "blocks": blocks}
     style = Style((nn.Linear,), GridLinear, param_splits, {**attributes, "in_region": False, "rows_dim": 0})
     return transposed(style) if is_conv1d(layer) else style
 
@@ -131,17 +132,15 @@ def _features(layout: BlockLayout, grid: GridShape) -> Callable[[nn.Module], lis
 
 def _attention(grid: GridShape) -> Callable[[nn.Module], list[ParamSplit]]:
     def param_splits(layer: nn.Module) -> list[ParamSplit]:
-        heads = 0, (grid.inner.features,)
-        of_input, of_heads = ((1, weight_axes(grid, source)) for source in (grid.outer, grid.inner))
+        into, out = (tuple(enumerate(weight_axes(grid, target))) for target in (grid.inner, grid.outer))
         splits: list[ParamSplit] = [
-            GridSplit(name, 0, blocks, grid, (heads,) if name.endswith("bias") else (heads, of_input))
+            GridSplit(name, 0, blocks, grid, into[:1] if name.endswith("bias") else into)
             for name, blocks in IN_PROJECTIONS.items()
             if getattr(layer, name) is not None
         ]
-        features = 0, (grid.outer.features,)
-        splits.append(GridSplit("out_proj.weight", 0, 1, grid, (features, of_heads)))
+        splits.append(GridSplit("out_proj.weight", 0, 1, grid, out))
         if layer.out_proj.bias is not None:  # type: ignore[union-attr]
-            splits.append(GridSplit("out_proj.bias", 0, 1, grid, (features,)))
+            splits.append(GridSplit("out_proj.bias", 0, 1, grid, out[:1]))
         return splits
 
     return param_splits
