@@ -214,14 +214,19 @@ class _Product:
         """The output features, of each block, or the input features of all ranks along an axis."""
         if self.weight_dim == 1:
             return all_gather_along(weight, 1, self.weight_group)
-        return all_gather_along(weight.unflatten(0, (self.blocks, -1)), 1, self.weight_group).flatten(0, 1)
+        return all_gather_along(_by_block(weight, self.blocks), 1, self.weight_group).flatten(0, 1)
 
     def reduce_weight(self, gradient: Tensor) -> Tensor:
         """This rank's part of the sum of what :meth:`gather_weight` has made."""
         if self.weight_dim == 1:
             return reduce_scatter_along(gradient, 1, self.weight_group).contiguous()
-        by_block = gradient.unflatten(0, (self.blocks, -1))
+        by_block = _by_block(gradient, self.blocks)
         return reduce_scatter_along(by_block, 1, self.weight_group).flatten(0, 1)
+
+
+def _by_block(x: Tensor, blocks: int) -> Tensor:
+    """With a dimension for the blocks before the first one."""
+    return torch.unflatten(x, 0, (blocks, -1))
 
 
 def weight_axes(shape: GridShape, target: BlockLayout) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -273,7 +278,7 @@ def _all_of_bias(bias: Tensor, grid: Grid, target: BlockLayout, product: _Produc
     """The output features that this rank makes: those that it has, or, beside a weight that is gathered so, more."""
     if product.weight_dim == 1:
         return copy_to_tp(bias, grid.along(*target.rows))
-    gathered = gather_from_sp(bias.unflatten(0, (product.blocks, -1)), 1, product.weight_group).flatten()
+    gathered = gather_from_sp(_by_block(bias, product.blocks), 1, product.weight_group).flatten()
     return copy_to_tp(gathered, grid.along("output"))
 
 

@@ -62,8 +62,8 @@ class GridLinear(GridLayer):
         source, target = (shape.inner, shape.outer) if self.is_second else (shape.outer, shape.inner)
         weight, bias = shard_of(self.weight), shard_of(self.bias)
         weight = weight.t() if self.is_transposed else weight
-        layouts = {"source": source, "target": target}
-        y = block_linear(x, weight, bias, grid, **layouts, rows_dim=self.rows_dim, blocks=self.blocks)
+        dims = {"rows_dim": self.rows_dim, "blocks": self.blocks}
+        y = block_linear(x, weight, bias, grid, source=source, target=target, **dims)
         return grid.leave(y, target, self.rows_dim) if leaves else y
 
 
@@ -112,14 +112,14 @@ class GridAttention(ParallelAttention, GridLayer):
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int = 1) -> Tensor:
         shape = self.tensor_group.shape
-        layouts = {"source": shape.outer, "target": shape.inner}
-        return block_linear(x, weight, bias, self.tensor_group, **layouts, rows_dim=self.rows_dim, blocks=blocks)
+        dims = {"rows_dim": self.rows_dim, "blocks": blocks}
+        return block_linear(x, weight, bias, self.tensor_group, source=shape.outer, target=shape.inner, **dims)
 
     def _project_out(self, x: Tensor) -> Tensor:
         shape = self.tensor_group.shape
         weight, bias = shard_of(self.out_proj.weight), shard_of(self.out_proj.bias)
-        layouts = {"source": shape.inner, "target": shape.outer}
-        return block_linear(x, weight, bias, self.tensor_group, **layouts, rows_dim=self.rows_dim)
+        dims = {"rows_dim": self.rows_dim}
+        return block_linear(x, weight, bias, self.tensor_group, source=shape.inner, target=shape.outer, **dims)
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """Both masks as one, of this rank's samples and heads."""
