@@ -57,7 +57,8 @@ def test_checkpoints_are_those_of_one_process(ranks: Pools, tmp_path: Path, layo
     assert_same([resumed(None, None, ours, 4, None)], last)
 
 
-@pytest.mark.parametrize("name", ["adamw at once", pytest.param("fused adamw", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["adamw at once", "fused adamw"])
 def test_optimizers_equal_one_process(ranks: Pools, name: str) -> None:
     assert_same(ranks(4, lightning=True).run(optimized, SQUARE, name), optimized(None, name))
 
@@ -66,7 +67,8 @@ def in_half(layout: Layout, precision: str) -> Outcome:
     return fitted(made(zoo.Encoders).float(), layout, precision=precision)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_precisions(ranks: Pools, precision: str) -> None:
     assert_same(ranks(4, lightning=True).run(in_half, SQUARE, precision), in_half(None, precision), 0.05)
 
@@ -81,14 +83,14 @@ def gathered(layout: dict[str, Any]) -> tuple[int, dict[str, Tensor], float]:
     assert not any(map(is_sharded, module.parameters()))
     x = torch.ones(2, zoo.LENGTH, zoo.DIM, dtype=torch.float64).cumsum(1)
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    return divided, weights, float(module(x).sum())
+    return divided, weights, float(module(x).detach().sum())
 
 
 def alone() -> tuple[dict[str, Tensor], float]:
     module = made(zoo.OwnAttention)
     make_trainer(None, max_epochs=1).fit(module)
     x = torch.ones(2, zoo.LENGTH, zoo.DIM, dtype=torch.float64).cumsum(1)
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}, float(module(x).sum())
+    return {name: each.detach() for name, each in module.named_parameters()}, float(module(x).detach().sum())
 
 
 def test_a_module_is_made_whole_again(ranks: Pools) -> None:

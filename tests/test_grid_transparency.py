@@ -19,8 +19,8 @@ SUBJECTS = ["mlps", "own_attention", "encoders", "sequence_first", "decoders", "
 CASES = [Case(subject, layout, "1f1b") for layout in GRID_LAYOUTS for subject in SUBJECTS]
 CASES.sort(key=lambda case: case.size)
 
-#: Of every run: with an accumulated MLP, with a clipped norm and tied weights, with a plan of regions.
-DAILY = {("mlps", "grid2d"), ("tied_words", "grid2.5d_depth1"), ("own_attention", "grid2d")}
+#: Of every run: with a clipped norm and tied weights, with a plan of regions.
+DAILY = {("tied_words", "grid2.5d_depth1"), ("own_attention", "grid2d")}
 
 
 def _marked(case: Case) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -109,6 +110,8 @@ PLANS: dict[str, tuple[Any, Any]] = {
     **{name: (make, "auto") for name, make in MODULES.items() if name not in ("unbatched", "other sizes")},
     "other sizes": (Cross, "auto"),
 }
+#: Of every run, on four ranks.
+DAILY = ("gated", "own block", "vocabulary", "encoder", "decoder, sequence first", "mask of heads", "weights")
 #: Modules for which any number of samples will do.
 ANY_NUMBER = ("gated", "own block", "vocabulary", "encoder", "encoder, sequence first", "mlp", "weights of heads")
 
@@ -162,8 +165,13 @@ def unsharded(parameter: Any) -> Tensor:
     return (parameter.full_tensor() if is_sharded(parameter) else parameter).detach()
 
 
-@pytest.mark.parametrize("grid", EACH_GRID)
-@pytest.mark.parametrize("name", PLANS)
+def _layers() -> list[Any]:
+    daily = {*((name, "2d") for name in DAILY), ("encoder", "2.5d, depth 1")}
+    pairs = itertools.product(PLANS, GRIDS)
+    return [pytest.param(*pair, marks=() if pair in daily else pytest.mark.thorough) for pair in pairs]
+
+
+@pytest.mark.parametrize(("name", "grid"), _layers())
 def test_layers_equal_one_process(ranks: Pools, name: str, grid: str) -> None:
     for samples in (4, 3) if name in ANY_NUMBER else (4,):
         for worst in ranks(GRIDS[grid].size).run(grid_and_dense, name, grid, samples):
