@@ -19,6 +19,7 @@ from lightning_hybrid.pipeline_parallel.partition import partition
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES, Kind, build, build_forward
 from lightning_hybrid.tensor_parallel.plan import make_plan
 from lightning_hybrid.tensor_parallel.shard import shards_of, unshard
+from lightning_hybrid.tensor_parallel.styles import ParamSplit
 
 #: Examples of each property: a few every day, many among the thorough tests, or as many as the variable says.
 EXAMPLES = int(os.environ.get("LIGHTNING_HYBRID_EXAMPLES", "40"))
@@ -186,9 +187,10 @@ def test_shards_of_any_parameter(
     dim = data.draw(st.integers(0, len(shape) - 1))
     shape[dim] = shape[dim] * size * blocks
     full = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
-    shards = shards_of(full, dim, size, blocks=blocks)
+    split = ParamSplit("weight", dim, blocks)
+    shards = shards_of(full, split, size)
     assert len(shards) == size
-    assert torch.equal(unshard(shards, dim, blocks=blocks), full)
+    assert torch.equal(unshard(shards, split), full)
     for shard in shards:  # each of which replicas divide again
         rows = RowShards.of(shard.shape, num_replicas)
         if rows is None:

@@ -87,6 +87,8 @@ class Layout:
     chunks: int = 1
     microbatches: int | str = "auto"
     tensor: int = 1
+    mode: str = "1d"
+    depth: int = 1
     sequence_parallel: bool = False
     rank_order: str = "pp-dp-tp"
     partition: str = "uniform"
@@ -244,6 +246,26 @@ TENSOR_LAYOUTS: dict[str, Layout] = _named(
         Layout("tp2_pp2_chunks2_sequence", tensor=2, pipeline=2, chunks=2, microbatches=4, sequence_parallel=True),
         Layout("tp2_pp2_dp2", tensor=2, pipeline=2, data=2, microbatches=4),
         Layout("tp2_pp2_dp2_sequence", tensor=2, pipeline=2, data=2, microbatches=4, sequence_parallel=True),
+    ]
+)
+
+
+#: Tensor-parallel ranks in two and three dimensions: what is divided into blocks.
+GRID_LAYOUTS: dict[str, Layout] = _named(
+    [
+        Layout("grid2d", tensor=4, mode="2d", microbatches=2),
+        Layout("grid2.5d_depth1", tensor=4, mode="2.5d", microbatches=3),
+        Layout("grid2d_recompute", tensor=4, mode="2d", microbatches=3, recompute=True),
+        Layout("grid2.5d", tensor=8, mode="2.5d", depth=2, microbatches=2),
+        Layout("grid3d", tensor=8, mode="3d", microbatches=2),
+        Layout("grid2d_pp2", tensor=4, mode="2d", pipeline=2, microbatches=4),
+        Layout("grid2d_dp2", tensor=4, mode="2d", data=2, rank_order="tp-dp-pp"),
+        Layout("grid2d_dp2_zero1", tensor=4, mode="2d", data=2, zero=1),
+        Layout("grid2d_dp2_zero3", tensor=4, mode="2d", data=2, zero=3),
+        Layout("grid2.5d_pp2", tensor=8, mode="2.5d", depth=2, pipeline=2, microbatches=4),
+        Layout("grid2.5d_dp2", tensor=8, mode="2.5d", depth=2, data=2),
+        Layout("grid3d_pp2", tensor=8, mode="3d", pipeline=2, microbatches=4),
+        Layout("grid3d_dp2_zero3", tensor=8, mode="3d", data=2, zero=3),
     ]
 )
 
@@ -467,7 +489,9 @@ def subject_of(name: str) -> Subject:
 
 def layout_of(name: str) -> Layout:
     """The layout of this name."""
-    return (LAYOUTS | TENSOR_LAYOUTS | ZERO_LAYOUTS | FRAME_LAYOUTS | TENSOR_FRAME_LAYOUTS | ZOO_LAYOUTS)[name]
+    return (
+        LAYOUTS | TENSOR_LAYOUTS | GRID_LAYOUTS | ZERO_LAYOUTS | FRAME_LAYOUTS | TENSOR_FRAME_LAYOUTS | ZOO_LAYOUTS
+    )[name]
 
 
 def allowed(subject: str, layout: str, schedule: str) -> bool:
@@ -593,6 +617,8 @@ def arguments_of(layout: Layout) -> dict[str, Any]:
     return {
         "pipeline_parallel_size": layout.pipeline,
         "tensor_parallel_size": layout.tensor,
+        "tensor_parallel_mode": layout.mode,
+        "tensor_parallel_depth": layout.depth,
         "sequence_parallel": layout.sequence_parallel,
         "data_parallel_size": layout.data,
         "num_chunks": layout.chunks,

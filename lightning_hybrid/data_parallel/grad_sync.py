@@ -16,7 +16,13 @@ from lightning_hybrid.data_parallel.grad_buckets import GradientBuckets
 from lightning_hybrid.data_parallel.sync_batch_norm import synchronize_batch_norm
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
-from lightning_hybrid.distributed.dtensor import is_tensor_parallel, local_gradient, redistribute_grad, to_local
+from lightning_hybrid.distributed.dtensor import (
+    is_first_copy,
+    is_tensor_parallel,
+    local_gradient,
+    redistribute_grad,
+    to_local,
+)
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap, TensorStages, locate
@@ -173,7 +179,8 @@ class GradientSync:
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts the parameter, or its part of it, in the gradient norm: its first holder does."""
-        if id(parameter) not in self._counted or not (self._mesh.tensor_rank == 0 or is_tensor_parallel(parameter)):
+        is_first = is_first_copy(parameter) if is_tensor_parallel(parameter) else self._mesh.tensor_rank == 0
+        if id(parameter) not in self._counted or not is_first:
             return False
         return self.zero.counts_in_norm(parameter)
 

@@ -58,6 +58,15 @@ def is_tensor_parallel(tensor: object) -> bool:
     )
 
 
+def is_first_copy(tensor: Tensor) -> bool:
+    """Whether this rank is the first of the tensor-parallel ranks that hold the same part of this DTensor."""
+    assert isinstance(tensor, DTensor)
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    axes = tensor.device_mesh.mesh_dim_names or ("",) * tensor.device_mesh.ndim
+    placements = zip(axes, tensor.placements, coordinate, strict=True)
+    return all(rank == 0 for axis, placement, rank in placements if axis != REPLICAS and placement.is_replicate())
+
+
 def to_local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing memory, without a graph; of a plain tensor, all."""
     if not isinstance(tensor, DTensor):
@@ -201,8 +210,7 @@ def distribute_like(value: Any, parameter: Tensor) -> Any:
     if is_zero_sharded(parameter) and isinstance(placement := parameter.placements[-1], Shard):
         part: Any = value.to(parameter.device)
         if parameter.device_mesh.ndim > 1:
-            mesh = parameter.device_mesh[parameter.device_mesh.mesh_dim_names[0]]  # type: ignore[index]
-            part = _distribute(part, mesh, parameter.placements[:1]).to_local()
+            part = _distribute(part, _without_replicas(parameter), parameter.placements[:-1]).to_local()
         shards = part.chunk(parameter.device_mesh.size(-1), placement.dim)
         rank = parameter.device_mesh.get_local_rank(REPLICAS)
         own = shards[rank] if rank < len(shards) else part.narrow(placement.dim, 0, 0)
@@ -254,8 +262,13 @@ def full_tensor(value: Any) -> Any:
     local = all_gather_zero(there)
     if value.device_mesh.ndim == 1:
         return local
-    mesh = value.device_mesh[value.device_mesh.mesh_dim_names[0]]  # type: ignore[index]
-    return from_shard(local, mesh, value.placements[:1], value).full_tensor()
+    return from_shard(local, _without_replicas(value), value.placements[:-1], value).full_tensor()
+
+
+def _without_replicas(tensor: DTensor) -> DeviceMesh:
+    """The axes over which a tensor is sharded beside the replicas."""
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return tensor.device_mesh[names[:-1]]
 
 
 def all_gather_zero(value: Any) -> Tensor:

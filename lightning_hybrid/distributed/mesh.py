@@ -6,7 +6,7 @@ import gc
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_hybrid.config import GridShape
 from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends, make_group, set_timeout
@@ -118,9 +119,11 @@ class Mesh:
         timeout: Of the groups made here, and of the group of all ranks where that is one of them.
         hosts: The machine of each rank.
         writes_together: Whether ranks write files together, for which they need a group: it may be beside training.
+        grid: How tensor-parallel ranks are arranged in two or three dimensions; ``None`` if they are in a line.
 
     Attributes:
         hosts: As given.
+        grid: As given.
         broadcasts: Those that have been asked for.
     """
 
@@ -135,10 +138,11 @@ class Mesh:
         timeout: timedelta | None = None,
         hosts: Sequence[str] = (),
         writes_together: bool = False,
+        grid: GridShape | None = None,
     ) -> None:
         sizes = {"dp": data_parallel_size, "tp": tensor_parallel_size, "pp": pipeline_parallel_size}
         order = rank_order.split("-")
-        self.sizes, self.hosts = sizes, list(hosts)
+        self.sizes, self.hosts, self.grid = sizes, list(hosts), grid
         self.data_parallel_size = data_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
         self.pipeline_parallel_size = pipeline_parallel_size
@@ -155,6 +159,7 @@ class Mesh:
         everyone = by_order.view(1, -1)
         self._data_group = self._group(by_stage)
         self._tensor_group = self._group(self._ranks.flatten(0, 1))
+        self._grid_groups = {axes: self._group(self._along(axes)) for axes in grid.groups()} if grid else {}
         self._model_group = self._group(by_replica)
         # Nothing here uses it: who does, has it connected.
         pipeline_group = self._group(self._ranks.permute(1, 2, 0).flatten(0, 1), connects_when_used=True)
@@ -257,6 +262,28 @@ class Mesh:
         )
         return trees
 
+    def _along(self, axes: Sequence[str]) -> Tensor:
+        """The ranks along some axes of the grid, in all replicas and stages; shape (groups, ranks of each)."""
+        assert self.grid is not None
+        names = [name for name, _ in self.grid.axes]
+        by_axis = self._ranks.reshape(-1, *(size for _, size in self.grid.axes))
+        others = [name for name in names if name not in axes]
+        order = [0, *(1 + names.index(name) for name in (*others, *axes))]
+        return by_axis.permute(order).reshape(-1, self.grid.parts(axes))
+
+    def grid_group(self, axes: Sequence[str]) -> dist.ProcessGroup:
+        """The ranks along some axes of the grid: one of :meth:`GridShape.groups`."""
+        return self._grid_groups[tuple(axes)]()
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh:
+        """What layers are shared over: the tensor-parallel axis, or :attr:`GridShape.mesh_axes`."""
+        if self.grid is None:
+            return self.device_mesh[AXES["tp"]]
+        axes = self._tensor_axes()
+        ranks = self._ranks[self.pipeline_rank, self.data_rank].reshape([group.size() for group in axes.values()])
+        return self._mesh_of(axes, ranks)
+
     @property
     def zero_mesh(self) -> DeviceMesh:
         """What ZeRO shards parameters over: the replicas, inside the tensor-parallel ranks, if there are any.
@@ -265,13 +292,23 @@ class Mesh:
         """
         if self.tensor_parallel_size == 1:
             return self.device_mesh[AXES["dp"]]
-        names = AXES["tp"], AXES["dp"]
-        groups = [self.device_mesh.get_group(name) for name in names]
-        ranks = self._ranks[self.pipeline_rank].T.contiguous()
-        device = self.device_mesh.device_type
+        axes = self._tensor_axes()
+        shape = [group.size() for group in axes.values()]
+        ranks = self._ranks[self.pipeline_rank].T.reshape(*shape, self.data_parallel_size)
+        return self._mesh_of({**axes, AXES["dp"]: self.data_group}, ranks)
+
+    def _tensor_axes(self) -> dict[str, dist.ProcessGroup]:
+        """The groups of the axes over which layers are shared."""
+        if self.grid is None:
+            return {AXES["tp"]: self.tensor_group}
+        return {name: self.grid_group(axes) for name, axes in self.grid.mesh_axes.items()}
+
+    def _mesh_of(self, groups: Mapping[str, dist.ProcessGroup], ranks: Tensor) -> DeviceMesh:
+        """A mesh of torch with these axes."""
+        device, names, ranks = self.device_mesh.device_type, tuple(groups), ranks.contiguous()
         mesh: DeviceMesh = _WORLD_CACHE.get(
             (device, names, tuple(ranks.flatten().tolist()), tuple(ranks.shape)),
-            lambda: DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names),
+            lambda: DeviceMesh.from_group(list(groups.values()), device, mesh=ranks, mesh_dim_names=names),
         )
         return mesh
 

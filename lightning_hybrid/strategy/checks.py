@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
-from lightning_hybrid.config import HybridConfig, choices
+from lightning_hybrid.config import TENSOR_PARALLEL_MODES, HybridConfig, check_grid, choices
 from lightning_hybrid.distributed.agreement import RankInfo, agree, check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.mesh import AXES, Mesh
@@ -71,6 +71,11 @@ def check_arguments(**arguments: Any) -> None:
             f"lease must be at least {_LEAST_LEASE}, or None, as ranks give a sign every half a second at most; got"
             f" {arguments['lease']}."
         )
+    mode, depth = arguments["tensor_parallel_mode"], arguments["tensor_parallel_depth"]
+    _check_choice("tensor_parallel_mode", mode, TENSOR_PARALLEL_MODES)
+    _check_number("tensor_parallel_depth", depth, "")
+    sizes = choices(arguments["tensor_parallel_size"])
+    check_grid(mode, sizes, depth, sequence_parallel=arguments["sequence_parallel"])
     _check_choice("schedule", arguments["schedule"], tuple(SCHEDULES))
     _check_choice("zero_stage", arguments["zero_stage"], (0, 1, 2, 3))
     _check_choice("zero_frees", arguments["zero_frees"], ("auto", "step", "microbatch"))

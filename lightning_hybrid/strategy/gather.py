@@ -119,10 +119,8 @@ def _full_value(tensor: Tensor, division: ParamSplit | None, stage: int, mesh: M
     sources = [mesh.model_group_rank(stage, rank) for rank in range(mesh.tensor_parallel_size)]
     if division is None:
         return _received(tensor, list(tensor.shape), sources[0], mesh)
-    shape = list(tensor.shape)
-    shape[division.dim] //= mesh.tensor_parallel_size
-    shards = [_received(tensor, shape, source, mesh) for source in sources]
-    return unshard(shards, division.dim, blocks=division.blocks)
+    shape = division.local_shape(tensor.shape, mesh.tensor_parallel_size)
+    return unshard([_received(tensor, shape, source, mesh) for source in sources], division)
 
 
 def _received(tensor: Tensor, shape: list[int], source: int, mesh: Mesh) -> Tensor:

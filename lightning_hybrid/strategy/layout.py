@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_hybrid.config import HybridConfig, UserPlan
+from lightning_hybrid.config import HybridConfig, UserPlan, grid_shape
 from lightning_hybrid.data_parallel.zero.shard_module import listed_layers
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
 from lightning_hybrid.memory.activation_checkpoint.policy import chosen_layers, is_by_name
@@ -304,7 +304,8 @@ def find_plan(module: LightningModule, settings: HybridConfig, size: int, body: 
         ValueError: If layers cannot be shared as the user says, or not together with this body.
     """
     requested = requested_plan(module, settings)
-    plan = make_plan(module, requested, size, sequence_parallel=settings.sequence_parallel)
+    grid = grid_shape(settings.tensor_parallel_mode, size, settings.tensor_parallel_depth)
+    plan = make_plan(module, requested, size, sequence_parallel=settings.sequence_parallel, grid=grid)
     if body is not None and body.chain is None:
         _check_plan(plan, module, body)
     return plan

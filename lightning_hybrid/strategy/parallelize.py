@@ -20,7 +20,7 @@ from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.data_parallel.zero.shard_module import shard_module, unshard_module
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
 from lightning_hybrid.distributed.agreement import agree, all_gather_values
-from lightning_hybrid.distributed.mesh import AXES, Mesh
+from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
@@ -34,7 +34,7 @@ from lightning_hybrid.strategy import layout
 from lightning_hybrid.strategy.gather import check_gathering, gather_module
 from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from lightning_hybrid.strategy.summary import divided_share, plan_table
-from lightning_hybrid.tensor_parallel.mappings import TensorGroup
+from lightning_hybrid.tensor_parallel.grid.blocks import find_tensor_group
 from lightning_hybrid.tensor_parallel.plan import Plan, check_names
 
 _PLAN = "_tensor_parallel_plan"  # where a module remembers how its layers were divided
@@ -203,7 +203,9 @@ class ModuleParallelizer:
 
     def _plan_tensor_parallel(self) -> None:
         size = self._mesh.tensor_parallel_size
-        requested = size, self._settings.tensor_parallel_plan, self._settings.sequence_parallel
+        settings = self._settings
+        how = settings.tensor_parallel_mode, settings.tensor_parallel_depth
+        requested = size, settings.tensor_parallel_plan, settings.sequence_parallel, *how
         known: Plan | None
         before, known = vars(self._module).get(_PLAN, (None, None))
         self._was_parallelized = known is not None
@@ -215,8 +217,8 @@ class ModuleParallelizer:
         if known is not None and before != requested:
             raise ValueError(
                 f"{type(self._module).__name__} was divided for (tensor_parallel_size, tensor_parallel_plan,"
-                f" sequence_parallel) = {before} before, and now for {requested}. After the earlier run, call"
-                " `trainer.strategy.gather_module()`, which makes it whole."
+                f" sequence_parallel, tensor_parallel_mode, tensor_parallel_depth) = {before} before, and now for"
+                f" {requested}. After the earlier run, call `trainer.strategy.gather_module()`, which makes it whole."
             )
         self.plan = known
         if known is None:
@@ -251,11 +253,11 @@ class ModuleParallelizer:
     def _apply_plan(self, prepare: Callable[[str], None] = lambda name: None) -> None:
         if self.plan is None:
             return
-        group = TensorGroup(self._mesh.tensor_group)
+        group = find_tensor_group(self._mesh)
         if self._was_parallelized:
             self.plan.set_tensor_group(self._module, group)
         else:
-            self.plan.apply(self._module, self._mesh.device_mesh[AXES["tp"]], group, self._device, prepare)
+            self.plan.apply(self._module, self._mesh.tensor_mesh, group, self._device, prepare)
 
     def undo(self) -> None:
         """Make the module whole again on every rank, so that it can be divided in another way.

@@ -25,7 +25,7 @@ from torch import nn
 
 from lightning_hybrid.checkpoint.checkpointer import Checkpointer
 from lightning_hybrid.checkpoint.partial_state import warn_of_parts
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import HybridConfig, grid_shape
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import RankInfo, agree
 from lightning_hybrid.distributed.broadcast.leaf_readers import LeafFetch
@@ -115,8 +115,10 @@ class World:
         self.connections = connections = start.connections
         before, hosts = read_collectives().last, [each.host for each in ranks]
         axes: dict[str, Any] = {"rank_order": config.rank_order, "device_type": device.type, "timeout": config.timeout}
+        grid = grid_shape(config.tensor_parallel_mode, sizes[1], config.tensor_parallel_depth)
+        axes |= {"grid": grid, "writes_together": config.save_distributed_checkpoint}
         with connections.opened(), equally_many_groups(max(each.num_groups for each in ranks)):
-            self.mesh = Mesh(*sizes, **axes, hosts=hosts, writes_together=config.save_distributed_checkpoint)
+            self.mesh = Mesh(*sizes, **axes, hosts=hosts)
             channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
         self.failures, store, watched = start.failures, start.store, start.watched
         rank = dist.get_rank()

@@ -92,6 +92,12 @@ class HybridStrategy(ReplicaCollectives):
             layers, or names of lists and layers in the order in which they are called (``*`` for anything between two
             dots), which any code may call. ``None`` takes the module's ``pipeline_body``, or the outermost
             `nn.Sequential` that holds more than half of the parameters, or the layers of the lists that hold most.
+        tensor_parallel_mode: How the ranks that share layers are arranged: ``"1d"`` in a line, of which each has a part
+            of the features; ``"2d"`` in a square, ``"2.5d"`` in several squares, ``"3d"`` in a cube, of which each has
+            a block of the samples and features, and a block of each weight. ``tensor_parallel_size`` must be a square,
+            ``tensor_parallel_depth`` times a square, or a cube.
+        tensor_parallel_depth: The number of squares with ``"2.5d"``: each has all of the weights, and a part of the
+            samples.
         tensor_parallel_plan: How layers are shared: a style by name of module, where ``*`` stands for anything between
             two dots. ``"auto"`` takes the module's ``tensor_parallel_plan()``, or divides the layers of torch that it
             knows; ``None`` divides nothing.
@@ -166,6 +172,8 @@ class HybridStrategy(ReplicaCollectives):
         extra_in_flight: int | list[int] | Literal["auto"] = 0,
         partition: str | list[int] = "uniform",
         body: str | list[str] | None = None,
+        tensor_parallel_mode: Literal["1d", "2d", "2.5d", "3d"] = "1d",
+        tensor_parallel_depth: int = 1,
         tensor_parallel_plan: dict[str, str] | str | None = "auto",
         sequence_parallel: bool = False,
         global_batch_size: int | None = None,

@@ -284,8 +284,8 @@ def _shapes(plan: Plan, row: PlanRow) -> dict[str, tuple[Sequence[int], Sequence
     """The full and the local shape of the parameters that a row divides."""
     found: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
     for name, split in row.parameters().items():
-        full, dim = plan.shapes[name], split.dim
-        found[name] = full, (*full[:dim], full[dim] // plan.size, *full[dim + 1 :])
+        full = plan.shapes[name]
+        found[name] = full, split.local_shape(full, plan.size)
     return found
 
 

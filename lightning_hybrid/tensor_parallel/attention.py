@@ -73,17 +73,24 @@ class ParallelAttention(ParallelLayer):
             concatenated = concatenated.squeeze(0)
         elif not self.batch_first:
             concatenated = concatenated.transpose(0, 1)
-        out = self.reduce_output(F.linear(concatenated, shard_of(self.out_proj.weight)))
-        if self.out_proj.bias is not None:
-            out = out + self.out_proj.bias.to(out.dtype)
+        out = self._project_out(concatenated)
         return out, self._gather_weights(weights, average=average_attn_weights, is_batched=is_batched)
 
     def _gather_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gathered = self.gather_input(query)
         if self.memory_is_replicated:
             return gathered, copy_to_tp(key, self.tensor_group), copy_to_tp(value, self.tensor_group)
-        k, v = (gathered if _same(other, query) else self.gather_input(other) for other in (key, value))
+        k, v = (gathered if is_same(other, query) else self.gather_input(other) for other in (key, value))
         return gathered, k, v
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int = 1) -> Tensor:
+        """To the features of this rank's heads; of several projections at once."""
+        return F.linear(x, weight, bias)
+
+    def _project_out(self, x: Tensor) -> Tensor:
+        """From the features of this rank's heads."""
+        out = self.reduce_output(F.linear(x, shard_of(self.out_proj.weight)))
+        return out if self.out_proj.bias is None else out + self.out_proj.bias.to(out.dtype)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         bias = shard_of(self.in_proj_bias)
@@ -93,21 +100,21 @@ class ParallelAttention(ParallelLayer):
         else:
             packed = shard_of(self.in_proj_weight)
             if key is query and value is query:
-                q, k, v = F.linear(query, packed, bias).chunk(3, -1)
+                q, k, v = self._linear(query, packed, bias, 3).chunk(3, -1)
                 return q, k, v
             weights = list(packed.chunk(3))
         inputs = (query, key, value)
-        q, k, v = (F.linear(x, weight, b) for x, weight, b in zip(inputs, weights, biases, strict=True))
+        q, k, v = (self._linear(x, weight, b) for x, weight, b in zip(inputs, weights, biases, strict=True))
         return q, k, v
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """Both masks as one that is added to the scores; ``(batch or 1, heads or 1, L or 1, S)``."""
-        mask = None if attn_mask is None else _additive(attn_mask, q.dtype)
+        mask = None if attn_mask is None else additive_mask(attn_mask, q.dtype)
         if mask is not None and mask.dim() == 3:  # one per head: (batch * all heads, L, S)
             mask = self.tensor_group.local_chunk(mask.view(-1, self.num_heads, *mask.shape[1:]), 1)
         if padding is None:
             return mask
-        padding = _additive(padding, q.dtype)[:, None, None, :]
+        padding = additive_mask(padding, q.dtype)[:, None, None, :]
         return padding if mask is None else mask + padding
 
     def _attend(
@@ -133,7 +140,7 @@ class ParallelAttention(ParallelLayer):
         return weights if is_batched else weights.squeeze(0)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def is_same(one: Tensor, other: Tensor) -> bool:
     """Whether these are one tensor, perhaps passed through a hook of the layer, which makes new ones of both."""
     if one is other:
         return True
@@ -141,7 +148,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return is_passed_on and one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask to be added to scores; ``True`` forbids."""
     if mask.dtype != torch.bool:
         return mask

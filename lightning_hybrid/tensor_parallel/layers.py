@@ -284,7 +284,7 @@ class DividedNumbers(ParallelLayer):
         whole = {name: getattr(self, name) for name in self.divided}
         try:
             for name, number in whole.items():
-                setattr(self, name, number // self.tensor_group.size)
+                setattr(self, name, number // self.tensor_group.feature_parts)
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             for name, number in whole.items():

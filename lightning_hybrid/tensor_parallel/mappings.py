@@ -23,6 +23,7 @@ ones here.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -48,6 +49,11 @@ class TensorGroup(GroupRef):
         super().__init__(group)
         self.size = group.size()
         self.rank = group.rank()
+
+    @property
+    def feature_parts(self) -> int:
+        """Into how many parts features, and heads, are divided between two layers."""
+        return self.size
 
     def local_chunk(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor that every rank has, as a view."""
@@ -120,16 +126,16 @@ def gather_input(x: Tensor, sequence_dim: int | None, group: TensorGroup) -> Ten
     return copy_to_tp(x, group) if sequence_dim is None else gather_from_sp(x, sequence_dim, group)
 
 
-def shared_input(x: Tensor, sequence_dim: int | None) -> Tensor | None:
-    """What another layer made of the same input, if it did."""
-    cached: tuple[int, int | None, Tensor] | None = getattr(x, "_shared_input", None)
-    return cached[2] if cached is not None and cached[:2] == (x._version, sequence_dim) else None
+def shared_input(x: Tensor, how: Hashable) -> Tensor | None:
+    """What another layer made of the same input in the same way, if it did."""
+    cached: tuple[int, Hashable, Tensor] | None = getattr(x, "_shared_input", None)
+    return cached[2] if cached is not None and cached[:2] == (x._version, how) else None
 
 
-def share_input(x: Tensor, sequence_dim: int | None, made: Tensor) -> None:
+def share_input(x: Tensor, how: Hashable, made: Tensor) -> None:
     """Let other layers that take the same input use what was made of it; the input of all must be no leaf."""
     if not x.is_leaf:
-        x._shared_input = x._version, sequence_dim, made  # type: ignore[attr-defined]
+        x._shared_input = x._version, how, made  # type: ignore[attr-defined]
 
 
 def reduce_scatter_to_sp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
@@ -154,7 +160,7 @@ def all_gather_along(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     return gathered.movedim(0, dim).contiguous()
 
 
-def _reduce_scatter_along(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
+def reduce_scatter_along(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """Reduce-scatter along any dimension."""
     partial = x.movedim(dim, 0).contiguous()
     shard = partial.new_empty(partial.shape[0] // group.size, *partial.shape[1:])
@@ -203,7 +209,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         gradient = full_tensor(gradient)
         if ctx.reduces_gradient:
-            return _reduce_scatter_along(gradient, ctx.dim, ctx.group), None, None, None
+            return reduce_scatter_along(gradient, ctx.dim, ctx.group), None, None, None
         return ctx.group.local_chunk(gradient, ctx.dim), None, None, None
 
 
@@ -223,6 +229,6 @@ class _ReduceScatterToSP(_ScatterToTP):  # what flows backward is the same
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: TensorGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        shard = _reduce_scatter_along(x, dim, group)
+        shard = reduce_scatter_along(x, dim, group)
         x.untyped_storage().resize_(0)  # nobody needs it any more, and recomputation need not keep it
         return shard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from lightning_hybrid.config import UserPlan
+from lightning_hybrid.config import GridShape, UserPlan
 from lightning_hybrid.distributed.module_names import join_names, name_matches
 from lightning_hybrid.tensor_parallel.auto_plan.auto_plan import auto_plan
+from lightning_hybrid.tensor_parallel.grid.styles import find_grid_style, find_regions
 from lightning_hybrid.tensor_parallel.layers import (
     ParallelLayer,
     disable_fastpath,
@@ -32,7 +33,6 @@ from lightning_hybrid.tensor_parallel.styles import (
     WRAPPERS,
     ParamSplit,
     PlanRow,
-    find_style,
     layout_dims,
     layout_style,
 )
@@ -51,6 +51,7 @@ class Plan:
         reasons: Layers that could not take part, and why.
         partial_grads: The parameters, not sharded themselves, whose gradients are partial sums over the ranks.
         shapes: The full shape of every sharded parameter.
+        grid: How the ranks are arranged in two or three dimensions; ``None`` if they are in a line.
     """
 
     size: int
@@ -59,6 +60,7 @@ class Plan:
     reasons: Mapping[str, str]
     partial_grads: frozenset[str]
     shapes: Mapping[str, torch.Size]
+    grid: GridShape | None = None
 
     def apply(
         self,
@@ -72,7 +74,7 @@ class Plan:
 
         Args:
             module: The whole module; parameters of other stages are on the meta device and stay as they are.
-            mesh: The tensor-parallel axis.
+            mesh: The tensor-parallel axis, or the axes of the grid.
             group: The same ranks.
             device: Where shards live.
             prepare: Called with the name of a layer before its parameters are sharded.
@@ -83,8 +85,8 @@ class Plan:
             for path, split in row.parameters().items():
                 owner, _, name = path.rpartition(".")
                 prepare(owner)
-                sharder.shard(module.get_submodule(owner), name, split.dim, blocks=split.blocks)
-            style = find_style(row.style, layer)
+                sharder.shard(module.get_submodule(owner), name, split)
+            style = find_grid_style(row.style, layer, self.grid)
             style.apply(layer, tensor_group=group, sequence_dim=row.sequence_dim, **row.options)
         for name, torch_style in self.torch_styles.items():
             prepare(name)
@@ -109,7 +111,14 @@ class Plan:
         return {name: split for row in self.rows for name, split in row.parameters().items()}
 
 
-def make_plan(module: nn.Module, requested: UserPlan | str | None, size: int, *, sequence_parallel: bool) -> Plan:
+def make_plan(
+    module: nn.Module,
+    requested: UserPlan | str | None,
+    size: int,
+    *,
+    sequence_parallel: bool,
+    grid: GridShape | None = None,
+) -> Plan:
     """Resolve a plan.
 
     Args:
@@ -118,6 +127,7 @@ def make_plan(module: nn.Module, requested: UserPlan | str | None, size: int, *,
             ``"auto"``; or ``None`` for nothing.
         size: The number of tensor-parallel ranks.
         sequence_parallel: Whether activations between layers are sharded along sequences, where the plan says so.
+        grid: How the ranks are arranged in two or three dimensions; ``None`` if they are in a line.
 
     Raises:
         ValueError: If a pattern matches nothing, a style does not exist, or a layer cannot have its style.
@@ -126,7 +136,7 @@ def make_plan(module: nn.Module, requested: UserPlan | str | None, size: int, *,
     if requested is None:
         styles: dict[str, Any] = {}
     elif requested == "auto":
-        styles, reasons = auto_plan(module, size, sequence_parallel=sequence_parallel)
+        styles, reasons = auto_plan(module, size, sequence_parallel=sequence_parallel, grid=grid)
     elif isinstance(requested, str):
         raise ValueError(
             f"tensor_parallel_plan={requested!r} is unknown; pass 'auto', None or a dict of styles by name."
@@ -136,12 +146,20 @@ def make_plan(module: nn.Module, requested: UserPlan | str | None, size: int, *,
     torch_styles = {name: style for name, style in styles.items() if isinstance(style, ParallelStyle)}
     named = [(name, style) for name, style in styles.items() if name not in torch_styles]
     _check_combinations(named)
-    rows = assign_sequence_dims(list(_rows(module, named, size)), module, sequence_parallel=sequence_parallel)
-    _check_layouts(rows)
+    if grid is not None:
+        _refuse_lines(styles, grid)
+    rows = list(_rows(module, named, size, grid))
+    if grid is None:
+        rows = assign_sequence_dims(rows, module, sequence_parallel=sequence_parallel)
+        _check_layouts(rows)
+    else:
+        rows = find_regions(rows, grid)
     _check_ties(module, rows)
     sharded = {name for row in rows for name in row.parameters()}
     shapes = {name: module.get_parameter(name).shape for name in sharded}
-    return Plan(size, tuple(rows), torch_styles, reasons, frozenset(_partial_grads(module, rows)) - sharded, shapes)
+    return Plan(
+        size, tuple(rows), torch_styles, reasons, frozenset(_partial_grads(module, rows)) - sharded, shapes, grid
+    )
 
 
 def check_names(module: nn.Module, requested: UserPlan) -> None:
@@ -237,20 +255,35 @@ def _check_combinations(styles: Iterable[tuple[str, str]]) -> None:
             raise ValueError(f"tensor_parallel_plan gives {name!r} two styles that exclude each other: {style!r}.")
 
 
-def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int) -> Iterator[PlanRow]:
+def _refuse_lines(styles: Mapping[str, Any], grid: GridShape) -> None:
+    """What divides a parameter over ranks in a line has no place where they are arranged in a grid."""
+    for name, style in styles.items():
+        what = f"a {type(style).__name__} of torch" if isinstance(style, ParallelStyle) else None
+        if isinstance(style, str) and style.startswith(f"{LAYOUT}:"):
+            what = f"a layout of parameters ({style.partition(':')[2]})"
+        if what is not None:
+            raise ValueError(
+                f"tensor_parallel_plan gives {name!r} {what}, which knows ranks in a line, and not"
+                f" tensor_parallel_mode={grid.mode!r}. Use a name of a style, or tensor_parallel_mode='1d'."
+            )
+
+
+def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int, grid: GridShape | None) -> Iterator[PlanRow]:
+    feature_parts = size if grid is None else grid.parts([grid.inner.features])
     for name, style in ((name, part) for name, joined in styles for part in _parts(joined) if part != "replicate"):
         layer = module.get_submodule(name)
         options = _options(style)
         for attribute in options.get("divided", ()):
             number = getattr(layer, attribute, None)
-            if not isinstance(number, int) or number % size:
+            if not isinstance(number, int) or number % feature_parts:
+                parts = "" if grid is None else f"; tensor_parallel_mode={grid.mode!r}: into {feature_parts} parts"
                 raise ValueError(
                     f"{name}.{attribute} is {number!r}, which tensor_parallel_size={size} does not divide"
-                    f" (tensor_parallel_plan: {style!r})."
+                    f" (tensor_parallel_plan: {style!r}{parts})."
                 )
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters(recurse=False)):
             continue  # the user's `configure_model` has sharded it
-        found = find_style(style, layer)
+        found = find_grid_style(style, layer, grid)
         reason = found.unsupported_reason(layer, size)
         if reason is not None:
             raise ValueError(f"tensor_parallel_plan gives {name!r} the style {style!r}, but it {reason}.")
@@ -276,12 +309,12 @@ def _options(style: str) -> dict[str, Any]:
 
 def _check_ties(module: nn.Module, rows: Iterable[PlanRow]) -> None:
     """A parameter that is sharded under one of its names must be sharded alike under all of them."""
-    splits: dict[tuple[int, str], tuple[int, int]] = {}
+    splits: dict[tuple[int, str], ParamSplit] = {}
     for row in rows:
         for name, split in row.parameters().items():
             owner, _, leaf = name.rpartition(".")
-            splits[id(module.get_submodule(owner)), leaf] = split.dim, split.blocks
-    ties: dict[int, dict[str, tuple[int, int] | None]] = {}
+            splits[id(module.get_submodule(owner)), leaf] = replace(split, path="")
+    ties: dict[int, dict[str, ParamSplit | None]] = {}
     for name, layer in module.named_modules():
         for leaf, parameter in layer._parameters.items():
             ties.setdefault(id(parameter), {})[join_names(name, leaf)] = splits.get((id(layer), leaf))

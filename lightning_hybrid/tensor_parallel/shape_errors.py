@@ -21,6 +21,7 @@ from lightning_hybrid.tensor_parallel.auto_plan.forward_code import (
     input_use,
 )
 from lightning_hybrid.tensor_parallel.auto_plan.heads import count_heads, undivided_heads
+from lightning_hybrid.tensor_parallel.grid.blocks import Grid
 from lightning_hybrid.tensor_parallel.layers import (
     ColumnParallelLinear,
     DividedNumbers,
@@ -73,7 +74,16 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
         f"{error}\nThis is in {(names.get(id(holder)) or type(holder).__name__)!r}, in which tensor_parallel_plan"
         f" divides {listed}: a rank has a part of what such layers return, unless their style makes it whole."
     )
-    place = _Place(holder, called, names, _misfit(str(error), below[0].tensor_group.size))
+    group = below[0].tensor_group
+    if isinstance(group, Grid):
+        text += (
+            f" With tensor_parallel_mode={group.shape.mode!r} that is a part of the samples, too: an attention, or code"
+            " that reads sizes from its input, needs the style 'sequence_region' for the block around it, in which all"
+            " of this is in parts."
+        )
+        error.args = (text, *error.args[1:])
+        return
+    place = _Place(holder, called, names, _misfit(str(error), group.size))
     narrow = next((each for each in reversed(modules[: number + 1]) if isinstance(each, NarrowInput)), None)
     is_at_fault = narrow is not None and _input_use(narrow).is_used_otherwise
     if narrow is not None:

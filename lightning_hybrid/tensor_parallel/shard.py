@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_hybrid.distributed.dtensor import copy_attributes
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
+from lightning_hybrid.tensor_parallel.styles import ParamSplit
 
 
 class Sharder:
@@ -20,7 +21,7 @@ class Sharder:
 
     Args:
         module: The whole module. Parameters without values may get some until they are sharded, but no other ties.
-        mesh: The tensor-parallel axis, for torch.
+        mesh: The axis of tensor-parallel ranks, or the axes of their grid, for torch.
         group: The same ranks.
         device: Where shards live.
     """
@@ -35,7 +36,7 @@ class Sharder:
                 ties.setdefault(id(parameter), []).append((layer, name))
         self._ties = {(id(layer), name): owners for owners in ties.values() for layer, name in owners}
 
-    def shard(self, module: nn.Module, name: str, dim: int, *, blocks: int = 1) -> None:
+    def shard(self, module: nn.Module, name: str, split: ParamSplit) -> None:
         """Keep this rank's shard of a parameter.
 
         With several blocks each of them is divided, as the projections of a packed attention need it. The parameter
@@ -50,55 +51,66 @@ class Sharder:
         Args:
             module: Whose parameter it is.
             name: Its name there.
-            dim: The dimension to divide.
-            blocks: Into how many equal blocks the dimension falls.
+            split: How it is divided.
         """
         parameter = getattr(module, name)
         if parameter is None or parameter.is_meta or isinstance(parameter, DTensor):
             return  # there is none, it lives elsewhere, or it was sharded before
-        sharded = self._sharded(parameter, dim, blocks)
+        sharded = self._sharded(parameter, split)
         for owner, leaf in self._ties[id(module), name]:
             setattr(owner, leaf, sharded)
 
-    def _sharded(self, parameter: nn.Parameter, dim: int, blocks: int) -> nn.Parameter:
-        size = parameter.shape[dim]
-        assert size % (self._group.size * blocks) == 0, "a plan shards what can be divided"
+    def _sharded(self, parameter: nn.Parameter, split: ParamSplit) -> nn.Parameter:
+        names = self._mesh.mesh_dim_names or ("",)
         with torch.no_grad():
             values = parameter.detach().to(self._device).contiguous()
             dist.broadcast(as_bytes(values), group=self._group(), group_src=0)
-            stacked = values.view(*values.shape[:dim], blocks, size // blocks, *values.shape[dim + 1 :])
-            local = self._group.local_chunk(stacked, dim + 1).clone(memory_format=torch.contiguous_format)
+            stacked = _stacked_shard(values, split, self._group.rank, self._group.size)
+            local = stacked.clone(memory_format=torch.contiguous_format)
+            dims = [None if dim is None else dim + (dim >= split.dim) for dim in map(split.dim_of, names)]
+            placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
             # With more than one block, torch itself finds out the placement of the flattened tensor.
-            blockwise: Tensor = DTensor.from_local(local, self._mesh, [Shard(dim + 1)], run_check=False)
-            values = blockwise.flatten(dim, dim + 1)
-        assert values.shape == parameter.shape
+            blockwise: Tensor = DTensor.from_local(local, self._mesh, placements, run_check=False)
+            values = blockwise.flatten(split.dim, split.dim + 1)
+        assert values.shape == parameter.shape, "a plan shards what can be divided"
         sharded = nn.Parameter(values, requires_grad=parameter.requires_grad)
         copy_attributes(parameter, sharded)
         return sharded
 
 
-def unshard(shards: Sequence[Tensor], dim: int, *, blocks: int = 1) -> Tensor:
+def _stacked_shard(tensor: Tensor, split: ParamSplit, rank: int, size: int) -> Tensor:
+    """What a rank has of a full tensor, as a view, with a dimension for the blocks before the one that is divided."""
+    dim, shape = split.dim, tensor.shape
+    view = tensor.view(*shape[:dim], split.blocks, shape[dim] // split.blocks, *shape[dim + 1 :])
+    for each, parts, index in split.cuts(rank, size):
+        view = view.chunk(parts, each + (each >= dim))[index]
+    return view
+
+
+def unshard(shards: Sequence[Tensor], split: ParamSplit) -> Tensor:
     """The full tensor, from what a :class:`Sharder` made of it.
 
     Args:
         shards: Of all ranks, in their order.
-        dim: The dimension that is divided.
-        blocks: Into how many equal blocks it falls.
+        split: How it is divided.
     """
-    shape = shards[0].shape
-    stacked = [shard.view(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :]) for shard in shards]
-    return torch.cat(stacked, dim + 1).flatten(dim, dim + 1)
+    size, shape = len(shards), list(shards[0].shape)
+    for dim, parts, _ in split.cuts(0, size):
+        shape[dim] *= parts
+    full = shards[0].new_empty(shape)
+    for rank, shard in enumerate(shards):
+        view = _stacked_shard(full, split, rank, size)
+        view.copy_(shard.view(view.shape))
+    return full
 
 
-def shards_of(tensor: Tensor, dim: int, size: int, *, blocks: int = 1) -> list[Tensor]:
+def shards_of(tensor: Tensor, split: ParamSplit, size: int) -> list[Tensor]:
     """What each rank has of a full tensor; the reverse of :func:`unshard`.
 
     Args:
         tensor: The full tensor.
-        dim: The dimension that is divided.
+        split: How it is divided.
         size: The number of ranks.
-        blocks: Into how many equal blocks it falls.
     """
-    shape = tensor.shape
-    stacked = tensor.view(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
-    return [shard.flatten(dim, dim + 1) for shard in stacked.chunk(size, dim + 1)]
+    dim = split.dim
+    return [_stacked_shard(tensor, split, rank, size).flatten(dim, dim + 1) for rank in range(size)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,30 @@ class ParamSplit:
     path: str
     dim: int
     blocks: int = 1
+
+    def cuts(self, rank: int, size: int) -> list[tuple[int, int, int]]:
+        """What is divided: a dimension, into how many parts (of each block), and which of them a rank has.
+
+        Args:
+            rank: A tensor-parallel rank.
+            size: The number of these.
+        """
+        return [(self.dim, size, rank)]
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dimension that an axis of the mesh of tensor-parallel ranks divides; ``None`` if it divides none."""
+        return self.dim
+
+    def local_shape(self, shape: Sequence[int], size: int) -> list[int]:
+        """The shape of a shard."""
+        local = list(shape)
+        for dim, parts, _ in self.cuts(0, size):
+            local[dim] //= parts
+        return local
+
+    def transposed(self) -> ParamSplit:
+        """The same of the transposed parameter."""
+        return replace(self, dim=1 - self.dim)
 
 
 @dataclass(frozen=True)
@@ -70,6 +94,7 @@ class Style:
         partial_grads: Whether gradients of its other parameters come from this rank's shard of the activations only, so
             that they are partial sums over the ranks.
         for_sequences: Whether it matters under sequence parallelism only.
+        head_parts: Into how many parts heads are divided, if not over all ranks.
     """
 
     classes: tuple[type[nn.Module], ...]
@@ -78,6 +103,7 @@ class Style:
     attributes: dict[str, Any] = field(default_factory=dict)
     partial_grads: bool = False
     for_sequences: bool = False
+    head_parts: int | None = None
 
     def unsupported_reason(self, layer: nn.Module, size: int) -> str | None:
         """Why a layer cannot have this style, as the rest of a sentence; ``None`` if it can.
@@ -97,10 +123,11 @@ class Style:
             assert isinstance(layer, nn.Embedding)
             if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
                 return "uses max_norm, scale_grad_by_freq or sparse, which need the whole of it"
-        if self.mixin is ParallelAttention:
+        if self.mixin is not None and issubclass(self.mixin, ParallelAttention):
             assert isinstance(layer, nn.MultiheadAttention)
-            if layer.num_heads % size:
-                return f"has {layer.num_heads} heads, which cannot be divided over {size} ranks"
+            parts = self.head_parts or size
+            if layer.num_heads % parts:
+                return f"has {layer.num_heads} heads, which cannot be divided over {parts} ranks"
             if layer.bias_k is not None or layer.add_zero_attn:
                 return "uses add_bias_kv or add_zero_attn"
         for split in self.param_splits(layer):
@@ -110,12 +137,13 @@ class Style:
                 return f"computes its {split.path!r} from other parameters"
             if parameter._backward_hooks:
                 return f"has a hook on its {split.path!r}, which would see a shard of the gradient"
-            length = parameter.shape[split.dim]
-            if length % (size * split.blocks):
-                return (
-                    f"has {split.path!r} of shape {tuple(parameter.shape)}, whose dimension {split.dim} cannot be"
-                    f" divided into {size * split.blocks} equal parts"
-                )
+            for dim, parts, _ in split.cuts(0, size):
+                parts *= split.blocks if dim == split.dim else 1
+                if parameter.shape[dim] % parts:
+                    return (
+                        f"has {split.path!r} of shape {tuple(parameter.shape)}, whose dimension {dim} cannot be divided"
+                        f" into {parts} equal parts"
+                    )
         return None
 
     def apply(self, layer: nn.Module, **attributes: Any) -> None:
@@ -132,11 +160,11 @@ def _weight_and_bias(dim: int, blocks: int = 1, *, bias: bool = True) -> Callabl
     return param_splits
 
 
-_IN_PROJECTIONS = {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1, "in_proj_bias": 3}
+IN_PROJECTIONS = {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1, "in_proj_bias": 3}
 
 
 def _attention(layer: nn.Module) -> list[ParamSplit]:
-    splits = [ParamSplit(name, 0, n) for name, n in _IN_PROJECTIONS.items() if getattr(layer, name) is not None]
+    splits = [ParamSplit(name, 0, n) for name, n in IN_PROJECTIONS.items() if getattr(layer, name) is not None]
     return [*splits, ParamSplit("out_proj.weight", 1)]
 
 
@@ -209,7 +237,7 @@ def find_style(name: str, layer: nn.Module) -> Style:
     if kind == LAYOUT:
         splits = [ParamSplit(parameter, dim) for parameter, dim in layout_dims(name).items()]
         return replace(style, param_splits=lambda layer: splits)
-    return _transposed(style) if is_conv1d(layer) and style.classes == (nn.Linear,) else style
+    return transposed(style) if is_conv1d(layer) and style.classes == (nn.Linear,) else style
 
 
 def is_conv1d(layer: nn.Module) -> bool:
@@ -218,10 +246,12 @@ def is_conv1d(layer: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
-def _transposed(style: Style) -> Style:
+def transposed(style: Style) -> Style:
+    """The same for layers whose weight is transposed."""
+
     def param_splits(layer: nn.Module) -> list[ParamSplit]:
         splits = style.param_splits(layer)
-        return [replace(each, dim=1 - each.dim) if each.path == "weight" else each for each in splits]
+        return [each.transposed() if each.path == "weight" else each for each in splits]
 
     attributes = {**style.attributes, "is_transposed": True}
     return replace(style, classes=(nn.Module,), param_splits=param_splits, attributes=attributes)

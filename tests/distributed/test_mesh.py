@@ -4,6 +4,7 @@ import gc
 import itertools
 import math
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_hybrid.config import resolve_sizes
+from lightning_hybrid import HybridStrategy
+from lightning_hybrid.config import TENSOR_PARALLEL_MODES, grid_shape, resolve_sizes
 from lightning_hybrid.distributed import mesh as mesh_module
 from lightning_hybrid.distributed import process_group
 from lightning_hybrid.distributed.failure import close_groups
@@ -137,6 +139,91 @@ TABLES = {
         "model": [[0, 1, 2, 3], [4, 5, 6, 7]],
     },
 }
+
+
+#: The groups of Colossal-AI along the axes of its two and three dimensions, for 4 and for 8 ranks.
+GRID_TABLES: dict[tuple[str, int, int], dict[tuple[str, ...], list[list[int]]]] = {
+    ("2d", 4, 1): {("row",): [[0, 1], [2, 3]], ("column",): [[0, 2], [1, 3]]},
+    ("2d", 9, 1): {
+        ("row",): [[0, 1, 2], [3, 4, 5], [6, 7, 8]],
+        ("column",): [[0, 3, 6], [1, 4, 7], [2, 5, 8]],
+    },
+    ("2.5d", 8, 2): {
+        ("row",): [[0, 1], [2, 3], [4, 5], [6, 7]],
+        ("column",): [[0, 2], [1, 3], [4, 6], [5, 7]],
+        ("depth",): [[0, 4], [1, 5], [2, 6], [3, 7]],
+        ("depth", "column"): [[0, 2, 4, 6], [1, 3, 5, 7]],  # there "xz"
+    },
+    ("3d", 8, 1): {
+        ("weight",): [[0, 1], [2, 3], [4, 5], [6, 7]],
+        ("input",): [[0, 2], [1, 3], [4, 6], [5, 7]],
+        ("output",): [[0, 4], [1, 5], [2, 6], [3, 7]],
+        ("input", "weight"): [[0, 1, 2, 3], [4, 5, 6, 7]],
+        ("output", "weight"): [[0, 1, 4, 5], [2, 3, 6, 7]],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", GRID_TABLES, ids=str)
+def test_groups_of_a_grid(kind: tuple[str, int, int]) -> None:
+    grid = grid_shape(*kind)
+    assert grid is not None
+    table, size = GRID_TABLES[kind], kind[1]
+    assert list(table) == list(dict.fromkeys([*table, *grid.groups()])), "all that there are"
+    for rank in range(2 * size):  # the second replica's are as far behind
+        with fake_world(rank, 2 * size), fake_gloo():
+            mesh = Mesh(2, size, 1, grid=grid)
+            first = rank - rank % size
+            for axes, groups in table.items():
+                expected = next(ranks for ranks in groups if rank % size in ranks)
+                assert dist.get_process_group_ranks(mesh.grid_group(axes)) == [first + each for each in expected]
+            for name, axes in grid.mesh_axes.items():  # parameters lie over these
+                own = mesh.tensor_mesh.get_group(name)
+                assert dist.get_process_group_ranks(own) == dist.get_process_group_ranks(mesh.grid_group(axes))
+            assert mesh.tensor_mesh.mesh.flatten().tolist() == dist.get_process_group_ranks(mesh.tensor_group)
+            assert mesh.zero_mesh.mesh_dim_names == (*grid.mesh_axes, "data_parallel")
+            assert mesh.zero_mesh["data_parallel"].mesh.tolist() == dist.get_process_group_ranks(mesh.data_group)
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "depth", "form", "nearest"),
+    [
+        ("2d", 3, 1, "a square", "are 1 and 4"),
+        ("2d", 6, 1, "a square", "are 4 and 9"),
+        ("2.5d", 6, 2, "tensor_parallel_depth (2) x a square", "are 2 and 8"),
+        ("2.5d", 2, 4, "tensor_parallel_depth (4) x a square", "is 4"),
+        ("3d", 4, 1, "a cube", "are 1 and 8"),
+        ("3d", 20, 1, "a cube", "are 8 and 27"),
+    ],
+)
+def test_sizes_that_make_no_grid(mode: str, size: int, depth: int, form: str, nearest: str) -> None:
+    text = (
+        f"tensor_parallel_mode='{mode}' needs a tensor_parallel_size that is {form}, got {size}. The nearest {nearest}."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        HybridStrategy(
+            tensor_parallel_size=[size],
+            tensor_parallel_mode=mode,
+            tensor_parallel_depth=depth,  # type: ignore[arg-type]
+        )
+
+
+def test_a_grid_of_one_rank_is_none() -> None:
+    assert [grid_shape(mode, 1) for mode in TENSOR_PARALLEL_MODES] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"tensor_parallel_mode": "4d"}, "must be one of '1d', '2d', '2.5d', '3d', got '4d'"),
+        ({"tensor_parallel_depth": 0}, "tensor_parallel_depth must be at least 1"),
+        ({"tensor_parallel_depth": 2, "tensor_parallel_mode": "3d"}, "a number of squares"),
+        ({"tensor_parallel_mode": "2d", "tensor_parallel_size": 4, "sequence_parallel": True}, "Leave one of the two"),
+    ],
+)
+def test_arguments_of_a_grid_that_do_not_fit(arguments: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        HybridStrategy(**arguments)
 
 
 @pytest.mark.parametrize("order", TABLES)

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_hybrid.config import GridShape
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.tensor_parallel.grid.blocks import find_tensor_group
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 
 CPU = torch.device("cpu")
@@ -15,3 +18,9 @@ CPU = torch.device("cpu")
 def tensor_group(size: int) -> tuple[Any, TensorGroup]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor_parallel",))["tensor_parallel"]
     return mesh, TensorGroup(mesh.get_group())
+
+
+def grid_group(grid: GridShape) -> tuple[Any, TensorGroup]:
+    """All ranks of a pool, arranged in two or three dimensions."""
+    mesh = Mesh(1, grid.size, 1, grid=grid)
+    return mesh.tensor_mesh, find_tensor_group(mesh)

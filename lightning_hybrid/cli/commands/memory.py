@@ -31,6 +31,11 @@ def run(args: Sequence[str]) -> None:
     cli, strategy = load_config(parser, options.config, overrides)
     trainer_arguments = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
     with parser.refusing(ValueError, TypeError, MisconfigurationException):
+        if (mode := strategy.settings.tensor_parallel_mode) != "1d":
+            raise ValueError(
+                f"tensor_parallel_mode={mode!r} has no estimate of what ranks hold: take '1d' for one, or measure a run"
+                " with the callback `MemoryReport`."
+            )
         result = dry_run(
             maker(parser, options.config, overrides, cli),
             strategy.settings,

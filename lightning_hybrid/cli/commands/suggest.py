@@ -20,6 +20,8 @@ _DESCRIPTION = (
 _UNDIVIDED = {
     "data_parallel_size": 1,
     "tensor_parallel_size": 1,
+    "tensor_parallel_mode": "1d",
+    "tensor_parallel_depth": 1,
     "pipeline_parallel_size": 1,
     "num_chunks": 1,
     "schedule": "1f1b",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_hybrid.config import GridShape
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.tensor_parallel.auto_plan.blocks import add_blocks
 from lightning_hybrid.tensor_parallel.auto_plan.builder import PlanBuilder
@@ -21,7 +22,9 @@ _SMALL = 8
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-def auto_plan(module: nn.Module, size: int, *, sequence_parallel: bool) -> tuple[dict[str, str], dict[str, str]]:
+def auto_plan(
+    module: nn.Module, size: int, *, sequence_parallel: bool, grid: GridShape | None = None
+) -> tuple[dict[str, str], dict[str, str]]:
     """Styles for the layers of which it is known how they can be divided.
 
     - `nn.TransformerEncoderLayer`, `nn.TransformerDecoderLayer`: attention by heads, the two linear layers by features;
@@ -36,18 +39,23 @@ def auto_plan(module: nn.Module, size: int, *, sequence_parallel: bool) -> tuple
         module: The whole module.
         size: The number of ranks.
         sequence_parallel: Whether transformer layers work on shards of the sequence.
+        grid: How ranks are arranged in two or three dimensions: then transformer layers work on blocks, and of other
+            packages nothing is divided. ``None`` if they are in a line.
 
     Returns:
         The styles by module name; and, for layers of these kinds that are not parallelized, the reason.
     """
-    builder = PlanBuilder(module, size)
+    builder = PlanBuilder(module, size, grid)
     for name, layer in module.named_modules():
         if isinstance(layer, _LAYERS):
-            _transformer_layer(builder, name, layer, sequence_parallel=sequence_parallel)
+            _transformer_layer(builder, name, layer, has_regions=sequence_parallel or grid is not None)
         elif isinstance(layer, nn.MultiheadAttention):
             builder.add((name, "attention"))
         elif isinstance(layer, nn.Sequential):
             _sequential(builder, name, layer)
+    if grid is not None:  # blocks of other packages compute with the sizes of a whole batch
+        _vocabulary(builder)
+        return builder.plan, builder.reasons
     own = HuggingFacePlans(builder)
     own.add_blocks()
     add_blocks(builder, own.end_names())
@@ -56,7 +64,7 @@ def auto_plan(module: nn.Module, size: int, *, sequence_parallel: bool) -> tuple
     return builder.plan, builder.reasons
 
 
-def _transformer_layer(builder: PlanBuilder, name: str, layer: nn.Module, *, sequence_parallel: bool) -> None:
+def _transformer_layer(builder: PlanBuilder, name: str, layer: nn.Module, *, has_regions: bool) -> None:
     linear1, dropout, linear2 = (join_names(name, child) for child in ("linear1", "dropout", "linear2"))
     attentions = (("self_attn", "attention"), ("multihead_attn", "attention:memory"))
     is_parallel = [
@@ -68,13 +76,19 @@ def _transformer_layer(builder: PlanBuilder, name: str, layer: nn.Module, *, seq
         builder.reasons[linear1] = "is followed by an activation that may mix features"
     # A layer that there is a reason against is not added.
     is_parallel.append(builder.add((linear1, "colwise"), (dropout, "on_shards"), (linear2, "rowwise")))
-    if sequence_parallel and all(is_parallel):
-        builder.plan[name] = "sequence_region" if _is_batch_first(layer) else "sequence_region:0"
-        for child in ("norm1", "norm2", "norm3", "dropout1", "dropout2", "dropout3"):
-            if hasattr(layer, child):
-                builder.plan[join_names(name, child)] = "sequence_parallel"
-    elif sequence_parallel:
+    children = [child for child, _ in layer.named_children() if child.rstrip("123") in ("norm", "dropout")]
+    inside = [(join_names(name, child), "sequence_parallel") for child in children if child != "dropout"]
+    if has_regions and all(is_parallel) and _can_be_region(builder, inside):
+        builder.plan |= {name: "sequence_region" if _is_batch_first(layer) else "sequence_region:0", **dict(inside)}
+    elif has_regions:
         builder.reasons[name] = "cannot work on shards of a sequence, because not all of its layers are divided"
+
+
+def _can_be_region(builder: PlanBuilder, inside: list[tuple[str, str]]) -> bool:
+    """Whether what is inside of a transformer layer can work on blocks; on shards of a sequence it always can."""
+    layers = [builder.layers[name] for name, _ in inside]
+    are_known = all(isinstance(layer, (nn.LayerNorm, nn.Dropout)) for layer in layers)
+    return builder.grid is None or (are_known and builder.obstacle(inside) is None)
 
 
 def _is_unmodified(layer: nn.Module) -> bool:

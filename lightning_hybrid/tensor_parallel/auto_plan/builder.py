@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_hybrid.config import GridShape
 from lightning_hybrid.distributed.module_names import join_names
+from lightning_hybrid.tensor_parallel.grid.styles import find_grid_style
 from lightning_hybrid.tensor_parallel.sequence_parallel import count_uses
-from lightning_hybrid.tensor_parallel.styles import WRAPPERS, find_style
+from lightning_hybrid.tensor_parallel.styles import WRAPPERS, ParamSplit
 
 
 class PlanBuilder:
@@ -18,14 +21,15 @@ class PlanBuilder:
     Args:
         module: The whole module.
         size: The number of ranks.
+        grid: How they are arranged in two or three dimensions; ``None`` if they are in a line.
 
     Attributes:
         plan: Styles by module name.
         reasons: Why layers are not divided, as the rest of a sentence, by module name.
     """
 
-    def __init__(self, module: nn.Module, size: int) -> None:
-        self.module, self.size = module, size
+    def __init__(self, module: nn.Module, size: int, grid: GridShape | None = None) -> None:
+        self.module, self.size, self.grid = module, size, grid
         self.plan: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
         self.layers = dict(module.named_modules())
@@ -67,7 +71,7 @@ class PlanBuilder:
                 return styles[0][0], "or what follows it stands at several places"
             if _is_wrapper(style) and kind in self.plan.get(name, ""):
                 return name, f"has the style {kind!r} already"
-            reason = find_style(style, layer).unsupported_reason(layer, self.size)
+            reason = find_grid_style(style, layer, self.grid).unsupported_reason(layer, self.size)
             if reason is not None:
                 return name, reason
             for path, split in self._held(name, style):
@@ -77,12 +81,13 @@ class PlanBuilder:
                     return name, f"shares its {path.removeprefix(f'{name}.')!r} with {others[0]!r}"
         return None
 
-    def _held(self, name: str, style: str) -> Iterator[tuple[str, tuple[int, int] | None]]:
+    def _held(self, name: str, style: str) -> Iterator[tuple[str, ParamSplit | None]]:
         """The parameters of a layer that is divided, or whose gradients are parts of a sum, and how they are split."""
         if _is_wrapper(style):
             return
         layer = self.layers[name]
-        splits = {each.path: (each.dim, each.blocks) for each in find_style(style, layer).param_splits(layer)}
+        found = find_grid_style(style, layer, self.grid).param_splits(layer)
+        splits = {each.path: replace(each, path="") for each in found}
         for path, _ in layer.named_parameters(remove_duplicate=False):
             yield join_names(name, path), splits.get(path)
 

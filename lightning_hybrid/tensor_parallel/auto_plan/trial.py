@@ -295,7 +295,7 @@ class _Trial:
                 for split in find_style(style, layer).param_splits(layer):
                     parameter = layer._parameters[split.path]
                     undo.callback(setattr, layer, split.path, parameter)
-                    shard = shards_of(parameter.detach(), split.dim, size, blocks=split.blocks)[rank]
+                    shard = shards_of(parameter.detach(), split, size)[rank]
                     setattr(layer, split.path, nn.Parameter(shard))
             for attribute in block.attributes:
                 undo.callback(setattr, core, attribute, getattr(core, attribute))

@@ -1,0 +1,1 @@
+"""Tensor parallelism in 2, 2.5 and 3 dimensions: activations and weights lie in blocks over a grid of ranks."""

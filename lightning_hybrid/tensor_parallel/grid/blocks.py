@@ -1,0 +1,312 @@
+"""Activations in blocks over a grid of ranks, and the product of two matrices that lie so.
+
+A rank of a grid has a block of the rows (samples) and of the features of an activation, and a block of each weight::
+
+    2d, 2.5d     X[rows over depth and column, features over row]    W[in over column, out over row]
+                 Y = all-gather X along row @ all-gather W along column       each depth has the same weights
+
+    3d           X[rows over input and weight, features over output] W[in over output, out over input and weight]
+                 Y = reduce-scatter(all-gather X along input @ all-gather W along weight) along output
+                                            so rows of Y lie over output and weight, features over input: the next
+                                            layer exchanges input and output, and leads back
+
+The papers send blocks one after the other, by broadcasts (SUMMA: van de Geijn and Watts, 1997; "2d": Xu et al., "An
+Efficient 2D Method for Training Super-Large Deep Learning Models", 2021, https://arxiv.org/abs/2104.05343; "2.5d": Wang
+et al., "Tesseract", 2021, https://arxiv.org/abs/2105.14500), or gather them ("3d": Bian et al., "Maximizing Parallelism
+in Distributed Training for Huge Neural Networks", 2021, https://arxiv.org/abs/2105.14450). To gather blocks is to
+receive the same bytes as by the broadcasts, in one message and one product. Nothing that was gathered is kept for
+backward, which gathers again, as in the papers: what a layer keeps is this rank's block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from lightning_hybrid.config import BlockLayout, GridShape
+from lightning_hybrid.distributed.dtensor import full_tensor
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import all_gather_single
+from lightning_hybrid.tensor_parallel.mappings import (
+    TensorGroup,
+    all_gather_along,
+    copy_to_tp,
+    gather_from_sp,
+    reduce_scatter_along,
+    share_input,
+    shared_input,
+)
+
+
+class Grid(TensorGroup):
+    """The ranks that share each layer, arranged in two or three dimensions.
+
+    Args:
+        group: The group of all of them.
+        shape: How they are arranged.
+        along: The groups of this rank, by axes: those of :meth:`GridShape.groups`.
+
+    Attributes:
+        shape: As given.
+    """
+
+    __slots__ = ("_along", "_rows", "shape")
+
+    def __init__(self, group: ProcessGroup, shape: GridShape, along: Mapping[tuple[str, ...], ProcessGroup]) -> None:
+        super().__init__(group)
+        self.shape = shape
+        self._along = {axes: TensorGroup(each) for axes, each in along.items()}
+        self._rows: dict[int, int] = {}  # of what has entered a pair of layers and not left it, by those of a block
+
+    @property
+    def feature_parts(self) -> int:
+        """Into how many parts features, and heads, are divided."""
+        return self.shape.parts([self.shape.outer.features])
+
+    def along(self, *axes: str) -> TensorGroup:
+        """The ranks along some axes."""
+        return self._along[axes]
+
+    def enter(self, x: Tensor, rows_dim: int) -> Tensor:
+        """This rank's block of what every rank has, about to be used by a pair of layers; rows are padded.
+
+        As in :func:`~.mappings.copy_to_tp`, several layers that take one tensor share what is sent for its gradient.
+        """
+        block = shared_input(x, ("block", rows_dim))
+        if block is None:
+            block = scatter_blocks(x, self, self.shape.outer, rows_dim)
+            share_input(x, ("block", rows_dim), block)
+        self._rows[block.shape[rows_dim]] = x.shape[rows_dim]
+        return block
+
+    def leave(self, block: Tensor, layout: BlockLayout, rows_dim: int) -> Tensor:
+        """All of what a pair of layers has made, in this layout, on every rank.
+
+        Raises:
+            WrongUseError: If what has entered is not known.
+        """
+        rows = self._rows.pop(block.shape[rows_dim], None)
+        if rows is None:
+            raise WrongUseError(
+                f"A row-wise layer is given a block of {block.shape[rows_dim]} rows that no column-wise layer has made"
+                f" on this rank: with tensor_parallel_mode={self.shape.mode!r}, each row-wise layer needs a column-wise"
+                " one of its own before it, in the same stage. Give both 'replicate' in `tensor_parallel_plan`, or let"
+                " `partition` keep them together."
+            )
+        return gather_blocks(block, self, layout, rows_dim).narrow(rows_dim, 0, rows)
+
+
+def find_tensor_group(mesh: Mesh) -> TensorGroup:
+    """The ranks that share each layer, as they are arranged."""
+    if mesh.grid is None:
+        return TensorGroup(mesh.tensor_group)
+    return Grid(mesh.tensor_group, mesh.grid, {axes: mesh.grid_group(axes) for axes in mesh.grid.groups()})
+
+
+def scatter_blocks(x: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int) -> Tensor:
+    """This rank's block of a tensor that every rank has; rows are padded so that they can be divided."""
+    missing = -x.shape[rows_dim] % grid.shape.parts(layout.rows)
+    if missing:
+        x = torch.cat([x, x.new_zeros([*x.shape[:rows_dim], missing, *x.shape[rows_dim + 1 :]])], rows_dim)
+    return _Scatter.apply(x, grid, layout, rows_dim)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def gather_blocks(block: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int, *, features_dim: int = -1) -> Tensor:
+    """All of a tensor, padding included, on every rank."""
+    dims = rows_dim, features_dim % block.dim()
+    return _Gather.apply(block, grid, layout, *dims)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def local_rows(x: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int) -> Tensor:
+    """This rank's rows of a tensor that every rank has, such as a mask, padded with zeros."""
+    parts = grid.shape.parts(layout.rows)
+    missing = -x.shape[rows_dim] % parts
+    if missing:
+        x = torch.cat([x, x.new_zeros([*x.shape[:rows_dim], missing, *x.shape[rows_dim + 1 :]])], rows_dim)
+    return x.chunk(parts, rows_dim)[grid.shape.index(grid.rank, layout.rows)]
+
+
+def _own_block(x: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int, features_dim: int) -> Tensor:
+    rows = x.chunk(grid.shape.parts(layout.rows), rows_dim)[grid.shape.index(grid.rank, layout.rows)]
+    features = [layout.features]
+    block = rows.chunk(grid.shape.parts(features), features_dim)[grid.shape.index(grid.rank, features)]
+    return block.clone(memory_format=torch.contiguous_format)
+
+
+def _all_blocks(block: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int, features_dim: int) -> Tensor:
+    block = block.contiguous()
+    gathered = block.new_empty(grid.size * block.shape[0], *block.shape[1:])
+    all_gather_single(gathered, block, group=grid())
+    names, sizes = zip(*grid.shape.axes, strict=True)
+    order = []
+    for dim in range(block.dim()):  # before each dimension the axes over which it is divided
+        order += [names.index(axis) for axis in layout.rows] if dim == rows_dim else []
+        order += [names.index(layout.features)] if dim == features_dim else []
+        order.append(len(names) + dim)
+    shape = list(block.shape)
+    shape[rows_dim] *= grid.shape.parts(layout.rows)
+    shape[features_dim] *= grid.shape.parts([layout.features])
+    return gathered.view(*sizes, *block.shape).permute(order).reshape(shape)
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int) -> Tensor:
+        ctx.where = grid, layout, rows_dim, x.dim() - 1
+        return _own_block(x, *ctx.where)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_blocks(full_tensor(gradient), *ctx.where), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, block: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int, features_dim: int) -> Tensor:
+        ctx.where = grid, layout, rows_dim, features_dim
+        return _all_blocks(block, *ctx.where)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _own_block(full_tensor(gradient), *ctx.where), None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Product:
+    """What is sent for one product of blocks.
+
+    Attributes:
+        x_dim: The dimension of the input along which it is gathered.
+        x_group: Along which ranks it is.
+        weight_dim: The dimension of the weight along which it is gathered.
+        weight_group: Along which ranks it is.
+        blocks: Into how many blocks the output features fall, each of which is divided.
+        rows_dim: The dimension of the output along which sums are reduced and scattered.
+        sum_group: Along which ranks these are; ``None`` if nothing is summed.
+        copies: The ranks that have the same block of the weight; ``None`` if there are none.
+    """
+
+    x_dim: int
+    x_group: TensorGroup
+    weight_dim: int
+    weight_group: TensorGroup
+    blocks: int
+    rows_dim: int
+    sum_group: TensorGroup | None
+    copies: TensorGroup | None
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        """The input features, or the rows, of all ranks along an axis."""
+        return all_gather_along(x, self.x_dim, self.x_group)
+
+    def gather_weight(self, weight: Tensor) -> Tensor:
+        """The output features, of each block, or the input features of all ranks along an axis."""
+        if self.weight_dim == 1:
+            return all_gather_along(weight, 1, self.weight_group)
+        return all_gather_along(_by_block(weight, self.blocks), 1, self.weight_group).flatten(0, 1)
+
+    def reduce_weight(self, gradient: Tensor) -> Tensor:
+        """This rank's part of the sum of what :meth:`gather_weight` has made."""
+        if self.weight_dim == 1:
+            return reduce_scatter_along(gradient, 1, self.weight_group).contiguous()
+        by_block = _by_block(gradient, self.blocks)
+        return reduce_scatter_along(by_block, 1, self.weight_group).flatten(0, 1)
+
+
+def _by_block(x: Tensor, blocks: int) -> Tensor:
+    """With a dimension for the blocks before the first one."""
+    return torch.unflatten(x, 0, (blocks, -1))
+
+
+def weight_axes(shape: GridShape, target: BlockLayout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes over which a weight's output and input features are divided, where its output has this layout."""
+    if shape.mode != "3d":
+        return ("row",), ("column",)
+    over_input = "input", "weight"
+    return (over_input, ("output",)) if target.features == "input" else (("output",), over_input)
+
+
+def block_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    grid: Grid,
+    *,
+    source: BlockLayout,
+    target: BlockLayout,
+    rows_dim: int,
+    blocks: int = 1,
+) -> Tensor:
+    """A linear layer over a grid.
+
+    Args:
+        x: This rank's block of the input.
+        weight: This rank's block, ``(output features, input features)``.
+        bias: This rank's output features, which other ranks have too.
+        grid: The ranks.
+        source: The layout of the input.
+        target: The layout of the output.
+        rows_dim: The dimension of the rows.
+        blocks: Into how many blocks the output features fall, each of which is divided.
+    """
+    low = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    if low is not None and x.dtype != torch.float64:  # as autocast does it
+        x, weight, bias = x.to(low), weight.to(low), None if bias is None else bias.to(low)
+    if grid.shape.mode == "3d":
+        x_group, sum_group = grid.along(target.features), grid.along(source.features)
+        weight_dim = 0 if target.features == "input" else 1
+        product = _Product(rows_dim, x_group, weight_dim, grid.along("weight"), blocks, rows_dim, sum_group, None)
+    else:
+        copies = grid.along("depth") if grid.shape.parts(source.rows) > grid.along("column").size else None
+        product = _Product(-1, grid.along("row"), 1, grid.along("column"), blocks, rows_dim, None, copies)
+    y: Tensor = _BlockLinear.apply(x, weight, product)  # type: ignore[no-untyped-call]
+    return y if bias is None else y + _all_of_bias(bias, grid, target, product)
+
+
+def _all_of_bias(bias: Tensor, grid: Grid, target: BlockLayout, product: _Product) -> Tensor:
+    """The output features that this rank makes: those that it has, or, beside a weight that is gathered so, more."""
+    if product.weight_dim == 1:
+        return copy_to_tp(bias, grid.along(*target.rows))
+    gathered = gather_from_sp(_by_block(bias, product.blocks), 1, product.weight_group).flatten()
+    return copy_to_tp(gathered, grid.along("output"))
+
+
+class _BlockLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, product: _Product) -> Tensor:
+        ctx.product = product
+        ctx.save_for_backward(x, weight)
+        with torch.autocast(x.device.type, enabled=False):  # the operands have been cast
+            y = F.linear(product.gather_input(x), product.gather_weight(weight))
+        return y if product.sum_group is None else reduce_scatter_along(y, product.rows_dim, product.sum_group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        product: _Product = ctx.product
+        gradient = full_tensor(gradient)
+        if product.sum_group is not None:
+            gradient = all_gather_along(gradient, product.rows_dim, product.sum_group)
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            partial = gradient @ product.gather_weight(weight)
+            of_x = reduce_scatter_along(partial, product.x_dim, product.x_group)
+        if ctx.needs_input_grad[1]:
+            gathered = product.gather_input(x)
+            partial = gradient.flatten(0, -2).t() @ gathered.flatten(0, -2)
+            of_weight = product.reduce_weight(partial)
+            if product.copies is not None:
+                dist.all_reduce(of_weight, group=product.copies())
+        return of_x, of_weight, None

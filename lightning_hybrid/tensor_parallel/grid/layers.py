@@ -1,0 +1,192 @@
+"""Layers over a grid of ranks: each computes with this rank's block of its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.distributed.dtensor import shard_of
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.tensor_parallel.attention import ParallelAttention, additive_mask, is_same
+from lightning_hybrid.tensor_parallel.grid.blocks import (
+    Grid,
+    block_linear,
+    gather_blocks,
+    local_rows,
+    scatter_blocks,
+)
+from lightning_hybrid.tensor_parallel.layers import ParallelLayer
+from lightning_hybrid.tensor_parallel.mappings import copy_to_tp, reduce_from_tp
+
+
+class GridLayer(ParallelLayer):
+    """What all of these layers have.
+
+    Attributes:
+        rows_dim: The dimension of the samples in an activation.
+        in_region: Whether the layer is in a region of blocks; else it is given, and gives, what every rank has.
+    """
+
+    tensor_group: Grid
+    rows_dim: int
+    in_region: bool
+
+
+class GridLinear(GridLayer):
+    """A linear layer in blocks.
+
+    Attributes:
+        is_second: Whether it is the second of a pair: then it leads from the inner layout to the outer one.
+        enters: Whether it takes what every rank has, where it is in no region.
+        leaves: Whether it gives what every rank has, where it is in no region.
+        is_transposed: Whether the weight is ``[in_features, out_features]``.
+        blocks: Into how many blocks the output features fall, each of which is divided.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    blocks: int
+    is_second: bool
+    enters: bool
+    leaves: bool
+    is_transposed: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., in_features)`` to ``(..., out_features)``, in blocks between the layers of a pair."""
+        grid, shape = self.tensor_group, self.tensor_group.shape
+        enters, leaves = self.enters and not self.in_region, self.leaves and not self.in_region
+        if enters:
+            x = grid.enter(_with_rows(x, self), self.rows_dim)
+        source, target = (shape.inner, shape.outer) if self.is_second else (shape.outer, shape.inner)
+        weight, bias = shard_of(self.weight), shard_of(self.bias)
+        weight = weight.t() if self.is_transposed else weight
+        dims = {"rows_dim": self.rows_dim, "blocks": self.blocks}
+        y = block_linear(x, weight, bias, grid, source=source, target=target, **dims)
+        return grid.leave(y, target, self.rows_dim) if leaves else y
+
+
+class GridAttention(ParallelAttention, GridLayer):
+    """An `nn.MultiheadAttention` that computes this rank's heads for this rank's samples.
+
+    ::
+
+        query, key, value     blocks of samples and features
+        in-projection         the features of this rank's heads, of q, of k and of v, for its samples
+        attention             this rank's heads and samples: nothing is sent
+        out-projection        blocks of samples and features
+    """
+
+    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As `nn.MultiheadAttention.forward`, with the same shapes.
+
+        Raises:
+            WrongUseError: If attention weights are asked for in a region of blocks.
+        """
+        rows = _with_rows(query, self, dims=3).shape[self.rows_dim]
+        out, weights = super().forward(query, *args, **kwargs)
+        if not self.in_region:
+            out = gather_blocks(out, self.tensor_group, self.tensor_group.shape.outer, self.rows_dim)
+            out = out.narrow(self.rows_dim, 0, rows)
+        elif weights is not None:
+            raise WrongUseError(
+                f"A {type(self).__name__} in a region of tensor_parallel_mode={self.tensor_group.shape.mode!r} gives no"
+                " attention weights. Call it with need_weights=False."
+            )
+        return out, None if weights is None else weights.narrow(0, 0, rows)
+
+    def _gather_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        blocks: dict[int, Tensor] = {}
+
+        def block(x: Tensor, *, is_block: bool) -> Tensor:
+            if id(x) not in blocks:
+                grid = self.tensor_group
+                blocks[id(x)] = x if is_block else scatter_blocks(x, grid, grid.shape.outer, self.rows_dim)
+            return blocks[id(x)]
+
+        memory_is_block = self.in_region and not self.memory_is_replicated
+        key, value = (query if is_same(other, query) else other for other in (key, value))
+        q = block(query, is_block=self.in_region)
+        return q, block(key, is_block=memory_is_block), block(value, is_block=memory_is_block)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int = 1) -> Tensor:
+        shape = self.tensor_group.shape
+        dims = {"rows_dim": self.rows_dim, "blocks": blocks}
+        return block_linear(x, weight, bias, self.tensor_group, source=shape.outer, target=shape.inner, **dims)
+
+    def _project_out(self, x: Tensor) -> Tensor:
+        shape = self.tensor_group.shape
+        weight, bias = shard_of(self.out_proj.weight), shard_of(self.out_proj.bias)
+        dims = {"rows_dim": self.rows_dim}
+        return block_linear(x, weight, bias, self.tensor_group, source=shape.inner, target=shape.outer, **dims)
+
+    def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
+        """Both masks as one, of this rank's samples and heads."""
+        grid, layout, mask = self.tensor_group, self.tensor_group.shape.inner, None
+        if attn_mask is not None:
+            mask = copy_to_tp(additive_mask(attn_mask, q.dtype), grid)
+            if mask.dim() == 3:  # one per head: (samples * all heads, L, S)
+                mask = local_rows(mask.view(-1, self.num_heads, *mask.shape[1:]), grid, layout, 0)
+                mask = grid.along(layout.features).local_chunk(mask, 1)
+        if padding is None:
+            return mask
+        rows = local_rows(copy_to_tp(additive_mask(padding, q.dtype), grid), grid, layout, 0)[:, None, None, :]
+        return rows if mask is None else mask + rows
+
+    def _gather_weights(self, weights: Tensor | None, *, average: bool, is_batched: bool) -> Tensor | None:
+        if weights is None:
+            return None
+        grid = self.tensor_group
+        gathered = gather_blocks(weights, grid, grid.shape.inner, 0, features_dim=1)
+        return gathered.mean(1) if average else gathered
+
+
+class GridLayerNorm(GridLayer):
+    """An `nn.LayerNorm` in a region of blocks: mean and variance are those of all features."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., features)``, in blocks."""
+        grid, layout = self.tensor_group, self.tensor_group.shape.outer
+        same_features, same_samples = grid.along(*layout.rows), grid.along(layout.features)
+        number = x.shape[-1] * same_samples.size
+        wide = x if x.dtype == torch.float64 else x.float()
+
+        def mean(values: Tensor) -> Tensor:
+            total = reduce_from_tp(values.sum(-1, keepdim=True), same_samples)
+            return copy_to_tp(total, same_samples) / number
+
+        centred = wide - mean(wide)
+        y = centred * (mean(centred * centred) + self.eps).rsqrt()
+        if self.weight is not None:
+            y = y * copy_to_tp(shard_of(self.weight), same_features)
+        if self.bias is not None:
+            y = y + copy_to_tp(shard_of(self.bias), same_features)
+        return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
+
+
+class GridRegion(GridLayer):
+    """A layer inside of which activations are in blocks: its input is divided once, and its output gathered once."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the layer does."""
+        grid, layout = self.tensor_group, self.tensor_group.shape.outer
+        block = scatter_blocks(_with_rows(x, self, dims=self.rows_dim + 2), grid, layout, self.rows_dim)
+        y = super().forward(block, *args, **kwargs)  # type: ignore[misc]
+        return gather_blocks(y, grid, layout, self.rows_dim).narrow(self.rows_dim, 0, x.shape[self.rows_dim])
+
+
+def _with_rows(x: Tensor, layer: GridLayer, dims: int = 2) -> Tensor:
+    """The same, if it has samples to divide."""
+    if x.dim() >= dims:
+        return x
+    assert isinstance(layer, nn.Module)
+    raise WrongUseError(
+        f"A {type(layer).__name__} is given an input of shape {tuple(x.shape)}, without a dimension of samples, which"
+        f" tensor_parallel_mode={layer.tensor_group.shape.mode!r} divides. Give it a batch (`x.unsqueeze(0)`), or leave"
+        " it whole: 'replicate' in `tensor_parallel_plan`."
+    )

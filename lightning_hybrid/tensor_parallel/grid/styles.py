@@ -1,0 +1,168 @@
+"""The styles of a plan, where ranks are arranged in two or three dimensions: the same names, other layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from lightning_hybrid.config import BlockLayout, GridShape
+from lightning_hybrid.tensor_parallel.grid.blocks import weight_axes
+from lightning_hybrid.tensor_parallel.grid.layers import GridAttention, GridLayerNorm, GridLinear, GridRegion
+from lightning_hybrid.tensor_parallel.styles import (
+    IN_PROJECTIONS,
+    STYLES,
+    ParamSplit,
+    PlanRow,
+    Style,
+    find_style,
+    is_conv1d,
+    transposed,
+)
+
+#: Over the line of all ranks in every mode: their rows are divided over all of them, and activations stay whole.
+_IN_A_LINE = ("vocab", "vocab_head", "replicate", "on_shards", "divide")
+#: Those of a region, in which activations are in blocks; in one dimension they are of sequence parallelism.
+_IN_REGIONS = ("sequence_region", "sequence_parallel", "sequence_gathered")
+_LINEARS = {
+    "colwise": (False, True, False),
+    "packed_colwise_2": (False, True, False),
+    "packed_colwise_3": (False, True, False),
+    "colwise_gather_output": (False, True, True),
+    "rowwise": (True, False, True),
+    "rowwise_split_input": (False, True, True),
+}
+#: What may be named in these modes.
+GRID_STYLES = (*_LINEARS, "attention", "vocab", "on_shards", "divide:NAME", *_IN_REGIONS, "replicate")
+
+
+@dataclass(frozen=True)
+class GridSplit(ParamSplit):
+    """How a parameter lies in blocks over a grid.
+
+    Attributes:
+        grid: The arrangement of the ranks.
+        over: The dimensions that are divided, each with the axes, the outermost first: one axis of the mesh.
+    """
+
+    grid: GridShape | None = None
+    over: tuple[tuple[int, tuple[str, ...]], ...] = ()
+
+    def cuts(self, rank: int, size: int) -> list[tuple[int, int, int]]:
+        """As of one in a line: several dimensions are divided."""
+        assert self.grid is not None
+        return [(dim, self.grid.parts(axes), self.grid.index(rank, axes)) for dim, axes in self.over]
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dimension that an axis divides; ``None`` if ranks along it have the same."""
+        assert self.grid is not None
+        return next((dim for dim, axes in self.over if axes == self.grid.mesh_axes[axis]), None)
+
+    def transposed(self) -> ParamSplit:
+        """The same of the transposed parameter."""
+        return replace(self, dim=1 - self.dim, over=tuple((1 - dim, axes) for dim, axes in self.over))
+
+
+def find_grid_style(name: str, layer: nn.Module, grid: GridShape | None) -> Style:
+    """The style of this name for an arrangement of ranks; ``None`` is a line.
+
+    Raises:
+        ValueError: If there is none such in this arrangement.
+    """
+    if grid is None:
+        return find_style(name, layer)
+    kind = name.partition(":")[0]
+    if kind in _LINEARS and not isinstance(layer, nn.Embedding):
+        return _linear(kind, layer, grid)
+    if kind == "attention":
+        style = replace(STYLES["attention"], mixin=GridAttention, param_splits=_attention(grid))
+        return replace(
+            style,
+            attributes={"in_region": False, "rows_dim": _samples_dim(layer)},
+            head_parts=grid.parts([grid.inner.features]),
+        )
+    if kind == "sequence_region":
+        dim = 1 - int(name.partition(":")[2] or 1)
+        return replace(STYLES[kind], mixin=GridRegion, attributes={"rows_dim": dim, "in_region": False})
+    if kind == "sequence_parallel" and isinstance(layer, nn.LayerNorm):
+        splits = _features(grid.outer, grid)
+        return Style((nn.LayerNorm,), GridLayerNorm, splits, {"in_region": True, "rows_dim": 0})
+    if kind == "sequence_parallel" and not any(True for _ in layer.parameters()):
+        return STYLES["on_shards"]
+    if kind == "sequence_gathered":
+        return STYLES["replicate"]
+    if kind in _IN_A_LINE:
+        return find_style(name, layer)
+    raise ValueError(
+        f"tensor_parallel_plan gives a {type(layer).__name__} the style {name!r}, which there is not with"
+        f" tensor_parallel_mode={grid.mode!r}; there are {', '.join(GRID_STYLES)}."
+    )
+
+
+def _samples_dim(layer: nn.Module) -> int:
+    return 0 if getattr(layer, "batch_first", True) else 1
+
+
+def _linear(kind: str, layer: nn.Module, grid: GridShape) -> Style:
+    is_second, enters, leaves = _LINEARS[kind]
+    target = grid.outer if is_second else grid.inner
+    blocks = int(kind.rpartition("_")[2]) if kind.startswith("packed") else 1
+
+    def param_splits(layer: nn.Module) -> list[ParamSplit]:
+        over = tuple(enumerate(weight_axes(grid, target)))
+        splits: list[ParamSplit] = [GridSplit("weight", 0, blocks, grid, over)]
+        if getattr(layer, "bias", None) is not None:
+            splits.append(GridSplit("bias", 0, blocks, grid, over[:1]))
+        return splits
+
+    attributes = {"is_second": is_second, "enters": enters, "leaves": leaves, "is_transposed": False, "blocks": blocks}
+    style = Style((nn.Linear,), GridLinear, param_splits, {**attributes, "in_region": False, "rows_dim": 0})
+    return transposed(style) if is_conv1d(layer) else style
+
+
+def _features(layout: BlockLayout, grid: GridShape) -> Callable[[nn.Module], list[ParamSplit]]:
+    def param_splits(layer: nn.Module) -> list[ParamSplit]:
+        over = ((0, (layout.features,)),)
+        names = [name for name in ("weight", "bias") if getattr(layer, name) is not None]
+        return [GridSplit(name, 0, 1, grid, over) for name in names]
+
+    return param_splits
+
+
+def _attention(grid: GridShape) -> Callable[[nn.Module], list[ParamSplit]]:
+    def param_splits(layer: nn.Module) -> list[ParamSplit]:
+        into, out = (tuple(enumerate(weight_axes(grid, target))) for target in (grid.inner, grid.outer))
+        splits: list[ParamSplit] = [
+            GridSplit(name, 0, blocks, grid, into[:1] if name.endswith("bias") else into)
+            for name, blocks in IN_PROJECTIONS.items()
+            if getattr(layer, name) is not None
+        ]
+        splits.append(GridSplit("out_proj.weight", 0, 1, grid, out))
+        if layer.out_proj.bias is not None:  # type: ignore[union-attr]
+            splits.append(GridSplit("out_proj.bias", 0, 1, grid, out[:1]))
+        return splits
+
+    return param_splits
+
+
+def find_regions(rows: Sequence[PlanRow], grid: GridShape) -> list[PlanRow]:
+    """The rows of a plan, of which those in a region know that they are.
+
+    Raises:
+        ValueError: If a layer that needs a region is in none.
+    """
+    dims = {row.name: 1 - int(row.style.partition(":")[2] or 1) for row in rows if row.kind == "sequence_region"}
+    found = []
+    for row in rows:
+        region = next((name for name in dims if row.name.startswith(f"{name}.") or not name), None)
+        if region is not None and row.kind not in _IN_A_LINE:
+            row = replace(row, options={**row.options, "in_region": True, "rows_dim": dims[region]})
+        elif region is None and row.kind in ("sequence_parallel", "divide"):
+            raise ValueError(
+                f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}, which, with"
+                f" tensor_parallel_mode={grid.mode!r}, needs a module around it with the style 'sequence_region', in"
+                " which activations are in blocks."
+            )
+        found.append(row)
+    return found
