@@ -182,10 +182,19 @@ class DryRunStrategy(SingleDeviceStrategy):
         sizes: (data, tensor, pipeline) parallel size.
         layout: The layout as text.
         memory: The estimates, by pipeline rank.
+
+    Raises:
+        ValueError: If sequences are to be shared by ranks.
     """
 
     def __init__(self, config: HybridConfig, sizes: tuple[int, int, int], *, with_values: bool) -> None:
         super().__init__(device="cpu")
+        if config.context_parallel_size > 1:
+            raise ValueError(
+                f"Nothing is estimated yet for context_parallel_size={config.context_parallel_size}: what layers keep of"
+                " their share of a sequence is not known without processes. Leave it out to see what one rank would"
+                " keep of whole sequences."
+            )
         self._config, self.sizes, self._with_values = config, sizes, with_values
         self._mode = Fake(allow_non_fake_inputs=True) if Fake is not None else None
         self._plan_table = ""

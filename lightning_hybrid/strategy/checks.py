@@ -30,9 +30,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.config import HybridConfig, choices
+from lightning_hybrid.context_parallel.attention import KINDS
 from lightning_hybrid.distributed.agreement import RankInfo, agree, check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
-from lightning_hybrid.distributed.mesh import AXES, Mesh
+from lightning_hybrid.distributed.mesh import AXES, USUAL_AXES, Mesh
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute
 from lightning_hybrid.memory.offload import check_offload
@@ -56,7 +57,7 @@ def check_arguments(**arguments: Any) -> None:
     """
     for name in _SIZES:
         _check_allowed(name, arguments[name])
-    for name in ("num_chunks", *_AUTO):
+    for name in ("num_chunks", "context_parallel_size", *_AUTO):
         if name not in _AUTO or arguments[name] != _AUTO[name]:
             _check_number(name, arguments[name], f" or {_AUTO[name]!r}" if name in _AUTO else "")
     for name, kinds in ((field.name, field.metadata.get("kinds")) for field in fields(HybridConfig)):
@@ -76,11 +77,15 @@ def check_arguments(**arguments: Any) -> None:
     _check_choice("zero_frees", arguments["zero_frees"], ("auto", "step", "microbatch"))
     _check_choice("on_nonfinite", arguments["on_nonfinite"], ("raise", "skip", "ignore"))
     _check_choice("loss_reduction", arguments["loss_reduction"], ("mean", "sum"))
-    if sorted(str(arguments["rank_order"]).split("-")) != sorted(AXES):
+    _check_choice("context_parallel", arguments["context_parallel"], KINDS)
+    axes = sorted(arguments["rank_order"].split("-"))
+    if axes not in (sorted(USUAL_AXES), sorted(AXES)):
         raise ValueError(
-            f"rank_order must name the axes {', '.join(AXES)} once each, from the outermost to the innermost, joined by"
-            f" '-', such as 'pp-dp-tp'; got {arguments['rank_order']!r}."
+            f"rank_order must name the axes {', '.join(USUAL_AXES)} once each, from the outermost to the innermost,"
+            " joined by '-', such as 'pp-dp-tp'; and cp, where context_parallel_size > 1. Got"
+            f" {arguments['rank_order']!r}."
         )
+    _check_context(arguments)
     if arguments["num_chunks"] > 1 and arguments["schedule"] == "1f1b":
         raise ValueError(
             f"schedule='1f1b' runs one chunk per rank, got num_chunks={arguments['num_chunks']}. Use"
@@ -95,6 +100,16 @@ def check_arguments(**arguments: Any) -> None:
         _check_in_flight({**arguments, "pipeline_parallel_size": size})
         _check_partition({**arguments, "pipeline_parallel_size": size})
         check_recompute(arguments["recompute"], size, arguments["num_chunks"])
+
+
+def _check_context(arguments: Mapping[str, Any]) -> None:
+    """Of what goes with shares of sequences."""
+    size = arguments["context_parallel_size"]
+    if size > 1 and arguments["sequence_parallel"]:
+        raise ValueError(
+            f"context_parallel_size={size} does not go with sequence_parallel=True: both divide the sequence. Context"
+            " parallelism divides it everywhere in the layers, so leave sequence_parallel out."
+        )
 
 
 def _check_allowed(name: str, value: Any) -> None:
@@ -276,8 +291,9 @@ def check_tensor_groups(mesh: Mesh) -> None:
         mesh: The ranks.
     """
     size, hosts = mesh.tensor_parallel_size, mesh.hosts
-    for stage, replica in itertools.product(range(mesh.pipeline_parallel_size), range(mesh.data_parallel_size)):
-        ranks = [mesh.rank(stage, replica, tensor_rank) for tensor_rank in range(size)]
+    others = mesh.pipeline_parallel_size, mesh.data_parallel_size, mesh.context_parallel_size
+    for stage, replica, share in itertools.product(*map(range, others)):
+        ranks = [mesh.rank(stage, replica, tensor_rank, share) for tensor_rank in range(size)]
         names = list(dict.fromkeys(hosts[rank] for rank in ranks))
         if len(names) > 1:
             rank_zero_warn(

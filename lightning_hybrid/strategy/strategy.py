@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.storage.remote import dated
 from lightning_hybrid.checkpoint.weights.weights import Source
-from lightning_hybrid.config import HybridConfig, preferred, resolve_sizes, usual_microbatches
+from lightning_hybrid.config import HybridConfig, preferred, resolve_sizes, usual_microbatches, with_context_axis
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.distributed.dtensor import keeping_marks
 from lightning_hybrid.distributed.mesh import Mesh
@@ -155,6 +155,8 @@ class HybridStrategy(ReplicaCollectives):
         body: str | list[str] | None = None,
         tensor_parallel_plan: dict[str, str] | str | None = "auto",
         sequence_parallel: bool = False,
+        context_parallel_size: int = 1,
+        context_parallel: Literal["ulysses", "all_gather"] = "ulysses",
         global_batch_size: int | None = None,
         zero_stage: Literal[0, 1, 2, 3] = 0,
         zero_frees: Literal["auto", "step", "microbatch"] = "auto",
@@ -181,6 +183,7 @@ class HybridStrategy(ReplicaCollectives):
         usual = usual_microbatches(preferred(pipeline_parallel_size))
         arguments["auto_microbatches"] = num_microbatches == "auto"
         arguments["num_microbatches"] = usual if num_microbatches == "auto" else num_microbatches
+        arguments["rank_order"] = with_context_axis(rank_order, context_parallel_size)
         arguments["offload"] = (offload,) if isinstance(offload, str) else tuple(offload or ())
         self.settings = HybridConfig(**{field.name: arguments[field.name] for field in fields(HybridConfig)})
         self._requested_sizes = (data_parallel_size, tensor_parallel_size, pipeline_parallel_size)
@@ -294,7 +297,9 @@ class HybridStrategy(ReplicaCollectives):
         assert self.cluster_environment is not None
         environment = self.cluster_environment
         environment.set_world_size(self.num_nodes * self.num_processes)  # Lightning's own knows no other number
-        self.sizes = resolve_sizes(environment.world_size(), *self._requested_sizes)
+        self.sizes = resolve_sizes(
+            environment.world_size(), *self._requested_sizes, self.settings.context_parallel_size
+        )
         if self.settings.auto_microbatches:
             self.settings = replace(self.settings, num_microbatches=usual_microbatches(self.sizes[2]))
         self._launcher = launch.make_launcher(environment, self.num_processes, self.num_nodes)

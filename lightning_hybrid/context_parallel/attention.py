@@ -1,0 +1,263 @@
+"""Attention between the shares of a sequence: what `F.scaled_dot_product_attention` is inside of a layer.
+
+::
+
+    ulysses      heads for positions and back, by all-to-all        each rank: all positions, some heads
+                 Jacobs et al., "DeepSpeed Ulysses", 2023, https://arxiv.org/abs/2309.14509
+    all_gather   keys and values gathered                           each rank: its queries, all heads
+                 Llama Team, "The Llama 3 Herd of Models", 2024, https://arxiv.org/abs/2407.21783, section 3.3.2
+
+What a mask or `is_causal` says is meant for the whole sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.context_parallel.mappings import (
+    Shares,
+    all_gather_shares,
+    gather_keys,
+    to_heads,
+    to_sequence,
+)
+from lightning_hybrid.distributed.failure import WrongUseError
+
+#: How attention communicates.
+KINDS = ("ulysses", "all_gather")
+
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+
+
+class _Options(NamedTuple):
+    """Of a call of `F.scaled_dot_product_attention`, what goes on unchanged."""
+
+    dropout_p: float
+    scale: float | None
+    enable_gqa: bool
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, is_causal: bool = False) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, self.dropout_p, is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+        )
+
+
+class _Masks(NamedTuple):
+    """What a `nn.MultiheadAttention` was called with."""
+
+    attention: Tensor | None
+    padding: Tensor | None
+    is_causal: bool
+
+
+class Region(TorchFunctionMode):
+    """While a layer runs on its share of a sequence: attention is that of the whole sequence.
+
+    Args:
+        name: Of the layer, for messages.
+        shares: How the sequence is divided.
+        kind: How attention communicates, one of :data:`KINDS`.
+        drops: Whether dropout does something.
+
+    Attributes:
+        shares: As given.
+        is_active: Whether it is entered.
+    """
+
+    def __init__(self, name: str, shares: Shares, kind: str, *, drops: bool = True) -> None:
+        super().__init__()
+        self.name, self.shares, self.is_active = name, shares, False
+        self._attend = {"ulysses": self._ulysses, "all_gather": self._all_gather}[kind]
+        self._has_gradients = torch.is_grad_enabled()
+        self._masks: _Masks | None = None
+        self._functions: dict[Any, Callable[..., Any]] = {
+            F.scaled_dot_product_attention: self._attention,
+            F.multi_head_attention_forward: self._multi_head,
+        }
+        if not drops:
+            self._functions[F.dropout] = lambda input, *_, **__: input  # noqa: A006
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """Enter it, where that has not been done further outside: parts of a layer may run again by themselves."""
+        return nullcontext() if self.is_active else self
+
+    def __enter__(self) -> Any:
+        """Attention communicates from here on."""
+        self.is_active = True
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        """It does so no more."""
+        self.is_active = False
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A call of the layer."""
+        replacement = self._functions.get(func, func)
+        return replacement(*args, **kwargs) if kwargs else replacement(*args)
+
+    def gathered_padding(self, padding: Tensor) -> Tensor:
+        """A mask of keys for the whole sequence; of this rank's share the others' are gathered."""
+        return self._whole_keys(padding)
+
+    def refuse(self, what: str) -> WrongUseError:
+        """The error for what cannot be right on shares of a sequence."""
+        return WrongUseError(
+            f"context_parallel_size={self.shares.group.size} divides the sequence in {self.name!r}, {what}"
+        )
+
+    def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
+        """What `nn.MultiheadAttention` calls: its masks are those of the whole sequence, which it would compare."""
+        call = _MULTI_HEAD.bind(*args, **kwargs)
+        given = call.arguments
+        if given.get("need_weights", True):
+            raise self.refuse(
+                "whose attention returns its weights, and no rank has those of all positions. Call"
+                " `nn.MultiheadAttention` with need_weights=False."
+            )
+        if given["bias_k"] is not None or given["bias_v"] is not None or given["add_zero_attn"]:
+            raise self.refuse(
+                "whose attention adds keys that are at no position (add_bias_kv, add_zero_attn). Leave them out."
+            )
+        self._masks = _Masks(
+            given.get("attn_mask"), given.get("key_padding_mask"), bool(given.get("is_causal", False))
+        )
+        given |= {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
+        try:
+            with self:
+                return F.multi_head_attention_forward(*call.args, **call.kwargs)
+        finally:
+            self._masks, self.is_active = None, True
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        options = _Options(dropout_p if F.dropout not in self._functions else 0.0, scale, enable_gqa)
+        if self._has_gradients and not torch.is_grad_enabled():
+            raise self.refuse(
+                "whose attention runs without gradients, to run again in backward where nothing knows of the division:"
+                " use `torch.utils.checkpoint` with use_reentrant=False, or HybridStrategy(recompute=...)."
+            )
+        if self._masks is not None:
+            attn_mask, is_causal = self._joined(self._masks, query)
+        own = self.shares.length
+        if query.ndim != 4:
+            raise self.refuse(
+                f"whose attention has queries of the shape {list(query.shape)}. They must have four dimensions: batch,"
+                " heads, positions, features."
+            )
+        if query.shape[2] != own:  # not along the sequence: what it does to it is found by the trial
+            return options.run(query, key, value, attn_mask, is_causal=is_causal)
+        if key.shape[2] != own:
+            return self._to_memory(query, key, value, attn_mask, is_causal, options)
+        if attn_mask is not None and not is_causal:
+            attn_mask = self._whole_mask(attn_mask)
+        return self._attend(query, key, value, None if is_causal else attn_mask, is_causal, options)
+
+    def _to_memory(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: _Options
+    ) -> Tensor:
+        """Queries of this share, keys of something else that every rank has whole."""
+        if is_causal:
+            raise self.refuse(
+                f"whose attention is causal between {query.shape[2]} queries and {key.shape[2]} keys: it is not known"
+                " which positions these are."
+            )
+        return options.run(query, key, value, None if mask is None else self._own_rows(mask))
+
+    # -- kinds ---------------------------------------------------------------------------------------------------------
+
+    def _ulysses(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: _Options
+    ) -> Tensor:
+        shares, size = self.shares, self.shares.group.size
+        heads = query.shape[1]
+        if heads % size:
+            raise self.refuse(
+                f"whose attention has {heads} heads on a rank; with context_parallel='ulysses' their number must be a"
+                f" multiple of {size}. Use context_parallel='all_gather', or another size."
+            )
+        key, value = (_with_heads(each, size) for each in (key, value))
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
+            mask = mask.unflatten(-3, (size, heads // size)).select(-4, shares.group.rank)
+        q, k, v = (to_heads(each, shares) for each in (query, key, value))
+        return to_sequence(options.run(q, k, v, mask, is_causal=is_causal), shares)
+
+    def _all_gather(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: _Options
+    ) -> Tensor:
+        shares = self.shares
+        key, value = (gather_keys(each, 2, shares) for each in (key, value))
+        if is_causal:  # later keys are of no use here
+            end = shares.start + shares.length
+            return options.run(query, key[:, :, :end], value[:, :, :end], causal_lower_right(shares.length, end))
+        return options.run(query, key, value, None if mask is None else self._own_rows(mask))
+
+    # -- masks ---------------------------------------------------------------------------------------------------------
+
+    def _joined(self, masks: _Masks, query: Tensor) -> tuple[Tensor | None, bool]:
+        """Both masks of a `nn.MultiheadAttention` as one for the whole sequence, or that it is causal."""
+        mask, padding, is_causal = masks
+        if is_causal and padding is None:
+            return None, True
+        if is_causal:  # the mask may be one of a share, made inside of the layer
+            total = self.shares.total
+            mask = torch.ones(total, total, dtype=torch.bool, device=query.device).triu(1)
+        if mask is not None:
+            mask = _additive(mask, query.dtype)
+            if mask.ndim == 3:
+                mask = mask.unflatten(0, (query.shape[0], -1))
+        if padding is None:
+            return mask, False
+        padding = _additive(self._whole_keys(padding), query.dtype)[:, None, None, :]
+        return padding if mask is None else mask + padding, False
+
+    def _whole_keys(self, mask: Tensor) -> Tensor:
+        if mask.shape[-1] in (1, self.shares.total):
+            return mask
+        return all_gather_shares(mask.detach(), mask.ndim - 1, self.shares)
+
+    def _whole_mask(self, mask: Tensor) -> Tensor:
+        """A mask of the whole sequence, checked; one of a share's keys is gathered."""
+        rows, total = mask.shape[-2] if mask.ndim > 1 else 1, self.shares.total
+        if rows == 1 and mask.shape[-1] == self.shares.length:
+            mask = self._whole_keys(mask)
+        if rows not in (1, total) or mask.shape[-1] not in (1, total):
+            raise self.refuse(
+                f"whose attention has a mask of the shape {list(mask.shape)} for a sequence of {total} positions. A"
+                " layer that makes its own mask sees only its share: make it outside of the layers, and give it to them"
+                " as an argument; or use is_causal=True."
+            )
+        return mask
+
+    def _own_rows(self, mask: Tensor) -> Tensor:
+        return self.shares.own(mask, -2) if mask.ndim > 1 and mask.shape[-2] == self.shares.total else mask
+
+
+def _with_heads(x: Tensor, size: int) -> Tensor:
+    """Grouped heads, repeated as often as the ranks need."""
+    return x.repeat_interleave(size // gcd(x.shape[1], size), 1) if x.shape[1] % size else x
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
+    return mask.to(dtype)
