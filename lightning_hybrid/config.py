@@ -104,7 +104,7 @@ def preferred(size: int | Sequence[int]) -> int:
 
 
 def with_context_axis(rank_order: str, context_parallel_size: int) -> str:
-    """The order of the axes, with the one of context parallelism just outside of the tensor-parallel one if it is there.
+    """The order of the axes; that of context parallelism, where there is any, just outside of the tensor-parallel one.
 
     Args:
         rank_order: As the user gives it; it may leave that axis out.
@@ -132,7 +132,7 @@ def resolve_sizes(
     pipeline_parallel_size: int | Sequence[int],
     context_parallel_size: int = 1,
 ) -> tuple[int, int, int]:
-    """The sizes of the three axes that every mesh has: of those that are allowed, the first that go with the number of processes.
+    """The sizes of the axes that every mesh has: of those allowed, the first that go with the number of processes.
 
     The first pipeline parallel size is tried with each tensor parallel size in turn, then the second one, and so on.
 

@@ -191,8 +191,8 @@ class DryRunStrategy(SingleDeviceStrategy):
         super().__init__(device="cpu")
         if config.context_parallel_size > 1:
             raise ValueError(
-                f"Nothing is estimated yet for context_parallel_size={config.context_parallel_size}: what layers keep of"
-                " their share of a sequence is not known without processes. Leave it out to see what one rank would"
+                f"Nothing is estimated yet for context_parallel_size={config.context_parallel_size}: what layers keep"
+                " of their share of a sequence is not known without processes. Leave it out to see what one rank would"
                 " keep of whole sequences."
             )
         self._config, self.sizes, self._with_values = config, sizes, with_values

@@ -85,7 +85,7 @@ class Region(TorchFunctionMode):
             F.multi_head_attention_forward: self._multi_head,
         }
         if not drops:
-            self._functions[F.dropout] = lambda input, *_, **__: input  # noqa: A006
+            self._functions[F.dropout] = lambda input, *_, **__: input
 
     def entered(self) -> AbstractContextManager[Any]:
         """Enter it, where that has not been done further outside: parts of a layer may run again by themselves."""
@@ -129,9 +129,7 @@ class Region(TorchFunctionMode):
             raise self.refuse(
                 "whose attention adds keys that are at no position (add_bias_kv, add_zero_attn). Leave them out."
             )
-        self._masks = _Masks(
-            given.get("attn_mask"), given.get("key_padding_mask"), bool(given.get("is_causal", False))
-        )
+        self._masks = _Masks(given.get("attn_mask"), given.get("key_padding_mask"), bool(given.get("is_causal", False)))
         given |= {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
         try:
             with self:
@@ -197,7 +195,7 @@ class Region(TorchFunctionMode):
             )
         key, value = (_with_heads(each, size) for each in (key, value))
         if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
-            mask = mask.unflatten(-3, (size, heads // size)).select(-4, shares.group.rank)
+            mask = mask.chunk(size, -3)[shares.group.rank]
         q, k, v = (to_heads(each, shares) for each in (query, key, value))
         return to_sequence(options.run(q, k, v, mask, is_causal=is_causal), shares)
 
@@ -224,7 +222,7 @@ class Region(TorchFunctionMode):
         if mask is not None:
             mask = _additive(mask, query.dtype)
             if mask.ndim == 3:
-                mask = mask.unflatten(0, (query.shape[0], -1))
+                mask = mask.view(query.shape[0], -1, *mask.shape[1:])
         if padding is None:
             return mask, False
         padding = _additive(self._whole_keys(padding), query.dtype)[:, None, None, :]

@@ -19,7 +19,7 @@ from torch import nn
 from lightning_hybrid.context_parallel.attention import Region
 from lightning_hybrid.context_parallel.division import Division, sequence_dim_of
 from lightning_hybrid.context_parallel.mappings import ContextGroup
-from lightning_hybrid.context_parallel.sharded_sequence import plain
+from lightning_hybrid.context_parallel.sharded_sequence import from_shares, plain, to_shares
 from lightning_hybrid.context_parallel.trial import Trial
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import own_draws
@@ -78,6 +78,19 @@ class ContextParallel:
         finally:
             for encoder, before in zip(self._encoders, nested, strict=True):
                 encoder.use_nested_tensor = before
+
+    def leave(self, value: Any, *, to_stage: bool) -> Any:
+        """What leaves the layers and the code around them, or goes to the layers of the next stage.
+
+        Args:
+            value: A tree.
+            to_stage: Whether it goes there: then each rank sends its share.
+        """
+        return to_shares(value) if to_stage else map_leaves(plain, value)
+
+    def enter(self, value: Any) -> Any:
+        """What has come from the stage before."""
+        return from_shares(value, self._group)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -145,11 +158,6 @@ class ContextParallel:
         given = self._layers[layer], layer, forward, self._kind, self._dims[layer]
         Trial(*given, self._group, self._device)(division)
         self._tried.add(key)
-
-
-def to_plain(value: Any) -> Any:
-    """The same tree, with plain tensors in the place of sequences that are in shares."""
-    return map_leaves(plain, value)
 
 
 def _forward_of(layer: nn.Module) -> Callable[..., Any]:

@@ -59,8 +59,8 @@ class Division:
             shapes = ", ".join(str(list(each.shape)) for each in tensors) or "none"
             raise WrongUseError(
                 f"context_parallel_size={group.size} divides sequences, but {name!r} is given no hidden states of the"
-                f" shape (batch, sequence, features); its tensors have the shapes {shapes}. Name the layers that work on"
-                " sequences, HybridStrategy(body=[...]), or use context_parallel_size=1."
+                f" shape (batch, sequence, features); its tensors have the shapes {shapes}. Name the layers that work"
+                " on sequences, HybridStrategy(body=[...]), or use context_parallel_size=1."
             )
         self._hidden = hidden
         total = hidden.shape[sequence_dim]
@@ -97,9 +97,7 @@ class Division:
             if id(leaf) not in made:
                 made[id(leaf)] = self._local(leaf) if isinstance(leaf, Tensor) else leaf
         leaves = [made[id(leaf)] for leaf in self._leaves]
-        self._given = {
-            id(mine): (mine, leaf, _version(mine)) for mine, leaf in zip(leaves, self._leaves, strict=True)
-        }
+        self._given = {id(mine): (mine, leaf, _version(mine)) for mine, leaf in zip(leaves, self._leaves, strict=True)}
         args, kwargs = unflatten(leaves, self._spec)
         return args, kwargs
 
@@ -174,10 +172,10 @@ class Division:
         found = next((dim for dim in candidates if tensor.shape[dim] == own), None)
         if found is None:
             raise WrongUseError(
-                f"{self._name!r} returns a tensor of the shape {list(tensor.shape)} for a share of {own} positions, with"
-                f" context_parallel_size={self._group.size}: only what has the sequence as a dimension can be joined, and"
-                " sums over positions, such as losses of a router, are of one share. Let it return hidden states alone,"
-                " or use context_parallel_size=1."
+                f"{self._name!r} returns a tensor of the shape {list(tensor.shape)} for a share of {own} positions,"
+                f" with context_parallel_size={self._group.size}: only what has the sequence as a dimension can be"
+                " joined, and sums over positions, such as losses of a router, are of one share. Let it return hidden"
+                " states alone, or use context_parallel_size=1."
             )
         return found
 

@@ -9,8 +9,8 @@ whether a parameter is used in the layers, around them or in both. What flows ba
     scatter_to_cp      slice                       all-gather, / size      whole sequence -> share
     shard              all-gather, when read       slice, * size           share -> whole sequence
     copy_to_cp         -                           all-reduce, / size      whole -> used with every rank's share
-    gather_keys        all-gather                  reduce-scatter          share -> whole, used by every rank's queries
-    to_heads           all-to-all                  all-to-all              share, all heads -> whole, a share of the heads
+    gather_keys        all-gather                  reduce-scatter          share -> whole, for every rank's queries
+    to_heads           all-to-all                  all-to-all              share, all heads -> whole, some heads
     to_sequence        all-to-all                  all-to-all              the inverse
 
 Shares may differ in length by one position.
@@ -112,14 +112,14 @@ def all_gather_shares(x: Tensor, dim: int, shares: Shares) -> Tensor:
     gathered = own.new_empty(lengths[0] * group.size, *own.shape[1:])
     all_gather_single(gathered, own, group=group())
     if lengths[-1] != lengths[0]:
-        pieces = gathered.split(lengths[0])
+        pieces = torch.split(gathered, lengths[0])
         gathered = torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
     return gathered.movedim(0, dim).contiguous()
 
 
 def _reduce_scatter_shares(x: Tensor, dim: int, shares: Shares) -> Tensor:
     group, lengths = shares.group, shares.lengths
-    pieces = x.movedim(dim, 0).split(lengths)
+    pieces = torch.split(x.movedim(dim, 0), lengths)
     partial = torch.cat([_padded(piece, lengths[0]) for piece in pieces])
     share = partial.new_empty(lengths[0], *partial.shape[1:])
     reduce_scatter_single(share, partial, group=group())
@@ -141,12 +141,14 @@ def _exchange(x: Tensor, shares: Shares, *, to_heads: bool) -> Tensor:
     of_rank = [batch * heads * length * features for length in lengths]
     alike = [batch * heads * shares.length * features] * group.size
     if to_heads:
-        sent = x.unflatten(1, (group.size, heads)).movedim(1, 0).contiguous().view(-1)
+        sent = x.reshape(batch, group.size, heads, *x.shape[2:]).movedim(1, 0).contiguous().view(-1)
         received = sent.new_empty(sum(of_rank))
         dist.all_to_all_single(received, sent, of_rank, alike, group=group())
-        pieces = zip(received.split(of_rank), lengths, strict=True)
+        pieces = zip(torch.split(received, of_rank), lengths, strict=True)
         return torch.cat([piece.view(batch, heads, length, features) for piece, length in pieces], 2)
-    sent = torch.cat([piece.reshape(-1) for piece in x.split(lengths, 2)]).contiguous()  # one piece may be expanded
+    sent = torch.cat(
+        [piece.reshape(-1) for piece in torch.split(x, lengths, 2)]
+    ).contiguous()  # one piece may be expanded
     received = sent.new_empty(sum(alike))
     dist.all_to_all_single(received, sent, alike, of_rank, group=group())
     pieces_of_heads = received.view(group.size, batch, heads, shares.length, features)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hybrid.context_parallel.mappings import Shares, all_gather_shares, scatter_to_cp
-from lightning_hybrid.distributed.pytree import map_leaves
+from lightning_hybrid.context_parallel.mappings import ContextGroup, Shares, all_gather_shares, scatter_to_cp
+from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, map_leaves, unflatten
 
 
 class ShardedSequence(Tensor):
@@ -39,7 +41,7 @@ class ShardedSequence(Tensor):
     _written: int
     _whole: Tensor | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, share: Tensor, dim: int, shares: Shares) -> ShardedSequence:
         """Make one."""
@@ -81,6 +83,48 @@ def shard(share: Tensor, dim: int, shares: Shares) -> ShardedSequence:
     made: ShardedSequence = _Shard.apply(share, dim, shares)  # type: ignore[no-untyped-call]
     made._with_graph, made._written = share, 0 if made.is_inference() else made._version
     return made
+
+
+@dataclass(frozen=True)
+class SequenceShare:
+    """What goes from one stage to the next in the place of a :class:`ShardedSequence`: a share from each rank.
+
+    Attributes:
+        share: The share.
+        sequence_dim: The dimension of the sequence.
+        total: The length of the sequence.
+    """
+
+    share: Tensor
+    sequence_dim: int
+    total: int
+
+
+def to_shares(tree: Any) -> Any:
+    """The same tree, with shares in the place of sequences that are in shares."""
+    return map_leaves(_to_share, tree)
+
+
+def from_shares(tree: Any, group: ContextGroup) -> Any:
+    """The inverse of :func:`to_shares`, on the next stage."""
+    leaves, spec = flatten(tree)
+    return _from_shares(iter(leaves), spec, group)
+
+
+def _from_shares(leaves: Iterator[Any], spec: TreeSpec, group: ContextGroup) -> Any:
+    if spec.kind is SequenceShare:
+        share, sequence_dim, total = (next(leaves) for _ in spec.children)
+        return shard(share, sequence_dim, Shares(total, group))
+    if spec.kind is None:
+        return next(leaves)
+    values = [_from_shares(leaves, child, group) for child in spec.children]
+    return unflatten(values, TreeSpec.of(spec.kind, spec.names, (LEAF,) * len(values)))
+
+
+def _to_share(leaf: Any) -> Any:
+    if not isinstance(leaf, ShardedSequence):
+        return leaf
+    return SequenceShare(leaf.share(leaf.sequence_dim, leaf.shares), leaf.sequence_dim, leaf.shares.total)
 
 
 def plain(tensor: Any) -> Any:

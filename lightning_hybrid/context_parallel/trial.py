@@ -84,9 +84,7 @@ class Trial:
             leaves = {id(leaf): leaf for leaf in flatten(self._forward(*args, **kwargs))[0]}
         return [leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor) and key not in given], by_part
 
-    def _compare(
-        self, division: Division, length: int, expected: Sequence[Tensor], by_part: dict[str, Tensor]
-    ) -> None:
+    def _compare(self, division: Division, length: int, expected: Sequence[Tensor], by_part: dict[str, Tensor]) -> None:
         args, kwargs = _copied(division.cropped(length))
         short = Division(self._name, self._dim, args, kwargs, self._group)
         region = Region(self._name, short.shares, self._kind, drops=False)
@@ -133,7 +131,7 @@ class Trial:
         order = list(of_share)
         found: list[Any] = [None] * self._group.size
         dist.all_gather_object(found, order.index(own) if own is not None else len(order), group=self._group())
-        return [*order, ""][min(found)]
+        return order[min(found)] if min(found) < len(order) else ""
 
     @contextmanager
     def _watched(self) -> Iterator[dict[str, Tensor]]:

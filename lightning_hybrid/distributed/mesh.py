@@ -108,8 +108,8 @@ class Mesh:
              model       [0,1,4,5] [2,3,6,7]
 
     Each line is one call of :func:`make_group`, if no line before it has the same ranks. The axes of torch's mesh are
-    these groups. With ``context_parallel_size=2`` there is a fourth axis, whose ranks share sequences: they belong to one
-    model group, and their gradients are averaged together with those of the replicas, in the *gradient group*.
+    these groups. With ``context_parallel_size=2`` there is a fourth axis, whose ranks share sequences: they belong to
+    one model group, and their gradients are averaged with those of the replicas, in the *gradient group*.
 
     All groups are made at once, and none when it is first needed: a rank that fails before would leave the
     others waiting for it.

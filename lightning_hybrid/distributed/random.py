@@ -181,7 +181,8 @@ def own_draws(rank: int, device: torch.device) -> Iterator[None]:
     with own_numbers(rank, device):
         begin = torch_states(device)
         yield
-        drew = any(not torch.equal(*pair) for pair in zip(begin, torch_states(device), strict=True) if pair[0] is not None)
+        pairs = zip(begin, torch_states(device), strict=True)
+        drew = any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs)
     if not drew:
         set_torch_states(before, device)
 

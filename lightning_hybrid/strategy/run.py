@@ -353,6 +353,7 @@ class Run:
             device=world.device,
             engine=world.engine,
             around_forwards=around_forwards,
+            context_parallel=self._attached.parallelizer.context_parallel,
             remembers=not config.dynamic_shapes,
             frees_early=config.zero_stage == 3 and config.frees_early,
         )

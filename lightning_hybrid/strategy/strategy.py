@@ -93,6 +93,10 @@ class HybridStrategy(ReplicaCollectives):
             knows; ``None`` divides nothing.
         sequence_parallel: Whether activations between shared layers are divided along the sequence, where the plan has
             regions for it; transformer layers of torch are some.
+        context_parallel_size: The number of ranks that share each sequence: in layers of the body each has a part of
+            the positions, of the same batch. The code around them sees whole sequences.
+        context_parallel: How attention (`F.scaled_dot_product_attention`) communicates between them: ``"ulysses"``
+            exchanges heads for positions, ``"all_gather"`` gathers keys and values.
         global_batch_size: The samples of an optimizer step, of all replicas: as many batches are accumulated as make
             them up, so that the number of replicas may change from one start to the next. The training loader says how
             many samples a batch has. ``None`` leaves it to ``Trainer(accumulate_grad_batches=...)``.
@@ -117,7 +121,8 @@ class HybridStrategy(ReplicaCollectives):
         gather_module_on_teardown: Whether every rank has the whole module after a run, as by :meth:`gather_module`.
         initial_weights: Where to take the weights from, unless a checkpoint is resumed: as for :meth:`load_weights`.
         rank_order: How ranks are numbered: the axes from the outermost to the innermost, whose ranks are consecutive;
-            ``"pp-dp-tp"`` or another order.
+            ``"pp-dp-tp"`` or another order. Where sequences are shared ``cp`` is one of them: just outside of ``tp``, if
+            it is not named.
         process_group_backend: The backend of the process groups; by default nccl on CUDA and gloo elsewhere.
         timeout: Of the process groups: after that a collective gives up.
         stall_timeout: How long nothing may finish while ranks wait for each other. Then where each rank stands is
@@ -261,7 +266,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh with the axes ``"data_parallel"``, ``"tensor_parallel"`` and ``"pipeline_parallel"``."""
+        """The mesh; its axes are named as Lightning names them, and ``"context_parallel"`` is one where it divides."""
         return self.world.mesh.device_mesh
 
     @property

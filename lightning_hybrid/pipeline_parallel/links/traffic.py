@@ -60,7 +60,8 @@ def bytes_between_nodes(
 
 def least_bytes(sizes: Mapping[str, int], rank_order: str, nodes: Sequence[Any], traffic: Traffic) -> tuple[str, float]:
     """The order of axes with which the fewest bytes cross nodes, and these; today's if no other has fewer."""
-    orders = ["-".join(order) for order in itertools.permutations(("pp", "dp", *(axis for axis in sizes if axis == "cp"), "tp"))]
+    axes = "pp", "dp", "tp", *(axis for axis in sizes if axis == "cp")
+    orders = ["-".join(order) for order in itertools.permutations(axes)]
     found = {order: bytes_between_nodes(sizes, order, nodes, traffic)[0] for order in (rank_order, *orders)}
     best = min(found, key=lambda order: found[order])
     return best, found[best]
