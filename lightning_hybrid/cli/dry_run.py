@@ -28,7 +28,7 @@ from lightning_hybrid.distributed.mesh import AXES
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
-from lightning_hybrid.memory.estimate import estimate
+from lightning_hybrid.memory.estimate import check_estimated, estimate
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
@@ -182,23 +182,14 @@ class DryRunStrategy(SingleDeviceStrategy):
         sizes: (data, tensor, pipeline) parallel size.
         layout: The layout as text.
         memory: The estimates, by pipeline rank.
-
-    Raises:
-        ValueError: If sequences are to be shared by ranks.
     """
 
     def __init__(self, config: HybridConfig, sizes: tuple[int, int, int], *, with_values: bool) -> None:
         super().__init__(device="cpu")
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                f"Nothing is estimated yet for context_parallel_size={config.context_parallel_size}: what layers keep"
-                " of their share of a sequence is not known without processes. Leave it out to see what one rank would"
-                " keep of whole sequences."
-            )
+        check_estimated(config)
         self._config, self.sizes, self._with_values = config, sizes, with_values
         self._mode = Fake(allow_non_fake_inputs=True) if Fake is not None else None
-        self._plan_table = ""
-        self.layout = ""
+        self._plan_table = self.layout = ""
         self.memory: list[MemoryUsage] = []
 
     @property

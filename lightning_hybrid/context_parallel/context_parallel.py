@@ -160,6 +160,23 @@ class ContextParallel:
         self._tried.add(key)
 
 
+def check_context_parallel(size: int, *, sequence_parallel: bool) -> None:
+    """Check what goes with shares of sequences.
+
+    Args:
+        size: The number of ranks that share each sequence.
+        sequence_parallel: Whether tensor-parallel ranks divide it too.
+
+    Raises:
+        ValueError: If both are to.
+    """
+    if size > 1 and sequence_parallel:
+        raise ValueError(
+            f"context_parallel_size={size} does not go with sequence_parallel=True: both divide the sequence. Context"
+            " parallelism divides it everywhere in the layers, so leave sequence_parallel out."
+        )
+
+
 def _forward_of(layer: nn.Module) -> Callable[..., Any]:
     """What a layer's class does: the one that it has now, as a layer may be of another for a while."""
     return lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)

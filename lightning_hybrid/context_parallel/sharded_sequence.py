@@ -41,8 +41,6 @@ class ShardedSequence(Tensor):
     _written: int
     _whole: Tensor | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     def __new__(cls, share: Tensor, dim: int, shares: Shares) -> ShardedSequence:
         """Make one."""
         shape = list(share.shape)
@@ -68,6 +66,12 @@ class ShardedSequence(Tensor):
     def _may_be_written(self) -> bool:
         """Whether something was written into it; in inference mode, where torch does not know, what was read may be."""
         return self._whole is not None if self.is_inference() else self._version != self._written
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A call: as of any tensor, so that autograd sees it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

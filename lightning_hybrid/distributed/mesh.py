@@ -6,7 +6,7 @@ import gc
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -185,14 +185,8 @@ class Mesh:
         groups = {"dp": self._data_group, "tp": self._tensor_group, "pp": pipeline_group}
         if self._context_group is not None:
             groups["cp"] = self._context_group
-        names = tuple(AXES[axis] for axis in order)
-        device_mesh: DeviceMesh = _WORLD_CACHE.get(
-            (device_type, shape, names),
-            lambda: DeviceMesh.from_group(
-                [groups[axis]() for axis in order], device_type, mesh=by_order, mesh_dim_names=names
-            ),
-        )
-        self._device_mesh: DeviceMesh | None = device_mesh
+        of_axes = {AXES[axis]: groups[axis] for axis in order}
+        self._device_mesh: DeviceMesh | None = _make_device_mesh(of_axes, by_order, device_type)
         self.broadcasts: list[PostedBroadcast] = []
 
     @property
@@ -420,3 +414,14 @@ class Mesh:
 
         reference: GroupRef | None = _WORLD_CACHE.get((request, self._requests[request]), make)
         return reference
+
+
+def _make_device_mesh(groups: Mapping[str, GroupRef], ranks: Tensor, device_type: str) -> DeviceMesh:
+    """Torch's mesh, of groups by the names of their axes; the one that there is, if there is one of this shape."""
+    mesh: DeviceMesh = _WORLD_CACHE.get(
+        (device_type, tuple(ranks.shape), tuple(groups)),
+        lambda: DeviceMesh.from_group(
+            [group() for group in groups.values()], device_type, mesh=ranks, mesh_dim_names=tuple(groups)
+        ),
+    )
+    return mesh

@@ -31,6 +31,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.config import HybridConfig, choices
 from lightning_hybrid.context_parallel.attention import KINDS
+from lightning_hybrid.context_parallel.context_parallel import check_context_parallel
 from lightning_hybrid.distributed.agreement import RankInfo, agree, check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.mesh import AXES, USUAL_AXES, Mesh
@@ -78,6 +79,7 @@ def check_arguments(**arguments: Any) -> None:
     _check_choice("on_nonfinite", arguments["on_nonfinite"], ("raise", "skip", "ignore"))
     _check_choice("loss_reduction", arguments["loss_reduction"], ("mean", "sum"))
     _check_choice("context_parallel", arguments["context_parallel"], KINDS)
+    check_context_parallel(arguments["context_parallel_size"], sequence_parallel=arguments["sequence_parallel"])
     axes = sorted(arguments["rank_order"].split("-"))
     if axes not in (sorted(USUAL_AXES), sorted(AXES)):
         raise ValueError(
@@ -85,7 +87,6 @@ def check_arguments(**arguments: Any) -> None:
             " joined by '-', such as 'pp-dp-tp'; and cp, where context_parallel_size > 1. Got"
             f" {arguments['rank_order']!r}."
         )
-    _check_context(arguments)
     if arguments["num_chunks"] > 1 and arguments["schedule"] == "1f1b":
         raise ValueError(
             f"schedule='1f1b' runs one chunk per rank, got num_chunks={arguments['num_chunks']}. Use"
@@ -100,16 +101,6 @@ def check_arguments(**arguments: Any) -> None:
         _check_in_flight({**arguments, "pipeline_parallel_size": size})
         _check_partition({**arguments, "pipeline_parallel_size": size})
         check_recompute(arguments["recompute"], size, arguments["num_chunks"])
-
-
-def _check_context(arguments: Mapping[str, Any]) -> None:
-    """Of what goes with shares of sequences."""
-    size = arguments["context_parallel_size"]
-    if size > 1 and arguments["sequence_parallel"]:
-        raise ValueError(
-            f"context_parallel_size={size} does not go with sequence_parallel=True: both divide the sequence. Context"
-            " parallelism divides it everywhere in the layers, so leave sequence_parallel out."
-        )
 
 
 def _check_allowed(name: str, value: Any) -> None:

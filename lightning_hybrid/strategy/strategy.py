@@ -121,7 +121,7 @@ class HybridStrategy(ReplicaCollectives):
         gather_module_on_teardown: Whether every rank has the whole module after a run, as by :meth:`gather_module`.
         initial_weights: Where to take the weights from, unless a checkpoint is resumed: as for :meth:`load_weights`.
         rank_order: How ranks are numbered: the axes from the outermost to the innermost, whose ranks are consecutive;
-            ``"pp-dp-tp"`` or another order. Where sequences are shared ``cp`` is one of them: just outside of ``tp``, if
+            ``"pp-dp-tp"`` or another order. Where sequences are shared ``cp`` is one of them: outside of ``tp``, if
             it is not named.
         process_group_backend: The backend of the process groups; by default nccl on CUDA and gloo elsewhere.
         timeout: Of the process groups: after that a collective gives up.
