@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -99,10 +100,17 @@ class UsedTwice(zoo.Sequences):
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         loss = F.mse_loss(self(x), y) + sum(mean.square().mean() for mean in self.means)
-        return loss + 1e-2 * sum(parameter.square().sum() for parameter in self.parameters())
+        return loss + 1e-2 * sum(parameter.square().sum() for parameter in self.penalised())
 
-    def tensor_parallel_plan(self) -> dict[str, str]:
-        return {}
+    def penalised(self) -> Iterable[Tensor]:
+        return self.bias, self.scale
+
+
+class Penalised(UsedTwice):
+    """A penalty on all parameters, those of the layers too."""
+
+    def penalised(self) -> Iterable[Tensor]:
+        return self.parameters()
 
 
 class Dropped(zoo.Sequences):

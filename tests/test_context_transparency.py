@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.distributed]
 
 SUBJECTS = ["gpt", "found_nano", "found_gpt2", "found_llama", "found_mistral", *CONTEXT_SUBJECTS]
 #: Tensor parallelism divides heads once more: of models whose layers it knows.
-WITHOUT_TENSOR = {"context_used_twice"}
+WITHOUT_TENSOR = {"context_used_twice", "context_penalised"}
+#: No stage has the values of all parameters.
+WITHOUT_STAGES = {"context_penalised"}
 DAILY = {
     *(("gpt", "cp2_ulysses"), ("found_mistral", "cp2_all_gather"), ("context_encoder", "cp2_ulysses")),
     *(("context_used_twice", "cp2_pp2_all_gather"), ("context_uneven", "cp2_zero2_ulysses")),
@@ -29,7 +31,9 @@ def _schedule(layout: Layout) -> str:
 
 
 def _means_something(subject: str, layout: Layout) -> bool:
-    return not (layout.tensor > 1 and subject in WITHOUT_TENSOR)
+    return not (layout.tensor > 1 and subject in WITHOUT_TENSOR) and not (
+        layout.pipeline > 1 and subject in WITHOUT_STAGES
+    )
 
 
 CASES = [

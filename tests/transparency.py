@@ -470,6 +470,7 @@ CONTEXT_SUBJECTS: dict[str, Subject] = _named(
         Subject("context_first", context_zoo.SequenceFirst),
         Subject("context_decoder", context_zoo.Decoder),
         Subject("context_used_twice", context_zoo.UsedTwice),
+        Subject("context_penalised", context_zoo.Penalised),
     ]
 )
 

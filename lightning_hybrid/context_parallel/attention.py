@@ -13,8 +13,7 @@ What a mask or `is_causal` says is meant for the whole sequence.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -36,7 +35,8 @@ from lightning_hybrid.distributed.failure import WrongUseError
 #: How attention communicates.
 KINDS = ("ulysses", "all_gather")
 
-_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+#: Of what `nn.MultiheadAttention` calls.
+MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
 class _Options(NamedTuple):
@@ -50,14 +50,6 @@ class _Options(NamedTuple):
         return F.scaled_dot_product_attention(
             q, k, v, mask, self.dropout_p, is_causal, scale=self.scale, enable_gqa=self.enable_gqa
         )
-
-
-class _Masks(NamedTuple):
-    """What a `nn.MultiheadAttention` was called with."""
-
-    attention: Tensor | None
-    padding: Tensor | None
-    is_causal: bool
 
 
 class Region(TorchFunctionMode):
@@ -79,17 +71,12 @@ class Region(TorchFunctionMode):
         self.name, self.shares, self.is_active = name, shares, False
         self._attend = {"ulysses": self._ulysses, "all_gather": self._all_gather}[kind]
         self._has_gradients = torch.is_grad_enabled()
-        self._masks: _Masks | None = None
         self._functions: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
             F.multi_head_attention_forward: self._multi_head,
         }
         if not drops:
             self._functions[F.dropout] = lambda input, *_, **__: input
-
-    def entered(self) -> AbstractContextManager[Any]:
-        """Enter it, where that has not been done further outside: parts of a layer may run again by themselves."""
-        return nullcontext() if self.is_active else self
 
     def __enter__(self) -> Any:
         """Attention communicates from here on."""
@@ -118,8 +105,7 @@ class Region(TorchFunctionMode):
 
     def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
         """What `nn.MultiheadAttention` calls: its masks are those of the whole sequence, which it would compare."""
-        call = _MULTI_HEAD.bind(*args, **kwargs)
-        given = call.arguments
+        given = MULTI_HEAD.bind(*args, **kwargs).arguments
         if given.get("need_weights", True):
             raise self.refuse(
                 "whose attention returns its weights, and no rank has those of all positions. Call"
@@ -129,13 +115,14 @@ class Region(TorchFunctionMode):
             raise self.refuse(
                 "whose attention adds keys that are at no position (add_bias_kv, add_zero_attn). Leave them out."
             )
-        self._masks = _Masks(given.get("attn_mask"), given.get("key_padding_mask"), bool(given.get("is_causal", False)))
-        given |= {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
-        try:
-            with self:
-                return F.multi_head_attention_forward(*call.args, **call.kwargs)
-        finally:
-            self._masks, self.is_active = None, True
+        if given["query"].ndim != 3 or given.get("static_k") is not None or given.get("static_v") is not None:
+            raise self.refuse("whose attention is called without a batch, or with static keys or values.")
+        q, k, v = (_heads_of(each, given["num_heads"]) for each in _projected(given))
+        mask, is_causal = self._joined(given, q)
+        dropout = given["dropout_p"] if given.get("training", True) else 0.0
+        mixed = self._attention(q, k, v, mask, dropout, is_causal)
+        mixed = mixed.permute(2, 0, 1, 3).flatten(2)
+        return F.linear(mixed, given["out_proj_weight"], given["out_proj_bias"]), None
 
     def _attention(
         self,
@@ -154,8 +141,6 @@ class Region(TorchFunctionMode):
                 "whose attention runs without gradients, to run again in backward where nothing knows of the division:"
                 " use `torch.utils.checkpoint` with use_reentrant=False, or HybridStrategy(recompute=...)."
             )
-        if self._masks is not None:
-            attn_mask, is_causal = self._joined(self._masks, query)
         own = self.shares.length
         if query.ndim != 4:
             raise self.refuse(
@@ -211,9 +196,9 @@ class Region(TorchFunctionMode):
 
     # -- masks ---------------------------------------------------------------------------------------------------------
 
-    def _joined(self, masks: _Masks, query: Tensor) -> tuple[Tensor | None, bool]:
+    def _joined(self, given: Mapping[str, Any], query: Tensor) -> tuple[Tensor | None, bool]:
         """Both masks of a `nn.MultiheadAttention` as one for the whole sequence, or that it is causal."""
-        mask, padding, is_causal = masks
+        mask, padding, is_causal = (given.get(name) for name in ("attn_mask", "key_padding_mask", "is_causal"))
         if is_causal and padding is None:
             return None, True
         if is_causal:  # the mask may be one of a share, made inside of the layer
@@ -248,6 +233,24 @@ class Region(TorchFunctionMode):
 
     def _own_rows(self, mask: Tensor) -> Tensor:
         return self.shares.own(mask, -2) if mask.ndim > 1 and mask.shape[-2] == self.shares.total else mask
+
+
+def _projected(given: Mapping[str, Any]) -> Sequence[Tensor]:
+    """Queries, keys and values of a `nn.MultiheadAttention`."""
+    inputs, bias = (given["query"], given["key"], given["value"]), given["in_proj_bias"]
+    if given.get("use_separate_proj_weight"):
+        weights = [given[f"{name}_proj_weight"] for name in "qkv"]
+    elif inputs[0] is inputs[1] is inputs[2]:
+        return F.linear(inputs[0], given["in_proj_weight"], bias).chunk(3, -1)
+    else:
+        weights = given["in_proj_weight"].chunk(3)
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    return [F.linear(*each) for each in zip(inputs, weights, biases, strict=True)]
+
+
+def _heads_of(x: Tensor, num_heads: int) -> Tensor:
+    """From (length, batch, features) to (batch, heads, length, features of a head)."""
+    return x.view(*x.shape[:2], num_heads, -1).permute(1, 2, 0, 3)
 
 
 def _with_heads(x: Tensor, size: int) -> Tensor:

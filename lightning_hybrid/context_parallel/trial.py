@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.context_parallel.attention import Region
+from lightning_hybrid.context_parallel.attention import MULTI_HEAD, Region
 from lightning_hybrid.context_parallel.division import Division
 from lightning_hybrid.context_parallel.mappings import ContextGroup
 from lightning_hybrid.distributed.failure import WrongUseError
@@ -177,8 +177,9 @@ class _Quiet(torch.overrides.TorchFunctionMode):
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
         if func is nn.functional.multi_head_attention_forward:
-            with self:
-                return func(*args, **kwargs)
+            call = MULTI_HEAD.bind(*args, **kwargs)
+            call.arguments["dropout_p"] = 0.0
+            return func(*call.args, **call.kwargs)
         return func(*args, **kwargs)
 
 
@@ -188,11 +189,24 @@ def _copied(tree: Any) -> Any:
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.clone()
-        return leaf if isinstance(leaf, _PLAIN) or callable(leaf) else copy.deepcopy(leaf)
+        if isinstance(leaf, _PLAIN) or callable(leaf):
+            return leaf
+        return copy.deepcopy(leaf, {id(tensor): tensor.detach().clone() for tensor in _tensors_in(leaf, set())})
 
     leaves, spec = flatten(tree)
     made = {id(leaf): copied(leaf) for leaf in leaves}
     return unflatten([made[id(leaf)] for leaf in leaves], spec)
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in an object, its attributes and what these hold."""
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in seen and not isinstance(value, type):
+        seen.add(id(value))
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
+        for each in (*inside, *vars(value).values()) if hasattr(value, "__dict__") else inside:
+            yield from _tensors_in(each, seen)
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:

@@ -116,6 +116,7 @@ class World:
         before, hosts = read_collectives().last, [each.host for each in ranks]
         axes: dict[str, Any] = {"rank_order": config.rank_order, "device_type": device.type, "timeout": config.timeout}
         with connections.opened(), equally_many_groups(max(each.num_groups for each in ranks)):
+            axes["context_parallel_size"] = config.context_parallel_size
             self.mesh = Mesh(*sizes, **axes, hosts=hosts, writes_together=config.save_distributed_checkpoint)
             channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
         self.failures, store, watched = start.failures, start.store, start.watched

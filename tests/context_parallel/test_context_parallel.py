@@ -134,10 +134,12 @@ def run_blocks(kind: str, *, whole: bool = False) -> tuple[dict[str, int], int]:
     context._tried = {(id(layer), True) for layer in layers}  # what is tried at a first call is not counted
     x = torch.randn(BATCH, LENGTH, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
     kept: dict[int, int] = {}
+    of_weights = {parameter.untyped_storage().data_ptr() for parameter in layers.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, (nn.Parameter, ShardedSequence)) and not tensor.is_leaf:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        if not isinstance(tensor, ShardedSequence) and storage.data_ptr() not in of_weights:
+            kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with nullcontext() if whole else context.around(nullcontext), counted() as sent:
