@@ -20,6 +20,9 @@ SUBJECTS = ["gpt", "found_nano", "found_gpt2", "found_llama", "found_mistral", *
 WITHOUT_TENSOR = {"context_used_twice", "context_penalised"}
 #: No stage has the values of all parameters.
 WITHOUT_STAGES = {"context_penalised"}
+#: A cache of keys does not go with layers that run again.
+CACHED = {f"found_{name}" for name in ("gpt2", "llama", "mistral")}
+UNCACHED = {f"context_{name}" for name in ("gpt2", "llama", "mistral")}
 DAILY = {
     *(("gpt", "cp2_ulysses"), ("found_mistral", "cp2_all_gather"), ("context_encoder", "cp2_ulysses")),
     *(("context_used_twice", "cp2_pp2_all_gather"), ("context_uneven", "cp2_zero2_ulysses")),
@@ -31,9 +34,8 @@ def _schedule(layout: Layout) -> str:
 
 
 def _means_something(subject: str, layout: Layout) -> bool:
-    return not (layout.tensor > 1 and subject in WITHOUT_TENSOR) and not (
-        layout.pipeline > 1 and subject in WITHOUT_STAGES
-    )
+    without = WITHOUT_TENSOR if layout.tensor > 1 else WITHOUT_STAGES if layout.pipeline > 1 else set()
+    return subject not in without and subject not in (CACHED if layout.recompute else UNCACHED)
 
 
 CASES = [

@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hybrid import HybridStrategy
+from lightning_hybrid.context_parallel.attention import KINDS
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.random import derive_seed, seed_generators
 from lightning_hybrid.distributed.tensor_metadata import METADATA
@@ -462,6 +463,12 @@ ZERO_LAYOUTS: dict[str, Layout] = _named(
 )
 
 
+def _without_cache(name: str) -> type[zoo.Example]:
+    """A model of transformers whose layers can run again."""
+    module = hf_zoo.in_float64(hf_zoo.MODULES[name])
+    return type(module.__name__, (module,), {"config": module.config | {"use_cache": False}})
+
+
 #: Models of sequences, of which ranks have shares.
 CONTEXT_SUBJECTS: dict[str, Subject] = _named(
     [
@@ -469,6 +476,7 @@ CONTEXT_SUBJECTS: dict[str, Subject] = _named(
         Subject("context_encoder", context_zoo.PaddedEncoder, trainer={"gradient_clip_val": 0.1}),
         Subject("context_first", context_zoo.SequenceFirst),
         Subject("context_decoder", context_zoo.Decoder),
+        *(Subject(f"context_{name}", _without_cache(name)) for name in ("gpt2", "llama", "mistral")),
         Subject("context_used_twice", context_zoo.UsedTwice),
         Subject("context_penalised", context_zoo.Penalised),
     ]
@@ -476,7 +484,7 @@ CONTEXT_SUBJECTS: dict[str, Subject] = _named(
 
 CONTEXT_LAYOUTS: dict[str, Layout] = _named(
     replace(layout, name=f"{layout.name}_{kind}", context_kind=kind)
-    for kind in ("ulysses", "all_gather")
+    for kind in KINDS
     for layout in [
         Layout("cp2", context=2),
         Layout("cp4", context=4),

@@ -6,6 +6,8 @@
                  Jacobs et al., "DeepSpeed Ulysses", 2023, https://arxiv.org/abs/2309.14509
     all_gather   keys and values gathered                           each rank: its queries, all heads
                  Llama Team, "The Llama 3 Herd of Models", 2024, https://arxiv.org/abs/2407.21783, section 3.3.2
+    ring         blocks of keys and values pass from rank to rank   each rank: its queries, all heads
+                 Liu et al., "Ring Attention with Blockwise Transformers", 2023, https://arxiv.org/abs/2310.01889
 
 What a mask or `is_causal` says is meant for the whole sequence.
 """
@@ -30,10 +32,17 @@ from lightning_hybrid.context_parallel.mappings import (
     to_heads,
     to_sequence,
 )
+from lightning_hybrid.context_parallel.ring import Ring, ring_attention
 from lightning_hybrid.distributed.failure import WrongUseError
 
 #: How attention communicates.
-KINDS = ("ulysses", "all_gather")
+KINDS = ("ulysses", "ring", "all_gather")
+
+
+def is_balanced(kind: str) -> bool:
+    """Whether shares are in an order in which a causal mask leaves each rank as much to do."""
+    return kind != "ulysses"
+
 
 #: Of what `nn.MultiheadAttention` calls.
 MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
@@ -69,8 +78,10 @@ class Region(TorchFunctionMode):
     def __init__(self, name: str, shares: Shares, kind: str, *, drops: bool = True) -> None:
         super().__init__()
         self.name, self.shares, self.is_active = name, shares, False
-        self._attend = {"ulysses": self._ulysses, "all_gather": self._all_gather}[kind]
+        self._attend = {"ulysses": self._ulysses, "all_gather": self._all_gather, "ring": self._ring}[kind]
         self._has_gradients = torch.is_grad_enabled()
+        self._num_keys: list[int] = []  # of each attention, in order; the same where the layer runs again
+        self._calls = 0
         self._functions: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
             F.multi_head_attention_forward: self._multi_head,
@@ -80,7 +91,7 @@ class Region(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         """Attention communicates from here on."""
-        self.is_active = True
+        self.is_active, self._calls = True, 0
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
@@ -141,6 +152,7 @@ class Region(TorchFunctionMode):
                 "whose attention runs without gradients, to run again in backward where nothing knows of the division:"
                 " use `torch.utils.checkpoint` with use_reentrant=False, or HybridStrategy(recompute=...)."
             )
+        self._compare_keys(key.shape[-2])
         own = self.shares.length
         if query.ndim != 4:
             raise self.refuse(
@@ -154,6 +166,17 @@ class Region(TorchFunctionMode):
         if attn_mask is not None and not is_causal:
             attn_mask = self._whole_mask(attn_mask)
         return self._attend(query, key, value, None if is_causal else attn_mask, is_causal, options)
+
+    def _compare_keys(self, number: int) -> None:
+        """Keys of a share are known by their number, which must not grow where the layer runs again."""
+        if self._calls == len(self._num_keys):
+            self._num_keys.append(number)
+        elif self._num_keys[self._calls] != number:
+            raise self.refuse(
+                f"whose attention had {self._num_keys[self._calls]} keys, and has {number} where it runs again in"
+                " backward: a cache of keys has grown. Switch it off (use_cache=False), or do not recompute this layer."
+            )
+        self._calls += 1
 
     def _to_memory(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: _Options
@@ -189,10 +212,22 @@ class Region(TorchFunctionMode):
     ) -> Tensor:
         shares = self.shares
         key, value = (gather_keys(each, 2, shares) for each in (key, value))
-        if is_causal:  # later keys are of no use here
-            end = shares.start + shares.length
-            return options.run(query, key[:, :, :end], value[:, :, :end], causal_lower_right(shares.length, end))
-        return options.run(query, key, value, None if mask is None else self._own_rows(mask))
+        if not is_causal:
+            return options.run(query, key, value, None if mask is None else self._own_rows(mask))
+        pieces = shares.pieces[shares.group.rank]
+        results = []
+        for part, (start, length) in zip(torch.split(query, [length for _, length in pieces], 2), pieces, strict=True):
+            end = start + length  # later keys are of no use
+            results.append(options.run(part, key[:, :, :end], value[:, :, :end], causal_lower_right(length, end)))
+        return torch.cat(results, 2)
+
+    def _ring(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: _Options
+    ) -> Tensor:
+        scale = query.shape[3] ** -0.5 if options.scale is None else options.scale
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if options.dropout_p else 0
+        ring = Ring(self.shares, is_causal, scale, options.dropout_p, seed)
+        return ring_attention(query, key, value, mask, ring)
 
     # -- masks ---------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hybrid.context_parallel.attention import Region
+from lightning_hybrid.context_parallel.attention import Region, is_balanced
 from lightning_hybrid.context_parallel.division import Division, sequence_dim_of
 from lightning_hybrid.context_parallel.mappings import ContextGroup
 from lightning_hybrid.context_parallel.sharded_sequence import from_shares, plain, to_shares
@@ -56,6 +56,7 @@ class ContextParallel:
         self._layers = {layer: name for name, layer in layers.items()}
         self._parts = [part for part in recomputed if part not in self._layers]
         self._group, self._kind, self._device = group, kind, device
+        self._is_balanced = is_balanced(kind)
         self._dims = {layer: sequence_dim_of(layer) for layer in self._layers}
         self._encoders = [part for part in module.modules() if isinstance(part, nn.TransformerEncoder)]
         self._tried: set[tuple[int, bool]] = set()
@@ -90,7 +91,7 @@ class ContextParallel:
 
     def enter(self, value: Any) -> Any:
         """What has come from the stage before."""
-        return from_shares(value, self._group)
+        return from_shares(value, self._group, balanced=self._is_balanced)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -129,7 +130,7 @@ class ContextParallel:
         def divided(*args: Any, **kwargs: Any) -> Any:
             if self._is_paused or self._region is not None:
                 return forward(*args, **kwargs)
-            division = Division(name, self._dims[layer], args, kwargs, self._group)
+            division = Division(name, self._dims[layer], args, kwargs, self._group, balanced=self._is_balanced)
             self._try(layer, forward, division)
             self._region = Region(name, division.shares, self._kind)
             try:

@@ -42,6 +42,7 @@ class Division:
         args: Arguments of the call.
         kwargs: Likewise.
         group: The ranks.
+        balanced: How the sequence is divided, as in :class:`Shares`.
 
     Attributes:
         shares: How the sequence is divided.
@@ -50,7 +51,9 @@ class Division:
         WrongUseError: If there is no sequence, or it cannot be divided.
     """
 
-    def __init__(self, name: str, sequence_dim: int, args: Any, kwargs: Any, group: ContextGroup) -> None:
+    def __init__(
+        self, name: str, sequence_dim: int, args: Any, kwargs: Any, group: ContextGroup, *, balanced: bool
+    ) -> None:
         self._name, self._dim, self._group = name, sequence_dim, group
         self._leaves, self._spec = flatten((args, kwargs))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
@@ -69,7 +72,7 @@ class Division:
                 f"A sequence of {total} positions cannot be divided over context_parallel_size={group.size} ranks:"
                 f" {name!r} needs {_LEAST} for each, so {_LEAST * group.size}. Pad it, or use fewer ranks."
             )
-        self.shares = Shares(total, group)
+        self.shares = Shares(total, group, balanced=balanced)
         self._given: dict[int, tuple[Any, Any, int]] = {}  # by identity, what the layer gets, and that is the share of
 
     def dim_of(self, tensor: Tensor) -> int | None:

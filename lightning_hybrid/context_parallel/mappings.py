@@ -13,11 +13,14 @@ whether a parameter is used in the layers, around them or in both. What flows ba
     to_heads           all-to-all                  all-to-all              share, all heads -> whole, some heads
     to_sequence        all-to-all                  all-to-all              the inverse
 
-Shares may differ in length by one position.
+Shares may differ in length, by a position or two. Ring attention sends blocks from rank to rank itself (`ring`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -45,29 +48,56 @@ class ContextGroup(GroupRef):
 
 
 class Shares:
-    """How a sequence is divided: consecutive positions for each rank, the longer shares first.
+    """How a sequence is divided: consecutive positions for each rank, or two pieces for each.
+
+    With two pieces each rank has as much to do where a mask is causal::
+
+        positions     0 1 2 3 4 5 6 7
+        consecutive   0 0 1 1 2 2 3 3     the rank of each
+        balanced      0 1 2 3 3 2 1 0
 
     Args:
         total: The length of the sequence.
         group: The ranks.
+        balanced: Whether there are two pieces for each rank.
 
     Attributes:
+        pieces: Of each rank, the first position and the length.
         lengths: Of the share of each rank.
-        start: The first position of this rank's share.
         length: The length of this rank's share.
     """
 
-    __slots__ = ("group", "length", "lengths", "start", "total")
+    __slots__ = ("balanced", "group", "length", "lengths", "pieces", "total")
 
-    def __init__(self, total: int, group: ContextGroup) -> None:
-        each, rest = divmod(total, group.size)
-        self.total, self.group = total, group
-        self.lengths = [each + (rank < rest) for rank in range(group.size)]
-        self.start, self.length = sum(self.lengths[: group.rank]), self.lengths[group.rank]
+    def __init__(self, total: int, group: ContextGroup, *, balanced: bool) -> None:
+        self.total, self.group, self.balanced = total, group, balanced
+        number = group.size * (2 if balanced else 1)
+        each, rest = divmod(total, number)
+        sizes = [each + (at < rest) for at in range(number)]
+        pieces = list(zip(accumulate(sizes, initial=0), sizes, strict=False))
+        pairs = zip(pieces[: group.size], reversed(pieces), strict=False)
+        self.pieces = [[first, second] if balanced else [first] for first, second in pairs]
+        self.lengths = [sum(length for _, length in of_rank) for of_rank in self.pieces]
+        self.length = self.lengths[group.rank]
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's share of a tensor, as a view."""
-        return x.narrow(dim, self.start, self.length)
+        """This rank's share of a tensor; of consecutive positions a view."""
+        return self.of_rank(x, dim, self.group.rank)
+
+    def of_rank(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        """A rank's share of a tensor."""
+        parts = [x.narrow(dim, start, length) for start, length in self.pieces[rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def in_order(self, shares: Sequence[Tensor]) -> Tensor:
+        """The whole sequence, of the shares of all ranks, along the first dimension."""
+        parts: list[tuple[int, Tensor]] = []
+        for share, of_rank in zip(shares, self.pieces, strict=True):
+            offset = 0
+            for start, length in of_rank:
+                parts.append((start, share[offset : offset + length]))
+                offset += length
+        return torch.cat([part for _, part in sorted(parts, key=itemgetter(0))])
 
 
 def scatter_to_cp(x: Tensor, dim: int, shares: Shares) -> Tensor:
@@ -108,20 +138,20 @@ def to_sequence(x: Tensor, shares: Shares) -> Tensor:
 def all_gather_shares(x: Tensor, dim: int, shares: Shares) -> Tensor:
     """All-gather along a dimension; not for autograd."""
     group, lengths = shares.group, shares.lengths
-    own = _padded(x.movedim(dim, 0), lengths[0])
-    gathered = own.new_empty(lengths[0] * group.size, *own.shape[1:])
+    longest = max(lengths)
+    own = _padded(x.movedim(dim, 0), longest)
+    gathered = own.new_empty(longest * group.size, *own.shape[1:])
     all_gather_single(gathered, own, group=group())
-    if lengths[-1] != lengths[0]:
-        pieces = torch.split(gathered, lengths[0])
-        gathered = torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
+    if shares.balanced or min(lengths) != longest:
+        gathered = shares.in_order(torch.split(gathered, longest))
     return gathered.movedim(0, dim).contiguous()
 
 
 def _reduce_scatter_shares(x: Tensor, dim: int, shares: Shares) -> Tensor:
     group, lengths = shares.group, shares.lengths
-    pieces = torch.split(x.movedim(dim, 0), lengths)
-    partial = torch.cat([_padded(piece, lengths[0]) for piece in pieces])
-    share = partial.new_empty(lengths[0], *partial.shape[1:])
+    longest, first = max(lengths), x.movedim(dim, 0)
+    partial = torch.cat([_padded(shares.of_rank(first, 0, rank), longest) for rank in range(group.size)])
+    share = partial.new_empty(longest, *partial.shape[1:])
     reduce_scatter_single(share, partial, group=group())
     return share[: shares.length].movedim(0, dim).contiguous()
 

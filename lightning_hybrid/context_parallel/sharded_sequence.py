@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,19 +109,19 @@ def to_shares(tree: Any) -> Any:
     return map_leaves(_to_share, tree)
 
 
-def from_shares(tree: Any, group: ContextGroup) -> Any:
+def from_shares(tree: Any, group: ContextGroup, *, balanced: bool) -> Any:
     """The inverse of :func:`to_shares`, on the next stage."""
     leaves, spec = flatten(tree)
-    return _from_shares(iter(leaves), spec, group)
+    return _from_shares(iter(leaves), spec, lambda total: Shares(total, group, balanced=balanced))
 
 
-def _from_shares(leaves: Iterator[Any], spec: TreeSpec, group: ContextGroup) -> Any:
+def _from_shares(leaves: Iterator[Any], spec: TreeSpec, shares: Callable[[int], Shares]) -> Any:
     if spec.kind is SequenceShare:
         share, sequence_dim, total = (next(leaves) for _ in spec.children)
-        return shard(share, sequence_dim, Shares(total, group))
+        return shard(share, sequence_dim, shares(total))
     if spec.kind is None:
         return next(leaves)
-    values = [_from_shares(leaves, child, group) for child in spec.children]
+    values = [_from_shares(leaves, child, shares) for child in spec.children]
     return unflatten(values, TreeSpec.of(spec.kind, spec.names, (LEAF,) * len(values)))
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.context_parallel.attention import MULTI_HEAD, Region
+from lightning_hybrid.context_parallel.attention import MULTI_HEAD, Region, is_balanced
 from lightning_hybrid.context_parallel.division import Division
 from lightning_hybrid.context_parallel.mappings import ContextGroup
 from lightning_hybrid.distributed.failure import WrongUseError
@@ -21,6 +21,10 @@ from lightning_hybrid.distributed.random import generator_states, set_generator_
 # So many positions for each rank, if there are as many.
 _POSITIONS = 4
 _PLAIN = (type(None), bool, int, float, str, Tensor, torch.dtype, torch.device)
+
+
+#: Of parts of a layer, by name, in the order in which they end: what they were given, and what they returned.
+_Seen = dict[str, tuple[Tensor, Tensor]]
 
 
 class Trial:
@@ -76,7 +80,7 @@ class Trial:
             self._compare(division, length, expected, by_part)
         set_generator_states(random, self._device)
 
-    def _run_whole(self, division: Division, length: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def _run_whole(self, division: Division, length: int) -> tuple[list[Tensor], _Seen]:
         """The tensors that the layer makes, and what its parts make."""
         args, kwargs = _copied(division.cropped(length))
         given = set(map(id, flatten((args, kwargs))[0]))
@@ -84,9 +88,9 @@ class Trial:
             leaves = {id(leaf): leaf for leaf in flatten(self._forward(*args, **kwargs))[0]}
         return [leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor) and key not in given], by_part
 
-    def _compare(self, division: Division, length: int, expected: Sequence[Tensor], by_part: dict[str, Tensor]) -> None:
+    def _compare(self, division: Division, length: int, expected: Sequence[Tensor], by_part: _Seen) -> None:
         args, kwargs = _copied(division.cropped(length))
-        short = Division(self._name, self._dim, args, kwargs, self._group)
+        short = Division(self._name, self._dim, args, kwargs, self._group, balanced=is_balanced(self._kind))
         region = Region(self._name, short.shares, self._kind, drops=False)
         local_args, local_kwargs = short.local()
         try:
@@ -116,34 +120,41 @@ class Trial:
             " (HybridStrategy(body=[...])), or use context_parallel_size=1."
         )
 
-    def _culprit(self, short: Division, whole: dict[str, Tensor], of_share: dict[str, Tensor]) -> str:
-        """The first part of the layer, in the order in which they end, whose results differ on some rank."""
-        own: str | None = None
-        for name, share in of_share.items():
-            full = whole.get(name)
-            dims = [dim for dim in range(share.ndim) if full is not None and full.ndim == share.ndim]
-            dims = [dim for dim in dims if full is not None and full.shape[dim] != share.shape[dim]]
-            if full is None or len(dims) != 1 or full.shape[dims[0]] != short.shares.total:
-                continue
-            if share.shape[dims[0]] != short.shares.length or not _is_close(share, short.shares.own(full, dims[0])):
-                own = name
-                break
+    def _culprit(self, short: Division, whole: _Seen, of_share: _Seen) -> str:
+        """The first part of the layer, as they end, that makes something else of the same, on some rank."""
         order = list(of_share)
+        differs = (
+            self._is_share(short, given, whole[name][0]) and not self._is_share(short, made, whole[name][1])
+            for name, (given, made) in of_share.items()
+            if name in whole
+        )
+        own = next((at for at, found in enumerate(differs) if found), len(order))
         found: list[Any] = [None] * self._group.size
-        dist.all_gather_object(found, order.index(own) if own is not None else len(order), group=self._group())
+        dist.all_gather_object(found, own, group=self._group())
         return order[min(found)] if min(found) < len(order) else ""
 
+    @staticmethod
+    def _is_share(short: Division, share: Tensor, whole: Tensor) -> bool:
+        """Whether a tensor is this rank's share of another one, along whatever dimension."""
+        if share.ndim != whole.ndim:
+            return False
+        dims = [dim for dim in range(share.ndim) if share.shape[dim] != whole.shape[dim]]
+        if len(dims) != 1 or whole.shape[dims[0]] != short.shares.total:
+            return False
+        return _is_close(share, short.shares.own(whole, dims[0]))
+
     @contextmanager
-    def _watched(self) -> Iterator[dict[str, Tensor]]:
-        """What the parts of the layer return inside."""
-        seen: dict[str, Tensor] = {}
+    def _watched(self) -> Iterator[_Seen]:
+        """What the parts of the layer are given and return inside."""
+        seen: _Seen = {}
         with ExitStack() as hooks:
             for name, part in self._layer.named_modules():
                 if name:
 
-                    def note(_: Any, __: Any, result: Any, name: str = name) -> None:
-                        if isinstance(result, Tensor) or (isinstance(result, tuple) and isinstance(result[0], Tensor)):
-                            seen.setdefault(name, result if isinstance(result, Tensor) else result[0])
+                    def note(_: Any, args: Any, result: Any, name: str = name) -> None:
+                        made = result[0] if isinstance(result, tuple) and result else result
+                        if args and isinstance(args[0], Tensor) and isinstance(made, Tensor):
+                            seen.setdefault(name, (args[0], made))
 
                     hooks.callback(part.register_forward_hook(note).remove)
             yield seen

@@ -96,7 +96,8 @@ class HybridStrategy(ReplicaCollectives):
         context_parallel_size: The number of ranks that share each sequence: in layers of the body each has a part of
             the positions, of the same batch. The code around them sees whole sequences.
         context_parallel: How attention (`F.scaled_dot_product_attention`) communicates between them: ``"ulysses"``
-            exchanges heads for positions, ``"all_gather"`` gathers keys and values.
+            exchanges heads for positions, in a ``"ring"`` blocks of keys and values pass from rank to rank, and
+            ``"all_gather"`` gathers these.
         global_batch_size: The samples of an optimizer step, of all replicas: as many batches are accumulated as make
             them up, so that the number of replicas may change from one start to the next. The training loader says how
             many samples a batch has. ``None`` leaves it to ``Trainer(accumulate_grad_batches=...)``.
@@ -161,7 +162,7 @@ class HybridStrategy(ReplicaCollectives):
         tensor_parallel_plan: dict[str, str] | str | None = "auto",
         sequence_parallel: bool = False,
         context_parallel_size: int = 1,
-        context_parallel: Literal["ulysses", "all_gather"] = "ulysses",
+        context_parallel: Literal["ulysses", "ring", "all_gather"] = "ulysses",
         global_batch_size: int | None = None,
         zero_stage: Literal[0, 1, 2, 3] = 0,
         zero_frees: Literal["auto", "step", "microbatch"] = "auto",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hybrid.context_parallel import mappings
-from lightning_hybrid.context_parallel.attention import KINDS, Region
+from lightning_hybrid.context_parallel.attention import KINDS, Region, is_balanced
 from lightning_hybrid.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.context_parallel.mappings import ContextGroup, Shares
 from lightning_hybrid.context_parallel.sharded_sequence import ShardedSequence, plain, shard
@@ -62,7 +62,7 @@ def _mask(kind: str | None, heads: int, length: int) -> Tensor | None:
 
 def attend(kind: str, name: str) -> None:
     heads, of_keys, length, mask_kind, options = ATTENTIONS[name]
-    shares = Shares(length, group_of_all())
+    shares = Shares(length, group_of_all(), balanced=is_balanced(kind))
     torch.manual_seed(1)
     shapes = (2, heads, length, 6), (2, of_keys, length, 6), (2, of_keys, length, 6)
     whole = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -96,8 +96,8 @@ def attend_all() -> None:
 # -- what layers return ------------------------------------------------------------------------------------------------
 
 
-def read_and_write() -> None:
-    shares = Shares(7, group_of_all())
+def read_and_write(balanced: bool) -> None:
+    shares = Shares(7, group_of_all(), balanced=balanced)
     torch.manual_seed(1)
     whole = torch.randn(2, 7, 3, dtype=torch.float64)
     made = shares.own(whole, 1).clone().requires_grad_()
@@ -118,7 +118,8 @@ def read_and_write() -> None:
 
 @pytest.mark.distributed
 def test_what_layers_return_is_read_written_and_handed_on(ranks: Pools) -> None:
-    ranks(2).run(read_and_write)
+    for balanced in (False, True):
+        ranks(2).run(read_and_write, balanced)
 
 
 # -- bytes and memory --------------------------------------------------------------------------------------------------
