@@ -45,7 +45,7 @@ class PaddedEncoder(zoo.Words):
         places = torch.arange(tokens.shape[1], device=tokens.device)
         far = (places[:, None] - places).abs() > 2
         for index, layer in enumerate(self.windowed):
-            h = layer(h, src_mask=far if index else None, src_key_padding_mask=None if index else padding)
+            h = layer(h, src_mask=far if index else None, src_key_padding_mask=padding)
         return self.head(h) * ~padding[..., None]
 
 

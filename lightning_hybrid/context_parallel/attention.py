@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from lightning_hybrid.context_parallel.mappings import (
     Shares,
@@ -46,6 +46,13 @@ def is_balanced(kind: str) -> bool:
 
 #: Of what `nn.MultiheadAttention` calls.
 MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+
+
+def whole_keys(mask: Tensor) -> Tensor:
+    """A mask of keys; inside of a layer that has a share of the sequence that of all keys."""
+    if has_torch_function_unary(mask):
+        return handle_torch_function(whole_keys, (mask,), mask)
+    return mask
 
 
 class _Options(NamedTuple):
@@ -85,6 +92,7 @@ class Region(TorchFunctionMode):
         self._functions: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
             F.multi_head_attention_forward: self._multi_head,
+            whole_keys: self._whole_keys,
         }
         if not drops:
             self._functions[F.dropout] = lambda input, *_, **__: input
@@ -103,10 +111,6 @@ class Region(TorchFunctionMode):
         """A call of the layer."""
         replacement = self._functions.get(func, func)
         return replacement(*args, **kwargs) if kwargs else replacement(*args)
-
-    def gathered_padding(self, padding: Tensor) -> Tensor:
-        """A mask of keys for the whole sequence; of this rank's share the others' are gathered."""
-        return self._whole_keys(padding)
 
     def refuse(self, what: str) -> WrongUseError:
         """The error for what cannot be right on shares of a sequence."""

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import irecv, isend  # those of torch, whatever takes their places in a step
 
 from lightning_hybrid.context_parallel.mappings import Shares
 from lightning_hybrid.distributed.random import derive_seed
@@ -110,8 +111,8 @@ class Ring(NamedTuple):
         arriving = block.new_empty(*block.shape[:-2], length, block.shape[-1])
         following, before = (rank + 1) % size, (rank - 1) % size
         operations = [
-            dist.P2POp(dist.isend, block, group=group, group_peer=following),
-            dist.P2POp(dist.irecv, arriving, group=group, group_peer=before),
+            dist.P2POp(isend, block, group=group, group_peer=following),
+            dist.P2POp(irecv, arriving, group=group, group_peer=before),
         ]
         return arriving, dist.batch_isend_irecv(operations)
 

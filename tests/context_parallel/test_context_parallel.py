@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +158,7 @@ def counted() -> Iterator[dict[str, int]]:
     """Counts bytes that a rank sends to others, by the kind of collective."""
     sent: dict[str, int] = {}
     before = mappings.all_gather_single, mappings.reduce_scatter_single, dist.all_to_all_single
+    send_and_receive = dist.batch_isend_irecv
     size = dist.get_world_size()
 
     def counting(name: str, function: Callable[..., Any], num_bytes: Callable[..., int]) -> Callable[..., Any]:
@@ -169,9 +171,17 @@ def counted() -> Iterator[dict[str, int]]:
     mappings.all_gather_single = counting("all_gather", before[0], lambda _, own: own.nbytes * (size - 1))
     mappings.reduce_scatter_single = counting("reduce_scatter", before[1], lambda share, _: share.nbytes * (size - 1))
     dist.all_to_all_single = counting("all_to_all", before[2], lambda _, own: own.nbytes * (size - 1) // size)
+
+    def send(operations: list[dist.P2POp]) -> list[dist.Work]:
+        sends = [each.tensor.nbytes for each in operations if each.op is dist.isend]
+        sent["ring"] = sent.get("ring", 0) + sum(sends)
+        return send_and_receive(operations)
+
+    dist.batch_isend_irecv = send
     try:
         yield sent
     finally:
+        dist.batch_isend_irecv = send_and_receive
         mappings.all_gather_single, mappings.reduce_scatter_single, dist.all_to_all_single = before
 
 
@@ -189,6 +199,10 @@ def test_bytes_are_those_of_the_papers(ranks: Pools, size: int) -> None:
     for sent, _ in ranks(size).run(run_blocks, "all_gather"):
         of_keys = LAYERS * 2 * hidden * (size - 1) // size
         assert sent == {"all_gather": of_keys + around, "reduce_scatter": of_keys}
+    for sent, _ in ranks(size).run(run_blocks, "ring"):
+        # Keys and values there, once more in backward, and their gradients, which come home in the end.
+        passes = (size - 1) + (size - 1) + size
+        assert sent == {"ring": LAYERS * 2 * hidden * passes // size, "all_gather": around}
 
 
 @pytest.mark.distributed
@@ -262,6 +276,34 @@ def test_what_else_mixes_positions_is_refused_by_name(ranks: Pools, kind: str) -
     for text in error.value.failures.values():
         for part in ("context_parallel_size=2", "body.0", *PARTS[kind]):
             assert part in text
+
+
+def fit_and_save(path: str, sharded: bool) -> dict[str, Tensor]:
+    layout = {"context_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
+    layout |= {"context_parallel": "ring", "save_distributed_checkpoint": sharded}
+    module = zoo.Uneven()
+    trainer = make_trainer(layout, limit_train_batches=2, limit_val_batches=1)
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+    own = weights(module)
+    layout = {"context_parallel_size": 4, "save_distributed_checkpoint": sharded}
+    other = zoo.Uneven()
+    make_trainer(layout, max_epochs=1, limit_train_batches=2, limit_val_batches=0).fit(other, ckpt_path=path)
+    for name, value in weights(other).items():
+        assert name not in own or torch.equal(own[name], value), name
+    return own
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_checkpoint_knows_no_shares(ranks: Pools, tmp_path: Path, sharded: bool) -> None:
+    path = tmp_path / "model.ckpt"
+    whole = together(ranks(4, lightning=True).run(fit_and_save, str(path), sharded))
+    if not sharded:
+        checkpoint = torch.load(path, weights_only=False)
+        assert checkpoint["state_dict"].keys() >= whole.keys()
+        for name, value in whole.items():
+            assert torch.equal(checkpoint["state_dict"][name], value), name
 
 
 def fit_dropped() -> dict[str, Tensor]:
