@@ -226,6 +226,6 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
         return False
     if not one.is_floating_point() or one.numel() == 0:
         return torch.equal(one, other)
-    tolerance = torch.finfo(one.dtype).eps ** 0.5
+    tolerance = torch.finfo(one.dtype).eps ** 0.4
     scale = other.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
     return torch.allclose(one, other, rtol=0.0, atol=tolerance * max(scale, 1e-6), equal_nan=True)

@@ -295,7 +295,8 @@ def fit_and_save(path: str, sharded: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("sharded", [False, True])
 def test_a_checkpoint_knows_no_shares(ranks: Pools, tmp_path: Path, sharded: bool) -> None:
     path = tmp_path / "model.ckpt"
     whole = together(ranks(4, lightning=True).run(fit_and_save, str(path), sharded))
