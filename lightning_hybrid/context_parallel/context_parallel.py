@@ -161,16 +161,24 @@ class ContextParallel:
         self._tried.add(key)
 
 
-def check_context_parallel(size: int, *, sequence_parallel: bool) -> None:
+def check_context_parallel(size: int, kind: str, *, sequence_parallel: bool, recompute: object) -> None:
     """Check what goes with shares of sequences.
 
     Args:
         size: The number of ranks that share each sequence.
+        kind: How attention communicates.
         sequence_parallel: Whether tensor-parallel ranks divide it too.
+        recompute: What runs again in backward.
 
     Raises:
-        ValueError: If both are to.
+        ValueError: If something does not.
     """
+    if size > 1 and kind == "ring" and recompute == "selective":
+        raise ValueError(
+            "context_parallel='ring' does not go with recompute='selective', which keeps the results of matrix"
+            " products: ring attention makes the scores of each block by one. Use recompute=True, or another kind of"
+            " context_parallel."
+        )
     if size > 1 and sequence_parallel:
         raise ValueError(
             f"context_parallel_size={size} does not go with sequence_parallel=True: both divide the sequence. Context"

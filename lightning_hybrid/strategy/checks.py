@@ -79,7 +79,9 @@ def check_arguments(**arguments: Any) -> None:
     _check_choice("on_nonfinite", arguments["on_nonfinite"], ("raise", "skip", "ignore"))
     _check_choice("loss_reduction", arguments["loss_reduction"], ("mean", "sum"))
     _check_choice("context_parallel", arguments["context_parallel"], KINDS)
-    check_context_parallel(arguments["context_parallel_size"], sequence_parallel=arguments["sequence_parallel"])
+    of_context = arguments["context_parallel_size"], arguments["context_parallel"]
+    others = {name: arguments[name] for name in ("sequence_parallel", "recompute")}
+    check_context_parallel(*of_context, **others)
     axes = sorted(arguments["rank_order"].split("-"))
     if axes not in (sorted(USUAL_AXES), sorted(AXES)):
         raise ValueError(

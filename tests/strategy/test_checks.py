@@ -72,6 +72,11 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"context_parallel_size": 0}, ValueError, ["context_parallel_size", "at least 1", "0"]),
     ({"context_parallel_size": [2, 1]}, TypeError, ["context_parallel_size", "[2, 1]"]),
     ({"context_parallel": "spiral"}, ValueError, ["context_parallel", "'spiral'", "'ulysses'", "'ring'"]),
+    (
+        {"context_parallel_size": 2, "context_parallel": "ring", "recompute": "selective"},
+        ValueError,
+        ["'ring'", "recompute='selective'"],
+    ),
     ({"context_parallel_size": 2, "sequence_parallel": True}, ValueError, ["context_parallel_size=2", "sequence"]),
     ({"rank_order": None}, TypeError, ["rank_order", "None"]),
     ({"loss_reduction": "none"}, ValueError, ["loss_reduction", "'none'", "'mean'", "'sum'"]),
