@@ -55,8 +55,21 @@ class SequenceFirst(zoo.SequenceFirst):
     layers = 4
 
 
+class PaddedDecode(zoo.Decode):
+    """A decoder layer whose memory has padding."""
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, memory = both
+        padding = memory[..., 0] < 0.3
+        padding[:, 0] = False
+        return self.layer(x, memory, memory_key_padding_mask=padding), memory
+
+
 class Decoder(zoo.Decoders):
     """Attention to a memory, which is whole on every rank."""
+
+    def layer(self, index: int) -> nn.Module:
+        return PaddedDecode() if index % 2 else super().layer(index)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body((x, x[:, :5].cos()))[0]

@@ -253,7 +253,7 @@ class Region(TorchFunctionMode):
         return padding if mask is None else mask + padding, False
 
     def _whole_keys(self, mask: Tensor) -> Tensor:
-        if mask.shape[-1] in (1, self.shares.total):
+        if mask.shape[-1] != self.shares.length:  # it is one already, or of a memory
             return mask
         return all_gather_shares(mask.detach(), mask.ndim - 1, self.shares)
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -146,7 +146,9 @@ class ContextParallel:
             region: Region | None = kwargs.pop(_REGION, None)
             if region is None or region.is_active:
                 return forward(*args, **kwargs)
-            with own_draws(self._group.rank, self._device), region:
+            # A part that runs again by itself goes on in the stream of its layer.
+            numbers = own_draws(self._group.rank, self._device) if layer in self._layers else nullcontext()
+            with numbers, region:
                 return forward(*args, **kwargs)
 
         return inside

@@ -220,11 +220,12 @@ def kept_bytes() -> tuple[int, int]:
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
-def dropped(recompute: bool) -> list[Tensor]:
+def dropped(recompute: str) -> list[Tensor]:
     torch.manual_seed(1)
     layer = nn.TransformerEncoderLayer(DIM, 4, 32, 0.5, batch_first=True)
-    checkpointing = ActivationCheckpointing([layer] if recompute else [], CPU)
-    context = ContextParallel(layer, {"layer": layer}, (), group_of_all(), "ulysses", CPU)
+    again: dict[str, list[nn.Module]] = {"": [], "layer": [layer], "parts": [layer.self_attn, layer.dropout1]}
+    checkpointing = ActivationCheckpointing(again[recompute], CPU)
+    context = ContextParallel(layer, {"layer": layer}, again[recompute], group_of_all(), "ulysses", CPU)
     x = torch.ones(2, 8, DIM, requires_grad=True)
     torch.manual_seed(2)
     with context.around(checkpointing):
@@ -236,9 +237,10 @@ def dropped(recompute: bool) -> list[Tensor]:
 
 @pytest.mark.distributed
 def test_shares_drop_other_numbers_and_the_same_again_in_backward(ranks: Pools) -> None:
-    first, second = ranks(2).run(dropped, False)
-    again, _ = ranks(2).run(dropped, True)
-    torch.testing.assert_close(again, first, rtol=1e-6, atol=1e-6)
+    first, second = ranks(2).run(dropped, "")
+    for recompute in ("layer", "parts"):
+        again, _ = ranks(2).run(dropped, recompute)
+        torch.testing.assert_close(again, first, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(first[:3], second[:3], rtol=0, atol=0)
     y = first[0]
     assert not torch.equal(y[:, :4], y[:, 4:]), "each share has numbers of its own"
