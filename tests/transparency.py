@@ -495,7 +495,7 @@ CONTEXT_LAYOUTS: dict[str, Layout] = _named(
         Layout("cp2_zero2", context=2, data=2, zero=2),
         Layout("cp2_zero3", context=2, data=2, zero=3),
         Layout("cp2_recompute", context=2, recompute=True),
-        *([] if kind == "ring" else [Layout("cp2_selective", context=2, recompute="selective")]),
+        *([Layout("cp2_selective", context=2, recompute="selective")] if kind == "ulysses" else []),
         Layout("cp2_pp2_recompute", context=2, pipeline=2, microbatches=4, recompute=True),
         Layout("cp2_tp2_pp2", context=2, tensor=2, pipeline=2, microbatches=4),
     ]

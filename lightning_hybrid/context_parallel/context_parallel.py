@@ -175,11 +175,11 @@ def check_context_parallel(size: int, kind: str, *, sequence_parallel: bool, rec
     Raises:
         ValueError: If something does not.
     """
-    if size > 1 and kind == "ring" and recompute == "selective":
+    if size > 1 and kind != "ulysses" and recompute == "selective":
         raise ValueError(
-            "context_parallel='ring' does not go with recompute='selective', which keeps the results of matrix"
-            " products: ring attention makes the scores of each block by one. Use recompute=True, or another kind of"
-            " context_parallel."
+            f"context_parallel={kind!r} does not go with recompute='selective', which keeps the results of matrix"
+            " products and of torch's attention, and this one is made of others. Use recompute=True, or"
+            " context_parallel='ulysses'."
         )
     if size > 1 and sequence_parallel:
         raise ValueError(

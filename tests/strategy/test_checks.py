@@ -75,7 +75,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     (
         {"context_parallel_size": 2, "context_parallel": "ring", "recompute": "selective"},
         ValueError,
-        ["'ring'", "recompute='selective'"],
+        ["'ring'", "recompute='selective'", "'ulysses'"],
     ),
     ({"context_parallel_size": 2, "sequence_parallel": True}, ValueError, ["context_parallel_size=2", "sequence"]),
     ({"rank_order": None}, TypeError, ["rank_order", "None"]),
