@@ -27,6 +27,7 @@ WINGS = (
     "data_parallel",
     "tensor_parallel",
     "pipeline_parallel",
+    "context_parallel",
     "distributed",
     "config",
 )

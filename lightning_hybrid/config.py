@@ -42,6 +42,8 @@ class HybridConfig:
     tensor_parallel_depth: int
     tensor_parallel_plan: UserPlan | str | None = field(metadata={"kinds": (str, dict, type(None))})
     sequence_parallel: bool = field(metadata=_BOOL)
+    context_parallel_size: int
+    context_parallel: str = field(metadata=_STR)
     zero_stage: int
     global_batch_size: int | None
     zero_frees: str
@@ -106,6 +108,23 @@ def preferred(size: int | Sequence[int]) -> int:
     return choices(size)[0]
 
 
+def with_context_axis(rank_order: str, context_parallel_size: int) -> str:
+    """The order of the axes; that of context parallelism, where there is any, just outside of the tensor-parallel one.
+
+    Args:
+        rank_order: As the user gives it; it may leave that axis out.
+        context_parallel_size: The number of ranks that share each sequence.
+
+    Example:
+        >>> with_context_axis("pp-dp-tp", 2), with_context_axis("cp-pp-dp-tp", 1)
+        ('pp-dp-cp-tp', 'pp-dp-tp')
+    """
+    axes = [axis for axis in rank_order.split("-") if axis != "cp" or context_parallel_size > 1]
+    if context_parallel_size > 1 and "cp" not in axes:
+        axes.insert(axes.index("tp"), "cp")
+    return "-".join(axes)
+
+
 def usual_microbatches(pipeline_parallel_size: int) -> int:
     """How many microbatches ``"auto"`` is."""
     return 4 * pipeline_parallel_size if pipeline_parallel_size > 1 else 1
@@ -116,8 +135,9 @@ def resolve_sizes(
     data_parallel_size: int | str,
     tensor_parallel_size: int | Sequence[int],
     pipeline_parallel_size: int | Sequence[int],
+    context_parallel_size: int = 1,
 ) -> tuple[int, int, int]:
-    """The sizes of the three axes: of those that are allowed, the first that go with the number of processes.
+    """The sizes of the axes that every mesh has: of those allowed, the first that go with the number of processes.
 
     The first pipeline parallel size is tried with each tensor parallel size in turn, then the second one, and so on.
 
@@ -126,9 +146,10 @@ def resolve_sizes(
         data_parallel_size: The number of replicas, or ``"auto"`` for all that the other two axes leave.
         tensor_parallel_size: The number of ranks that share each layer, or those that are allowed.
         pipeline_parallel_size: The number of ranks that share the layers, or those that are allowed.
+        context_parallel_size: The number of ranks that share each sequence.
 
     Returns:
-        (data, tensor, pipeline) parallel size; their product is ``world_size``.
+        (data, tensor, pipeline) parallel size; their product, times ``context_parallel_size``, is ``world_size``.
 
     Raises:
         ValueError: If no sizes multiply to ``world_size``.
@@ -141,28 +162,30 @@ def resolve_sizes(
     """
     allowed = choices(pipeline_parallel_size), choices(tensor_parallel_size)
     for pipeline, tensor in itertools.product(*allowed):
-        replicas, rest = divmod(world_size, tensor * pipeline)
+        replicas, rest = divmod(world_size, tensor * pipeline * context_parallel_size)
         if not rest and data_parallel_size in ("auto", replicas):
             return replicas, tensor, pipeline
+    context = f" x context_parallel_size ({context_parallel_size})" if context_parallel_size > 1 else ""
     if max(map(len, allowed)) > 1:
         raise ValueError(
             f"{world_size} processes cannot be divided by any of the sizes that are allowed: pipeline_parallel_size"
-            f" {list(allowed[0])}, tensor_parallel_size {list(allowed[1])}, data_parallel_size {data_parallel_size!r}."
+            f" {list(allowed[0])}, tensor_parallel_size {list(allowed[1])}, data_parallel_size {data_parallel_size!r}"
+            f"{context}."
             f" Add sizes whose product divides {world_size}, such as 1, or start another number of processes."
         )
     pipeline, tensor = preferred(pipeline_parallel_size), preferred(tensor_parallel_size)
-    model = tensor * pipeline
+    model = tensor * pipeline * context_parallel_size
     if world_size % model:
         raise ValueError(
             f"{world_size} processes cannot be divided into model groups of tensor_parallel_size"
-            f" ({tensor}) x pipeline_parallel_size ({pipeline}) = {model} ranks. Set"
+            f" ({tensor}) x pipeline_parallel_size ({pipeline}){context} = {model} ranks. Set"
             f" `Trainer(devices=..., num_nodes=...)` to a multiple of {model}, or choose sizes whose product divides"
             f" {world_size}."
         )
     data = int(data_parallel_size)
     raise ValueError(
         f"data_parallel_size ({data}) x tensor_parallel_size ({tensor}) x pipeline_parallel_size"
-        f" ({pipeline}) = {data * model}, but there are {world_size} processes. Set"
+        f" ({pipeline}){context} = {data * model}, but there are {world_size} processes. Set"
         f" data_parallel_size={world_size // model} or 'auto', or start {data * model} processes."
     )
 

@@ -35,11 +35,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hybrid import HybridStrategy
+from lightning_hybrid.context_parallel.attention import KINDS
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.random import derive_seed, seed_generators
 from lightning_hybrid.distributed.tensor_metadata import METADATA
 from lightning_hybrid.pipeline_parallel.body import find_body
 from lightning_hybrid.strategy.layout import find_stages
+from tests import context_modules as context_zoo
 from tests import frame_modules as frame_zoo
 from tests import hf_modules as hf_zoo
 from tests import modules as zoo
@@ -94,11 +96,13 @@ class Layout:
     partition: str = "uniform"
     zero: int = 0
     frees: str = "auto"
-    recompute: bool = False
+    recompute: bool | str = False
+    context: int = 1
+    context_kind: str = "ulysses"
 
     @property
     def size(self) -> int:
-        return self.pipeline * self.data * self.tensor
+        return self.pipeline * self.data * self.tensor * self.context
 
 
 @dataclass(frozen=True)
@@ -481,17 +485,55 @@ ZERO_LAYOUTS: dict[str, Layout] = _named(
 )
 
 
+def _without_cache(name: str) -> type[zoo.Example]:
+    """A model of transformers whose layers can run again."""
+    module = hf_zoo.in_float64(hf_zoo.MODULES[name])
+    return type(module.__name__, (module,), {"config": module.config | {"use_cache": False}})
+
+
+#: Models of sequences, of which ranks have shares.
+CONTEXT_SUBJECTS: dict[str, Subject] = _named(
+    [
+        Subject("context_uneven", context_zoo.Uneven, trainer={"accumulate_grad_batches": 2}),
+        Subject("context_encoder", context_zoo.PaddedEncoder, trainer={"gradient_clip_val": 0.1}),
+        Subject("context_first", context_zoo.SequenceFirst),
+        Subject("context_decoder", context_zoo.Decoder),
+        *(Subject(f"context_{name}", _without_cache(name)) for name in ("gpt2", "llama", "mistral")),
+        Subject("context_used_twice", context_zoo.UsedTwice),
+        Subject("context_penalised", context_zoo.Penalised),
+    ]
+)
+
+CONTEXT_LAYOUTS: dict[str, Layout] = _named(
+    replace(layout, name=f"{layout.name}_{kind}", context_kind=kind)
+    for kind in KINDS
+    for layout in [
+        Layout("cp2", context=2),
+        Layout("cp4", context=4),
+        Layout("cp2_tp2", context=2, tensor=2),
+        Layout("cp2_pp2", context=2, pipeline=2, microbatches=4),
+        Layout("cp2_pp2_chunks2", context=2, pipeline=2, chunks=2, microbatches=4, rank_order="cp-dp-pp-tp"),
+        Layout("cp2_dp2", context=2, data=2, rank_order="cp-pp-dp-tp"),
+        Layout("cp2_zero2", context=2, data=2, zero=2),
+        Layout("cp2_zero3", context=2, data=2, zero=3),
+        Layout("cp2_recompute", context=2, recompute=True),
+        *([Layout("cp2_selective", context=2, recompute="selective")] if kind == "ulysses" else []),
+        Layout("cp2_pp2_recompute", context=2, pipeline=2, microbatches=4, recompute=True),
+        Layout("cp2_tp2_pp2", context=2, tensor=2, pipeline=2, microbatches=4),
+    ]
+)
+
+
 def subject_of(name: str) -> Subject:
     """The subject of this name."""
-    shared = TENSOR_SUBJECTS | TENSOR_FRAME_SUBJECTS | FOUND_SUBJECTS | HF_SHARED
+    shared = TENSOR_SUBJECTS | TENSOR_FRAME_SUBJECTS | FOUND_SUBJECTS | HF_SHARED | CONTEXT_SUBJECTS
     return (SUBJECTS | shared | FRAME_SUBJECTS | DRAWING_SUBJECTS | HF_SUBJECTS | ZOO_SUBJECTS)[name]
 
 
 def layout_of(name: str) -> Layout:
     """The layout of this name."""
-    return (
-        LAYOUTS | TENSOR_LAYOUTS | GRID_LAYOUTS | ZERO_LAYOUTS | FRAME_LAYOUTS | TENSOR_FRAME_LAYOUTS | ZOO_LAYOUTS
-    )[name]
+    shared = TENSOR_LAYOUTS | GRID_LAYOUTS | TENSOR_FRAME_LAYOUTS | CONTEXT_LAYOUTS
+    return (LAYOUTS | ZERO_LAYOUTS | FRAME_LAYOUTS | ZOO_LAYOUTS | shared)[name]
 
 
 def allowed(subject: str, layout: str, schedule: str) -> bool:
@@ -628,6 +670,8 @@ def arguments_of(layout: Layout) -> dict[str, Any]:
         "zero_stage": layout.zero,
         "zero_frees": layout.frees,
         "recompute": layout.recompute,
+        "context_parallel_size": layout.context,
+        "context_parallel": layout.context_kind,
     }
 
 
@@ -889,7 +933,7 @@ def compare(case: Case, records: Sequence[Record], oracle: Sequence[Record]) -> 
     exact = Comparison(0.0)
     layout = layout_of(case.layout)
     replicas = [[r for r in records if r.data_rank == data_rank] for data_rank in range(layout.data)]
-    assert [len(group) for group in replicas] == [layout.pipeline * layout.tensor] * layout.data
+    assert [len(group) for group in replicas] == [layout.size // layout.data] * layout.data
     joined = len(oracle) < layout.data
     for data_rank, group in enumerate(replicas):
         expected = oracle[0 if joined else data_rank]

@@ -104,12 +104,13 @@ class FullCheckpoint:
         """
         mesh = self._mesh
         leaves, spec = flatten(local)
-        if mesh.data_rank != 0:
+        if mesh.data_rank == 0:
+            # A rank that comes here alone waits where its watcher knows for whom, which a receive does not tell.
+            dist.barrier(group=mesh.control_group)
+        if mesh.data_rank != 0 or mesh.context_rank != 0:
             for leaf in filter(is_zero_sharded, leaves):
-                full_tensor(leaf)  # the first replica asks for it
+                full_tensor(leaf)  # the first replica asks for it, or its ranks that share its sequences
             return {}
-        # A rank that comes here alone waits where its watcher knows for whom, which a receive does not tell.
-        dist.barrier(group=mesh.control_group)
         if mesh.pipeline_rank > 0 and mesh.tensor_rank == 0:
             send_tree(local, mesh.rank(0, 0, 0), mesh.control_group, prepare=_full_on_host)
             return {}

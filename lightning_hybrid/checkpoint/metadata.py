@@ -52,6 +52,7 @@ def make_metadata(mesh: Mesh, settings: HybridConfig, stage_map: StageMap) -> di
         "data_parallel_size": mesh.data_parallel_size,
         "tensor_parallel_size": mesh.tensor_parallel_size,
         "pipeline_parallel_size": mesh.pipeline_parallel_size,
+        "context_parallel_size": mesh.context_parallel_size,
         "num_chunks": settings.num_chunks,
         "num_microbatches": settings.num_microbatches,
         "schedule": settings.schedule,

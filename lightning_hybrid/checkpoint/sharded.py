@@ -125,7 +125,7 @@ class ShardedCheckpoint:
     def _entries(self, checkpoint: dict[str, Any], tables: Sequence[TreePath]) -> Iterator[tuple[TreePath, Any]]:
         """What this rank writes: parameters on every holder, as torch chooses who does; the rest on one rank."""
         first, parameters = self._ownership.first_names(), self._ownership.parameter_owners()
-        is_one = self._mesh.data_rank == 0 and self._mesh.tensor_rank == 0
+        is_one = self._mesh.data_rank == self._mesh.context_rank == self._mesh.tensor_rank == 0
         for path in tables:
             table = value_at(checkpoint, path) or {}
             owners = self._ownership.owners(table)

@@ -425,6 +425,7 @@ class _Check:
         changes: dict[str, dict[str, Any]] = {
             "recompute": {"recompute": False},
             "tensor_parallel_size": _WITHOUT_TENSOR_PARALLEL,
+            "context_parallel_size": {"context_parallel_size": 1},
             "zero_stage": {"zero_stage": 0},
             "pipeline_parallel_size": _WITHOUT_STAGES,
             "data_parallel_size": {"data_parallel_size": 1},

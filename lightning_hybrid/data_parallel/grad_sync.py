@@ -38,8 +38,9 @@ class GradientSync:
         of many ranks (tied, outside        buckets for each set     over (holders x data parallel): summed over the
         of the body)                        of holders               holders, averaged over the replicas, in one go
 
-    A parameter that replicas shard has the same place, but each replica gets its rows of the gradient: over data
-    parallel first, and what comes to rows that more than one stage holds is then summed over these.
+    Ranks that share their sequences are averaged as replicas are: data parallel means both. A parameter that replicas
+    shard has the same place, but each replica gets its rows of the gradient: over replicas first, and what comes to
+    rows that more than one stage holds is then summed over these, and averaged over the ranks that share sequences.
 
     Every rank of the world must make this with the same module (apart from placeholders) and stages:
     groups are made.
@@ -125,20 +126,23 @@ class GradientSync:
         return self._mesh.pipeline_rank in location.ranks and not is_placeholder(location.tensor)
 
     def _make_buckets(self, adding_up: Iterable[Tensor]) -> None:
-        data_group = self._mesh.data_group
+        data_group = self._mesh.gradient_group
         unshared = [location for location in self._parameters if len(location.ranks) == 1]
-        if self._mesh.data_parallel_size > 1:
+        if self._mesh.gradient_group_size > 1:
             for stage in sorted({min(location.stages) for location in unshared}):
                 of_stage = [location for location in unshared if location.stages == {stage}]
                 self._by_stage[stage] = self._averaged(of_stage, data_group, stage)
             of_stages = [location for location in unshared if len(location.stages) > 1]
             self._after_backward += self._averaged(of_stages, data_group)
+        if self._mesh.context_parallel_size > 1:
+            rows = [location.tensor for location in unshared if is_shard(location.tensor)]
+            self._over_holders += self._summed(rows, self._mesh.context_group, averages=True)
         for ranks in self._shared_by:
             shared = [location for location in self._parameters if location.ranks == ranks]
             self._after_backward += self._averaged(shared, self._group(ranks), ranks=ranks)
             shards = [location.tensor for location in shared if is_shard(location.tensor)]
             mask_group = self._mask_groups.get((ranks, True))
-            self._over_holders += self._summed(shards, self._group(ranks, of_replica=True), mask_group)
+            self._over_holders += self._summed(shards, self._group(ranks, of_replica=True), mask_group, averages=True)
         parts = {id(tensor): tensor for tensor in adding_up if not is_placeholder(tensor)}
         self._over_holders += self._summed(parts.values(), self._mesh.tensor_group)
 
@@ -165,22 +169,29 @@ class GradientSync:
         if unsharded:
             # Replicas that use different layers would start these at different times: after all that has one order.
             overlap = stage is not None and not made
-            mask_group, scale = self._mask_groups.get((ranks, False)), 1 / self._mesh.data_parallel_size
+            mask_group, scale = self._mask_groups.get((ranks, False)), 1 / self._mesh.gradient_group_size
             made.append(GradientBuckets(unsharded, group, scale=scale, overlap=overlap, mask_group=mask_group))
         return made
 
     def _summed(
-        self, tensors: Iterable[Tensor], group: ProcessGroup, mask_group: ProcessGroup | None = None
+        self,
+        tensors: Iterable[Tensor],
+        group: ProcessGroup,
+        mask_group: ProcessGroup | None = None,
+        *,
+        averages: bool = False,
     ) -> list[GradientBuckets]:
+        """Summed over a group, and averaged over its ranks that share sequences if they have not been."""
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         if not parameters:
             return []
-        return [GradientBuckets(parameters, group, scale=1.0, overlap=False, mask_group=mask_group)]
+        scale = 1 / self._mesh.context_parallel_size if averages else 1.0
+        return [GradientBuckets(parameters, group, scale=scale, overlap=False, mask_group=mask_group)]
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts the parameter, or its part of it, in the gradient norm: its first holder does."""
         is_first = is_first_copy(parameter) if is_tensor_parallel(parameter) else self._mesh.tensor_rank == 0
-        if id(parameter) not in self._counted or not is_first:
+        if id(parameter) not in self._counted or self._mesh.context_rank > 0 or not is_first:
             return False
         return self.zero.counts_in_norm(parameter)
 
@@ -263,9 +274,12 @@ class GradientSync:
             alike = [to_local(each.tensor) for each in own if not is_tensor_parallel(each.tensor)]
             broadcast_tensors(alike, self._mesh.tensor_group)
         unsharded = [location for location in own if not is_shard(location.tensor)]
-        if self._mesh.data_parallel_size > 1:
+        if self._mesh.gradient_group_size > 1:
             unshared = [to_local(location.tensor) for location in unsharded if len(location.ranks) == 1]
-            broadcast_tensors(unshared, self._mesh.data_group)
+            broadcast_tensors(unshared, self._mesh.gradient_group)
+        if self._mesh.context_parallel_size > 1:
+            rows = [to_local(each.tensor) for each in own if len(each.ranks) == 1 and is_shard(each.tensor)]
+            broadcast_tensors(rows, self._mesh.context_group)
         for ranks in self._shared_by:
             shared = [to_local(location.tensor) for location in unsharded if location.ranks == ranks]
             broadcast_tensors(shared, self._group(ranks))

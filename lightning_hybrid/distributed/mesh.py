@@ -21,7 +21,9 @@ from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends, make_group, set_timeout
 
 #: Short names, as in ``rank_order``, and the names of the axes, as Lightning spells them.
-AXES = {"dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel"}
+AXES = {"dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel"}
+#: Those that every mesh has; the others only where they divide something.
+USUAL_AXES = ("dp", "tp", "pp")
 
 
 #: Tags of what travels between two stages through the control group.
@@ -91,7 +93,7 @@ os.register_at_fork(after_in_child=_WORLD_CACHE.leave_to_parent)
 
 
 class Mesh:
-    """Data x tensor x pipeline parallel ranks.
+    """Data x context x tensor x pipeline parallel ranks.
 
     torch owns the process groups; here and elsewhere in the package they are held by :class:`GroupRef`. So destroying
     them closes their connections at once, and a rank that waits for this one notices. Each group costs threads and
@@ -107,14 +109,18 @@ class Mesh:
              model       [0,1,4,5] [2,3,6,7]
 
     Each line is one call of :func:`make_group`, if no line before it has the same ranks. The axes of torch's mesh are
-    these groups. All are made at once, and none when it is first needed: a rank that fails before would leave the
+    these groups. With ``context_parallel_size=2`` there is a fourth axis, whose ranks share sequences: they belong to
+    one model group, and their gradients are averaged with those of the replicas, in the *gradient group*.
+
+    All groups are made at once, and none when it is first needed: a rank that fails before would leave the
     others waiting for it.
 
     Args:
         data_parallel_size: The number of replicas.
         tensor_parallel_size: The number of ranks that share each layer.
         pipeline_parallel_size: The number of ranks that share the layers.
-        rank_order: The axes from the outermost to the innermost, joined by ``-``.
+        context_parallel_size: The number of ranks that share each sequence.
+        rank_order: The axes from the outermost to the innermost, joined by ``-``; with ``cp`` if sequences are shared.
         device_type: ``"cpu"`` or ``"cuda"``.
         timeout: Of the groups made here, and of the group of all ranks where that is one of them.
         hosts: The machine of each rank.
@@ -133,6 +139,7 @@ class Mesh:
         tensor_parallel_size: int,
         pipeline_parallel_size: int,
         *,
+        context_parallel_size: int = 1,
         rank_order: str = "pp-dp-tp",
         device_type: str = "cpu",
         timeout: timedelta | None = None,
@@ -142,27 +149,37 @@ class Mesh:
     ) -> None:
         sizes = {"dp": data_parallel_size, "tp": tensor_parallel_size, "pp": pipeline_parallel_size}
         order = rank_order.split("-")
+        if "cp" in order:
+            sizes["cp"] = context_parallel_size
         self.sizes, self.hosts, self.grid = sizes, list(hosts), grid
+        self.context_parallel_size = context_parallel_size
         self.data_parallel_size = data_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
         self.pipeline_parallel_size = pipeline_parallel_size
         shape = tuple(sizes[axis] for axis in order)
         by_order = torch.arange(dist.get_world_size(), dtype=torch.int).view(shape)
-        self._ranks = by_order.permute([order.index(axis) for axis in ("pp", "dp", "tp")])
+        axes = ("pp", "dp", "cp", "tp") if "cp" in order else ("pp", "dp", "tp")
+        by_axes = by_order.permute([order.index(axis) for axis in axes])
+        self._ranks = by_axes if "cp" in order else by_axes.unsqueeze(2)  # by pipeline, data, context and tensor rank
         self._requests: Counter[Hashable] = Counter()
         self._timeout = timeout
         coordinates = (self._ranks == dist.get_rank()).nonzero().flatten().tolist()
-        self.pipeline_rank, self.data_rank, self.tensor_rank = coordinates
+        self.pipeline_rank, self.data_rank, self.context_rank, self.tensor_rank = coordinates
 
-        by_stage = self._ranks.permute(0, 2, 1).flatten(0, 1)
+        by_stage = self._ranks.permute(0, 2, 3, 1).flatten(0, 2)
         by_replica = self._ranks.transpose(0, 1).flatten(1)
         everyone = by_order.view(1, -1)
         self._data_group = self._group(by_stage)
-        self._tensor_group = self._group(self._ranks.flatten(0, 1))
+        self._tensor_group = self._group(self._ranks.flatten(0, 2))
         self._grid_groups = {axes: self._group(self._along(axes)) for axes in grid.groups()} if grid else {}
         self._model_group = self._group(by_replica)
+        self._context_group: GroupRef | None = None
+        self._gradient_group = self._data_group
+        if context_parallel_size > 1:
+            self._context_group = self._group(self._ranks.transpose(2, 3).flatten(0, 2))
+            self._gradient_group = self._group(self._ranks.permute(0, 3, 1, 2).flatten(0, 1).flatten(1))
         # Nothing here uses it: who does, has it connected.
-        pipeline_group = self._group(self._ranks.permute(1, 2, 0).flatten(0, 1), connects_when_used=True)
+        pipeline_group = self._group(self._ranks.permute(1, 2, 3, 0).flatten(0, 2), connects_when_used=True)
         self._control_group = self._group(by_replica, "gloo", use="control")
         takes_host_tensors = "cpu" in device_backends()
         self._decision_group = GroupRef(dist.group.WORLD) if takes_host_tensors else self._group(everyone, "gloo")
@@ -171,14 +188,10 @@ class Mesh:
         self._data_control_group = self._group(by_stage, "gloo") if data_parallel_size > 1 else None
 
         groups = {"dp": self._data_group, "tp": self._tensor_group, "pp": pipeline_group}
-        names = tuple(AXES[axis] for axis in order)
-        device_mesh: DeviceMesh = _WORLD_CACHE.get(
-            (device_type, shape, names),
-            lambda: DeviceMesh.from_group(
-                [groups[axis]() for axis in order], device_type, mesh=by_order, mesh_dim_names=names
-            ),
-        )
-        self._device_mesh: DeviceMesh | None = device_mesh
+        if self._context_group is not None:
+            groups["cp"] = self._context_group
+        of_axes = {AXES[axis]: groups[axis] for axis in order}
+        self._device_mesh: DeviceMesh | None = _make_device_mesh(of_axes, by_order, device_type)
         self.broadcasts: list[PostedBroadcast] = []
 
     @property
@@ -201,6 +214,22 @@ class Mesh:
     def data_group(self) -> dist.ProcessGroup:
         """Ranks that hold the same part of the model."""
         return self._data_group()
+
+    @property
+    def context_group(self) -> dist.ProcessGroup:
+        """Ranks that share each sequence; only where sequences are shared."""
+        assert self._context_group is not None
+        return self._context_group()
+
+    @property
+    def gradient_group(self) -> dist.ProcessGroup:
+        """Ranks over which gradients are averaged: replicas, and ranks that share their sequences."""
+        return self._gradient_group()
+
+    @property
+    def gradient_group_size(self) -> int:
+        """The number of these ranks."""
+        return self.data_parallel_size * self.context_parallel_size
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
@@ -294,7 +323,7 @@ class Mesh:
             return self.device_mesh[AXES["dp"]]
         axes = self._tensor_axes()
         shape = [group.size() for group in axes.values()]
-        ranks = self._ranks[self.pipeline_rank].T.reshape(*shape, self.data_parallel_size)
+        ranks = self._ranks[self.pipeline_rank, :, self.context_rank].T.reshape(*shape, self.data_parallel_size)
         return self._mesh_of({**axes, AXES["dp"]: self.data_group}, ranks)
 
     def _tensor_axes(self) -> dict[str, dist.ProcessGroup]:
@@ -315,7 +344,7 @@ class Mesh:
     @property
     def is_first(self) -> bool:
         """Whether this is the first rank of every axis: the one that writes and logs."""
-        return bool(self.pipeline_rank == self.data_rank == self.tensor_rank == 0)
+        return bool(self.pipeline_rank == self.data_rank == self.context_rank == self.tensor_rank == 0)
 
     def data_parallel_min(self, number: int) -> int:
         """The smallest of the numbers that the replicas' ranks have."""
@@ -325,22 +354,26 @@ class Mesh:
         dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._data_control_group())
         return int(smallest)
 
-    def rank(self, pipeline_rank: int, data_rank: int, tensor_rank: int) -> int:
+    def rank(self, pipeline_rank: int, data_rank: int, tensor_rank: int, context_rank: int = 0) -> int:
         """The global rank at these coordinates."""
-        return int(self._ranks[pipeline_rank, data_rank, tensor_rank])
+        return int(self._ranks[pipeline_rank, data_rank, context_rank, tensor_rank])
+
+    def peer(self, pipeline_rank: int) -> int:
+        """The global rank that differs from this one in the pipeline rank at most."""
+        return self.rank(pipeline_rank, self.data_rank, self.tensor_rank, self.context_rank)
 
     def pipeline_rank_of(self, rank: int) -> int:
         """The pipeline rank of a global rank."""
         return int((self._ranks == rank).nonzero()[0, 0])
 
     def model_ranks(self, data_rank: int) -> list[int]:
-        """The global ranks of one replica, by pipeline rank, then tensor rank."""
-        ranks: list[int] = self._ranks[:, data_rank, :].flatten().tolist()
+        """The global ranks of one replica, by pipeline rank, then context rank, then tensor rank."""
+        ranks: list[int] = self._ranks[:, data_rank].flatten().tolist()
         return ranks
 
-    def model_group_rank(self, pipeline_rank: int, tensor_rank: int) -> int:
+    def model_group_rank(self, pipeline_rank: int, tensor_rank: int, context_rank: int = 0) -> int:
         """The rank inside of the model group, and of the control group, at these coordinates: torch sorts the ranks."""
-        rank = self.rank(pipeline_rank, self.data_rank, tensor_rank)
+        rank = self.rank(pipeline_rank, self.data_rank, tensor_rank, context_rank)
         return sorted(self.model_ranks(self.data_rank)).index(rank)
 
     def shared_parameter_group(
@@ -352,14 +385,15 @@ class Mesh:
 
         Args:
             pipeline_ranks: The pipeline ranks that belong to the group.
-            of_replica: Whether it has the ranks of this replica only.
+            of_replica: Whether it has the ranks of this replica only, with all that share its sequences.
             backend: Of the group; ``None`` for the one of the world.
 
         Returns:
             The group that this rank is in; ``None`` if it is in none.
         """
         ranks = self._ranks[sorted(pipeline_ranks)]
-        partition = ranks.permute(1, 2, 0).flatten(0, 1) if of_replica else ranks.permute(2, 0, 1).flatten(1)
+        partition = ranks.permute(1, 3, 0, 2).flatten(0, 1) if of_replica else ranks.permute(3, 0, 1, 2)
+        partition = partition.flatten(1)
         reference = self._find_group(partition, backend)
         return None if reference is None else reference()
 
@@ -375,7 +409,7 @@ class Mesh:
         Returns:
             The group of the pair that this rank is in; ``None`` if it is in none.
         """
-        ranks = torch.cat([self._ranks[list(pair)].permute(1, 2, 0).flatten(0, 1) for pair in pairs])
+        ranks = torch.cat([self._ranks[list(pair)].permute(1, 2, 3, 0).flatten(0, 2) for pair in pairs])
         reference = self._find_group(ranks, use="messages")
         return None if reference is None else reference()
 
@@ -417,3 +451,14 @@ class Mesh:
 
         reference: GroupRef | None = _WORLD_CACHE.get((request, self._requests[request]), make)
         return reference
+
+
+def _make_device_mesh(groups: Mapping[str, GroupRef], ranks: Tensor, device_type: str) -> DeviceMesh:
+    """Torch's mesh, of groups by the names of their axes; the one that there is, if there is one of this shape."""
+    mesh: DeviceMesh = _WORLD_CACHE.get(
+        (device_type, tuple(ranks.shape), tuple(groups)),
+        lambda: DeviceMesh.from_group(
+            [group() for group in groups.values()], device_type, mesh=ranks, mesh_dim_names=tuple(groups)
+        ),
+    )
+    return mesh

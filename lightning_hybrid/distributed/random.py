@@ -174,6 +174,19 @@ def own_numbers(rank: int, device: torch.device) -> Iterator[None]:
         generator.set_state(saved)
 
 
+@contextmanager
+def own_draws(rank: int, device: torch.device) -> Iterator[None]:
+    """As :func:`own_numbers`; where nothing is drawn inside, nothing is taken from the stream either."""
+    before = torch_states(device)
+    with own_numbers(rank, device):
+        begin = torch_states(device)
+        yield
+        pairs = zip(begin, torch_states(device), strict=True)
+        drew = any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs)
+    if not drew:
+        set_torch_states(before, device)
+
+
 def _cuda_generator(device: torch.device) -> torch.Generator:
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]

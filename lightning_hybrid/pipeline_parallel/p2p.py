@@ -368,7 +368,7 @@ def _in_control_group(mesh: Mesh, key: ChannelKey) -> tuple[ProcessGroup, int, i
     """How a channel's messages of the host travel: the group, the other side's rank inside it, and a tag."""
     sender, receiver, kind = key
     other = receiver if mesh.pipeline_rank == sender else sender
-    return mesh.control_group, mesh.model_group_rank(other, mesh.tensor_rank), STAGE_TAGS[kind]
+    return mesh.control_group, mesh.model_group_rank(other, mesh.tensor_rank, mesh.context_rank), STAGE_TAGS[kind]
 
 
 class _WireTensor:

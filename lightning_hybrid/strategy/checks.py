@@ -30,9 +30,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.config import TENSOR_PARALLEL_MODES, HybridConfig, check_grid, choices
+from lightning_hybrid.context_parallel.attention import KINDS
+from lightning_hybrid.context_parallel.context_parallel import check_context_parallel
 from lightning_hybrid.distributed.agreement import RankInfo, agree, check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
-from lightning_hybrid.distributed.mesh import AXES, Mesh
+from lightning_hybrid.distributed.mesh import AXES, USUAL_AXES, Mesh
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute
 from lightning_hybrid.memory.offload import check_offload
@@ -41,6 +43,7 @@ from lightning_hybrid.version import __version__
 
 _LEAST_LEASE = timedelta(seconds=3)
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size")  # one, or those that are allowed
+_BESIDE_CONTEXT = ("sequence_parallel", "recompute", "tensor_parallel_mode", "searched")
 _AUTO = {"data_parallel_size": "auto", "num_microbatches": "auto", "global_batch_size": None}
 
 
@@ -56,7 +59,7 @@ def check_arguments(**arguments: Any) -> None:
     """
     for name in _SIZES:
         _check_allowed(name, arguments[name])
-    for name in ("num_chunks", *_AUTO):
+    for name in ("num_chunks", "context_parallel_size", *_AUTO):
         if name not in _AUTO or arguments[name] != _AUTO[name]:
             _check_number(name, arguments[name], f" or {_AUTO[name]!r}" if name in _AUTO else "")
     for name, kinds in ((field.name, field.metadata.get("kinds")) for field in fields(HybridConfig)):
@@ -81,10 +84,16 @@ def check_arguments(**arguments: Any) -> None:
     _check_choice("zero_frees", arguments["zero_frees"], ("auto", "step", "microbatch"))
     _check_choice("on_nonfinite", arguments["on_nonfinite"], ("raise", "skip", "ignore"))
     _check_choice("loss_reduction", arguments["loss_reduction"], ("mean", "sum"))
-    if sorted(str(arguments["rank_order"]).split("-")) != sorted(AXES):
+    _check_choice("context_parallel", arguments["context_parallel"], KINDS)
+    of_context = arguments["context_parallel_size"], arguments["context_parallel"]
+    others = {name: arguments[name] for name in _BESIDE_CONTEXT}
+    check_context_parallel(*of_context, **others)
+    axes = sorted(arguments["rank_order"].split("-"))
+    if axes not in (sorted(USUAL_AXES), sorted(AXES)):
         raise ValueError(
-            f"rank_order must name the axes {', '.join(AXES)} once each, from the outermost to the innermost, joined by"
-            f" '-', such as 'pp-dp-tp'; got {arguments['rank_order']!r}."
+            f"rank_order must name the axes {', '.join(USUAL_AXES)} once each, from the outermost to the innermost,"
+            " joined by '-', such as 'pp-dp-tp'; and cp, where context_parallel_size > 1. Got"
+            f" {arguments['rank_order']!r}."
         )
     if arguments["num_chunks"] > 1 and arguments["schedule"] == "1f1b":
         raise ValueError(
@@ -281,8 +290,9 @@ def check_tensor_groups(mesh: Mesh) -> None:
         mesh: The ranks.
     """
     size, hosts = mesh.tensor_parallel_size, mesh.hosts
-    for stage, replica in itertools.product(range(mesh.pipeline_parallel_size), range(mesh.data_parallel_size)):
-        ranks = [mesh.rank(stage, replica, tensor_rank) for tensor_rank in range(size)]
+    others = mesh.pipeline_parallel_size, mesh.data_parallel_size, mesh.context_parallel_size
+    for stage, replica, share in itertools.product(*map(range, others)):
+        ranks = [mesh.rank(stage, replica, tensor_rank, share) for tensor_rank in range(size)]
         names = list(dict.fromkeys(hosts[rank] for rank in ranks))
         if len(names) > 1:
             rank_zero_warn(

@@ -42,7 +42,7 @@ _LEAST_SHARE = 1e-3
 
 
 def is_cut(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module) -> bool:
-    """Whether steps run in stages, in microbatches or on shared layers, or the module says what its losses weigh.
+    """Whether steps run in stages, in microbatches, on shared layers or on shares of sequences, or losses have weights.
 
     Args:
         config: The arguments of the strategy.
@@ -51,7 +51,19 @@ def is_cut(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module)
     """
     _, tensor, pipeline = sizes
     weighs = find_hook(module, "microbatch_weight") is not None
-    return tensor > 1 or pipeline > 1 or config.num_microbatches > 1 or weighs
+    shares = max(tensor, pipeline, config.context_parallel_size, config.num_microbatches) > 1
+    return shares or weighs
+
+
+def sizes_by_axis(config: HybridConfig, sizes: tuple[int, int, int]) -> dict[str, int]:
+    """The sizes of the axes of a mesh, by their short names; of context parallelism only where there is any.
+
+    Args:
+        config: The arguments of the strategy.
+        sizes: (data, tensor, pipeline) parallel size.
+    """
+    by_axis = dict(zip(("dp", "tp", "pp"), sizes, strict=True))
+    return by_axis | ({"cp": config.context_parallel_size} if config.context_parallel_size > 1 else {})
 
 
 def describe(
@@ -70,7 +82,7 @@ def describe(
     """
     _, tensor, pipeline = sizes
     body, stage_map = _find_stages_if_any(module, settings, pipeline)
-    by_axis = dict(zip(("dp", "tp", "pp"), sizes, strict=True))
+    by_axis = sizes_by_axis(settings, sizes)
     plan = None if tensor == 1 else find_plan(module, settings, tensor, body)
     text = stages_text(module, settings, by_axis, body, with_plan(stage_map, body, plan, module), hosts=hosts)
     return text if plan is None else f"{text}\n{plan_table(plan, module)}"
@@ -96,12 +108,14 @@ def outline(
     plan = None if tensor == 1 else find_plan(module, settings, tensor, body)
     expected = expect_outside(module, with_plan(stage_map, body, plan, module))
     stages = [] if body is None else stage_rows(module, body.layers, expected)
-    held = ranks_of_stages(dict(zip(("dp", "tp", "pp"), sizes, strict=True)), settings.rank_order)
-    of_node = math.prod(sizes) // num_nodes
+    by_axis = sizes_by_axis(settings, sizes)
+    held = ranks_of_stages(by_axis, settings.rank_order)
+    of_node = math.prod(by_axis.values()) // num_nodes
     return {
         "data_parallel_size": data,
         "tensor_parallel_size": tensor,
         "pipeline_parallel_size": pipeline,
+        "context_parallel_size": settings.context_parallel_size,
         "schedule": schedule.name,
         "num_microbatches": schedule.num_microbatches,
         "num_chunks": schedule.num_chunks,

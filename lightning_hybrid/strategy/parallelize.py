@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.weights.weights import Source, Weights
 from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.context_parallel.context_parallel import ContextParallel
+from lightning_hybrid.context_parallel.mappings import ContextGroup
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.data_parallel.zero.shard_module import shard_module, unshard_module
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
@@ -58,6 +60,7 @@ class ModuleParallelizer:
         plan: How layers are shared by the tensor-parallel ranks; ``None`` if they are not, or before the division.
         is_done: Whether the module has been divided.
         source: Where the weights come from; ``None`` if the module has them, or makes them.
+        context_parallel: Gives layers their share of a sequence, in a run; ``None`` if sequences are not shared.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class ModuleParallelizer:
         self.plan: Plan | None = None
         self.is_done = self._was_parallelized = False
         self.source: Source | None = None
+        self.context_parallel: ContextParallel | None = None
 
     def __call__(self) -> None:
         """Put placeholders for what other stages hold, and divide the layers that are left; once.
@@ -168,9 +172,24 @@ class ModuleParallelizer:
         """
         layers = layout.find_recomputed(self._module, self._settings, self.body, self.stage_map)
         recompute = ActivationCheckpointing(layers, self._device, selective=self._settings.recompute == "selective")
+        around = self._around_layers(recompute if layers else nullcontext, offload, stays)
+        self.context_parallel = context = self._make_context_parallel(layers)
+        return around if context is None else lambda: context.around(around)
 
+    def _make_context_parallel(self, recomputed: Collection[nn.Module]) -> ContextParallel | None:
+        if self._mesh.context_parallel_size == 1:
+            return None
+        body = self.body or layout.find_layers(self._module, self._settings, 1)
+        layers = dict(zip(body.names, body.layers, strict=True))
+        group = ContextGroup(self._mesh.context_group)
+        return ContextParallel(self._module, layers, recomputed, group, self._settings.context_parallel, self._device)
+
+    @staticmethod
+    def _around_layers(
+        recompute: Callable[[], AbstractContextManager[None]], offload: Offload, stays: Callable[[], Iterable[Tensor]]
+    ) -> Callable[[], AbstractContextManager[None]]:
         if not offload.moves_activations:
-            return recompute if layers else nullcontext
+            return recompute
 
         @contextmanager
         def around() -> Iterator[None]:

@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.storage.remote import dated
 from lightning_hybrid.checkpoint.weights.weights import Source
-from lightning_hybrid.config import HybridConfig, preferred, resolve_sizes, usual_microbatches
+from lightning_hybrid.config import HybridConfig, preferred, resolve_sizes, usual_microbatches, with_context_axis
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.distributed.dtensor import keeping_marks
 from lightning_hybrid.distributed.mesh import Mesh
@@ -103,6 +103,11 @@ class HybridStrategy(ReplicaCollectives):
             knows; ``None`` divides nothing.
         sequence_parallel: Whether activations between shared layers are divided along the sequence, where the plan has
             regions for it; transformer layers of torch are some.
+        context_parallel_size: The number of ranks that share each sequence: in layers of the body each has a part of
+            the positions, of the same batch. The code around them sees whole sequences.
+        context_parallel: How attention (`F.scaled_dot_product_attention`) communicates between them: ``"ulysses"``
+            exchanges heads for positions, in a ``"ring"`` blocks of keys and values pass from rank to rank, and
+            ``"all_gather"`` gathers these.
         global_batch_size: The samples of an optimizer step, of all replicas: as many batches are accumulated as make
             them up, so that the number of replicas may change from one start to the next. The training loader says how
             many samples a batch has. ``None`` leaves it to ``Trainer(accumulate_grad_batches=...)``.
@@ -127,7 +132,8 @@ class HybridStrategy(ReplicaCollectives):
         gather_module_on_teardown: Whether every rank has the whole module after a run, as by :meth:`gather_module`.
         initial_weights: Where to take the weights from, unless a checkpoint is resumed: as for :meth:`load_weights`.
         rank_order: How ranks are numbered: the axes from the outermost to the innermost, whose ranks are consecutive;
-            ``"pp-dp-tp"`` or another order.
+            ``"pp-dp-tp"`` or another order. Where sequences are shared ``cp`` is one of them: outside of ``tp``, if
+            it is not named.
         process_group_backend: The backend of the process groups; by default nccl on CUDA and gloo elsewhere.
         timeout: Of the process groups: after that a collective gives up.
         stall_timeout: How long nothing may finish while ranks wait for each other. Then where each rank stands is
@@ -176,6 +182,8 @@ class HybridStrategy(ReplicaCollectives):
         tensor_parallel_depth: int = 1,
         tensor_parallel_plan: dict[str, str] | str | None = "auto",
         sequence_parallel: bool = False,
+        context_parallel_size: int = 1,
+        context_parallel: Literal["ulysses", "ring", "all_gather"] = "ulysses",
         global_batch_size: int | None = None,
         zero_stage: Literal[0, 1, 2, 3, "auto"] = 0,
         zero_frees: Literal["auto", "step", "microbatch"] = "auto",
@@ -205,6 +213,7 @@ class HybridStrategy(ReplicaCollectives):
         usual = usual_microbatches(preferred(arguments["pipeline_parallel_size"]))
         arguments["auto_microbatches"] = num_microbatches == "auto"
         arguments["num_microbatches"] = usual if num_microbatches == "auto" else num_microbatches
+        arguments["rank_order"] = with_context_axis(rank_order, context_parallel_size)
         arguments["offload"] = (offload,) if isinstance(offload, str) else tuple(offload or ())
         self.settings = HybridConfig(**{field.name: arguments[field.name] for field in fields(HybridConfig)})
         self._requested_sizes: tuple[Any, Any, Any] = (data_parallel_size, tensor_parallel_size, pipeline_parallel_size)
@@ -283,7 +292,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh with the axes ``"data_parallel"``, ``"tensor_parallel"`` and ``"pipeline_parallel"``."""
+        """The mesh; its axes are named as Lightning names them, and ``"context_parallel"`` is one where it divides."""
         return self.world.mesh.device_mesh
 
     def distribute(self, tensor: Tensor, layout: str | Mapping[str, str]) -> DTensor:
@@ -358,7 +367,8 @@ class HybridStrategy(ReplicaCollectives):
         if set(SIZES) & set(self.settings.searched):
             self.sizes = (world_size, 1, 1)
         else:
-            self.sizes = resolve_sizes(world_size, *self._requested_sizes)
+            context = self.settings.context_parallel_size
+            self.sizes = resolve_sizes(world_size, *self._requested_sizes, context)
         if self.settings.auto_microbatches:
             self.settings = replace(self.settings, num_microbatches=usual_microbatches(self.sizes[2]))
 

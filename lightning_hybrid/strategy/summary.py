@@ -332,7 +332,9 @@ def layout_text(sizes: Mapping[str, int], schedule: Schedule, *, bubble: float) 
         bubble: The share of the step that an average rank is idle.
     """
     data, tensor, pipeline = sizes["dp"], sizes["tp"], sizes["pp"]
-    layout = f"Layout: data {data} x tensor {tensor} x pipeline {pipeline} = {data * tensor * pipeline} processes"
+    context = f" x context {sizes['cp']}" if "cp" in sizes else ""
+    number = math.prod(sizes.values())
+    layout = f"Layout: data {data} x tensor {tensor} x pipeline {pipeline}{context} = {number} processes"
     if schedule.num_stages == 1 and schedule.num_microbatches == 1:
         return layout
     chunks = f", {schedule.num_chunks} chunks per rank" if schedule.num_chunks > 1 else ""

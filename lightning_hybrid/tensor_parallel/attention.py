@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_hybrid.context_parallel.attention import whole_keys
 from lightning_hybrid.distributed.dtensor import shard_of
 from lightning_hybrid.distributed.random import own_numbers
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
@@ -114,7 +115,7 @@ class ParallelAttention(ParallelLayer):
             mask = self.tensor_group.local_chunk(mask.view(-1, self.num_heads, *mask.shape[1:]), 1)
         if padding is None:
             return mask
-        padding = additive_mask(padding, q.dtype)[:, None, None, :]
+        padding = additive_mask(whole_keys(padding), q.dtype)[:, None, None, :]
         return padding if mask is None else mask + padding
 
     def _attend(

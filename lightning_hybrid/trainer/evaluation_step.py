@@ -134,9 +134,9 @@ class EvaluationStep:
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             context.enter_user_code(*coordinates, keep=stage == context.num_stages - 1)
-            return context.plain(
-                context.frame.run_frame(plan, stage, user_step, arguments, inputs, *coordinates, fetched=fetched)
-            )
+            part = stage, user_step, arguments, context.received(inputs)
+            value = context.frame.run_frame(plan, *part, *coordinates, fetched=fetched)
+            return context.plain(value, to_stage=stage < context.num_stages - 1)
 
         keys = context.keys(version, [(plan.number, signature(arguments[0]))])
         schedule = build_forward(context.num_ranks, 1, context.num_chunks)
@@ -184,7 +184,7 @@ class EvaluationStep:
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             random = context.streams.layers(stage, *coordinates, microbatch)
-            return context.run_layers(context.layers[stage], random, parts[microbatch] if stage == 0 else inputs)
+            return context.run_layers(stage, random, parts[microbatch] if stage == 0 else inputs)
 
         schedule = build_forward(context.num_ranks, len(counts), context.num_chunks)
         # Parts that the user made may differ in shape where they do not differ in what they count.

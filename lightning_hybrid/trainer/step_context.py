@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
-from torch import nn
 
+from lightning_hybrid.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.dtensor import plain_factories
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
@@ -54,6 +54,7 @@ class StepContext:
         device: Where this rank computes.
         engine: Runs the schedules; outlives this object.
         around_forwards: Around forwards: what layers keep for backward, and where.
+        context_parallel: Gives layers their share of a sequence; ``None`` if sequences are not shared.
         remembers: Whether what is found out about a step holds for later ones with equal shapes.
         frees_early: Whether a layer's parameters are let go of after each call.
 
@@ -64,7 +65,6 @@ class StepContext:
         frame: What the ranks that run the user's step do of it.
         layers: The layers of each stage of this rank.
         desync: Compares what this rank does with others.
-        to_plain: Makes plain tensors of what shared layers return; ``None`` where layers are not shared.
         in_step: Whether a step runs that is cut, so that the user's code does not run on every rank.
         is_following: Whether it is only followed.
         recorder: Notes when the actions of a step begin and end; ``None`` where nobody asks.
@@ -84,6 +84,7 @@ class StepContext:
         device: torch.device,
         engine: Engine,
         around_forwards: Callable[[], AbstractContextManager[None]],
+        context_parallel: ContextParallel | None,
         remembers: bool,
         frees_early: bool,
     ) -> None:
@@ -97,7 +98,7 @@ class StepContext:
         given = module, body, stage_map, mesh, device, streams
         around = self._around_discovery
         self.frame = StepFrame(*given, remembers=remembers, frees_early=frees_early, around_discovery=around)
-        self.to_plain = to_plain_tensors if mesh.tensor_parallel_size > 1 else None
+        self._has_shared_layers, self._context_parallel = mesh.tensor_parallel_size > 1, context_parallel
         self.in_step, self.is_following = False, False
         self.recorder: Recorder | None = None
         self._failures, self._abandon = failures, abandon
@@ -136,16 +137,28 @@ class StepContext:
         self.frame.place_parameters(stage_map)
         self._parameters = list(self.module.parameters())
 
-    def run_layers(self, layers: Sequence[nn.Module], random: AbstractContextManager[None], x: Any) -> Any:
-        """Run the layers of a stage between others, which draw from a random stream of their own."""
+    def run_layers(self, stage: int, random: AbstractContextManager[None], x: Any) -> Any:
+        """Run the layers of a stage of a chain, which draw from a random stream of their own."""
+        x = self.received(x)
         with random:
-            for layer in layers:
+            for layer in self.layers[stage]:
                 x = layer(x)
-        return self.plain(x)
+        return self.plain(x, to_stage=stage < self.num_stages - 1)
 
-    def plain(self, value: Any) -> Any:
-        """Plain tensors in the place of what shared layers return."""
-        return value if self.to_plain is None else self.to_plain(value)
+    def received(self, value: Any) -> Any:
+        """What the stage before has sent, as layers take it."""
+        return value if self._context_parallel is None else self._context_parallel.enter(value)
+
+    def plain(self, value: Any, *, to_stage: bool = False) -> Any:
+        """Plain tensors in the place of what shared layers return, or layers that share a sequence.
+
+        Args:
+            value: A tree.
+            to_stage: Whether it goes to the next stage.
+        """
+        if self._context_parallel is not None:
+            value = self._context_parallel.leave(value, to_stage=to_stage)
+        return to_plain_tensors(value) if self._has_shared_layers else value
 
     def keys(self, version: Hashable, parts: Sequence[Hashable], plans: Sequence[FramePlan] = ()) -> list[int]:
         """Numbers for what decides the shapes at stage boundaries: equal parts have equal numbers.
@@ -208,7 +221,7 @@ class StepContext:
             self.streams.isolated(),
             self._around_forwards(),
             local,
-            plain_factories() if self.to_plain is not None else nullcontext(),
+            plain_factories() if self._has_shared_layers else nullcontext(),
             self.frame(repeats=num_microbatches > 1),
             self._logger_proxy(),
             self._recorder() as records,
@@ -248,9 +261,10 @@ class StepContext:
     def _around_discovery(self) -> Iterator[None]:
         """Around a step that is followed: what it logs is seen, and comes nowhere; layers have full parameters."""
         seen = self._recorder.only_seen(), self._logger_proxy.only_seen(), self.metrics.only_seen()
+        whole = nullcontext() if self._context_parallel is None else self._context_parallel.paused()
         self.is_following = True
         try:
-            with original_classes(self.module), seen[0], seen[1], seen[2]:
+            with original_classes(self.module), whole, seen[0], seen[1], seen[2]:
                 yield
         finally:
             self.is_following = False

@@ -219,7 +219,7 @@ class TrainingStep:
                 zero.forward_begins(stage)
             is_last = stage == context.num_stages - 1
             coordinates, plan = (_TRAINING, step, microbatch), plans[microbatch] if plans else None
-            run_layers = partial(context.run_layers, context.layers[stage], context.streams.layers(stage, *coordinates))
+            run_layers = partial(context.run_layers, stage, context.streams.layers(stage, *coordinates))
             with precision(), nullcontext() if casts is None else casts.forward(stage):
                 if frame.body_cut is not None and stage > 0 and not is_last:
                     return run_layers(inputs)
@@ -229,11 +229,11 @@ class TrainingStep:
                 if frame.body_cut is not None:
                     value = frame.run_around(*part, run_layers)
                 elif plan is not None:
+                    part = *part[:-1], context.received(inputs)
                     value = frame.run_frame(plan, *part, *coordinates, fetched=fetched)
                 else:
                     value = user_step(*of_microbatch)
-                if context.to_plain is not None:
-                    value = context.to_plain(value)
+                value = context.plain(value, to_stage=not is_last)
                 return loss_of(microbatch, value) if is_last else value
 
         return compute

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.config import TENSOR_PARALLEL_MODES, grid_shape, resolve_sizes
+from lightning_hybrid.config import TENSOR_PARALLEL_MODES, grid_shape, resolve_sizes, with_context_axis
 from lightning_hybrid.distributed import mesh as mesh_module
 from lightning_hybrid.distributed import process_group
 from lightning_hybrid.distributed.failure import close_groups
@@ -247,6 +247,32 @@ def test_a_rank_knows_its_place_in_every_order(order: str) -> None:
         expected = dict(zip(axes, place, strict=True))
         found = seen_by(rank, (2, 3, 4), order, lambda mesh: (mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank))
         assert found == (expected["pp"], expected["dp"], expected["tp"])
+
+
+def test_ranks_that_share_sequences_are_an_axis_of_their_own() -> None:
+    """Of 2 x 2 x 2 ranks, without a pipeline: sequences are shared inside of a replica."""
+
+    def look(mesh: Mesh) -> Any:
+        groups = mesh.context_group, mesh.data_group, mesh.tensor_group, mesh.model_group, mesh.gradient_group
+        names = mesh.device_mesh.mesh_dim_names
+        coordinates = mesh.pipeline_rank, mesh.data_rank, mesh.context_rank, mesh.tensor_rank
+        assert mesh.rank(*coordinates[:2], mesh.tensor_rank, mesh.context_rank) == dist.get_rank() == mesh.peer(0)
+        assert mesh.model_ranks(mesh.data_rank) == dist.get_process_group_ranks(mesh.model_group)
+        return names, coordinates, mesh.sizes, *(dist.get_process_group_ranks(group) for group in groups)
+
+    order = with_context_axis("pp-dp-tp", 2)
+    with fake_world(6, 8), fake_gloo():
+        names, coordinates, sizes, *groups = look(Mesh(2, 2, 1, context_parallel_size=2, rank_order=order))
+    assert names == ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
+    assert coordinates == (0, 1, 1, 0)
+    assert sizes == {"dp": 2, "tp": 2, "pp": 1, "cp": 2}
+    assert groups == [[4, 6], [2, 6], [6, 7], [4, 5, 6, 7], [0, 2, 4, 6]]
+
+
+def test_sizes_leave_room_for_ranks_that_share_sequences() -> None:
+    assert resolve_sizes(8, "auto", 2, 1, 2) == (2, 2, 1)
+    with pytest.raises(ValueError, match=r"6 processes .* x context_parallel_size \(2\) = 4 ranks"):
+        resolve_sizes(6, "auto", 2, 1, 2)
 
 
 def test_names_of_the_axes_are_lightnings() -> None:

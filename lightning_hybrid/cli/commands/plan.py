@@ -26,13 +26,13 @@ def run(args: Sequence[str]) -> None:
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config, maker
-    from lightning_hybrid.strategy.layout import describe, outline
+    from lightning_hybrid.strategy.layout import describe, outline, sizes_by_axis
 
     be_quiet()
     cli, strategy = load_config(parser, options.config, overrides)
     if is_overridden("configure_model", cli.model):
         cli.model.configure_model()
-    size = math.prod(strategy.sizes)
+    size = math.prod(sizes_by_axis(strategy.settings, strategy.sizes).values())
     nodes = [rank * strategy.num_nodes // size for rank in range(size)]
     with parser.refusing(ValueError, TypeError):
         if options.json:
@@ -57,12 +57,13 @@ def _between_nodes(
 
     from lightning_hybrid.cli.suggest.planned import TRAINER, planned_traffic
     from lightning_hybrid.pipeline_parallel.links.traffic import bytes_between_nodes, least_bytes, traffic_text
+    from lightning_hybrid.strategy.layout import sizes_by_axis
 
     try:
         traffic = planned_traffic(make, strategy, **{name: getattr(cli.trainer, name) for name in TRAINER})
     except (ValueError, TypeError, MisconfigurationException) as error:
         return None, f"What a step sends between machines is not known: {error}"
-    sizes, order = dict(zip(("dp", "tp", "pp"), strategy.sizes, strict=True)), strategy.settings.rank_order
+    sizes, order = sizes_by_axis(strategy.settings, strategy.sizes), strategy.settings.rank_order
     total, of_sums = bytes_between_nodes(sizes, order, nodes, traffic)
     best, least = least_bytes(sizes, order, nodes, traffic)
     found = {"bytes": total, "tensor_bytes": of_sums, "best_rank_order": best, "best_bytes": least}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ def far_links(mesh: Mesh, num_chunks: int) -> list[int]:
     """
     size = mesh.pipeline_parallel_size
     ends = [(rank, (rank + 1) % size) for rank in range(size if num_chunks > 1 else size - 1)]
-    others = [(data, tensor) for data in range(mesh.data_parallel_size) for tensor in range(mesh.tensor_parallel_size)]
+    sizes = mesh.data_parallel_size, mesh.tensor_parallel_size, mesh.context_parallel_size
+    others = list(itertools.product(*map(range, sizes)))
     return [
         here
         for here, there in ends

@@ -48,19 +48,20 @@ def bytes_between_nodes(
     """
     order = rank_order.split("-")
     strides = {axis: math.prod(sizes[inner] for inner in order[order.index(axis) + 1 :]) for axis in order}
-    crossing = {"dp": 0.0, "tp": 0.0, "pp": 0.0}
+    crossing = dict.fromkeys(order, 0.0)
     for rank, axis in itertools.product(range(math.prod(sizes.values())), order):
         at, size = rank // strides[axis] % sizes[axis], sizes[axis]
         following = rank + ((at + 1) % size - at) * strides[axis]
         if nodes[rank] != nodes[following]:
             sent = {"dp": traffic.data, "tp": traffic.tensor, "pp": traffic.pipeline.get(at, 0.0)}
-            crossing[axis] += sent[axis]
+            crossing[axis] += sent.get(axis, 0.0)  # what ranks that share sequences send is not counted yet
     return sum(crossing.values()), crossing["tp"]
 
 
 def least_bytes(sizes: Mapping[str, int], rank_order: str, nodes: Sequence[Any], traffic: Traffic) -> tuple[str, float]:
     """The order of axes with which the fewest bytes cross nodes, and these; today's if no other has fewer."""
-    orders = ["-".join(order) for order in itertools.permutations(("pp", "dp", "tp"))]
+    axes = "pp", "dp", "tp", *(axis for axis in sizes if axis == "cp")
+    orders = ["-".join(order) for order in itertools.permutations(axes)]
     found = {order: bytes_between_nodes(sizes, order, nodes, traffic)[0] for order in (rank_order, *orders)}
     best = min(found, key=lambda order: found[order])
     return best, found[best]

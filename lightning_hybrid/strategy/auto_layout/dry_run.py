@@ -28,7 +28,7 @@ from lightning_hybrid.distributed.mesh import AXES
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
-from lightning_hybrid.memory.estimate import estimate
+from lightning_hybrid.memory.estimate import check_estimated, estimate
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
@@ -186,10 +186,10 @@ class DryRunStrategy(SingleDeviceStrategy):
 
     def __init__(self, config: HybridConfig, sizes: tuple[int, int, int], *, with_values: bool) -> None:
         super().__init__(device="cpu")
+        check_estimated(config)
         self._config, self.sizes, self._with_values = config, sizes, with_values
         self._mode = Fake(allow_non_fake_inputs=True) if Fake is not None else None
-        self._plan_table = ""
-        self.layout = ""
+        self._plan_table = self.layout = ""
         self.memory: list[MemoryUsage] = []
 
     @property

@@ -125,7 +125,7 @@ class RunWatch:
         mesh, counts, awaited = self._mesh, self._engine.num_messages(), self._engine.awaited_message()
         name_of = {}
         for key in counts:
-            sender, receiver = (mesh.rank(each, mesh.data_rank, mesh.tensor_rank) for each in key[:2])
+            sender, receiver = map(mesh.peer, key[:2])
             name_of[key] = f"{key[2]} from rank {sender} to rank {receiver}", sender
         sent = {name_of[key][0]: count for key, count in counts.items() if key[0] == mesh.pipeline_rank}
         of_others = [None if awaited is None else (*name_of[awaited[0]], awaited[1])]

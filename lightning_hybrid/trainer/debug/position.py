@@ -20,7 +20,7 @@ def place_text(engine: Engine, mesh: Mesh) -> str:
         engine: Runs the actions of schedules.
         mesh: The ranks, whose groups may be gone.
     """
-    rank, position = mesh.rank(mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank), engine.position
+    rank, position = mesh.peer(mesh.pipeline_rank), engine.position
     text = f"Rank {rank} (pipeline rank {mesh.pipeline_rank}, data rank {mesh.data_rank})"
     return text if position is None else f"{text}, stage {position.stage}, action {position},"
 
@@ -53,13 +53,13 @@ def find_position(calls: Sequence[CodeType], trainer: Trainer, engine: Engine, m
     def told(message: Action, channel: ChannelKey) -> str:
         sender, receiver, _ = channel
         if message.kind.is_receive:
-            return f"{message} from rank {mesh.rank(sender, mesh.data_rank, mesh.tensor_rank)}"
-        return f"{message} to rank {mesh.rank(receiver, mesh.data_rank, mesh.tensor_rank)}"
+            return f"{message} from rank {mesh.peer(sender)}"
+        return f"{message} to rank {mesh.peer(receiver)}"
 
     under_way = engine.under_way()
     position.action, position.last = str(action), under_way.last
     position.pending = [told(*each) for each in under_way.messages]
     if under_way.awaited is not None and TAKES in calls:
         position.pending.insert(0, told(*under_way.awaited))
-        position.waits_for = [mesh.rank(under_way.awaited[1][0], mesh.data_rank, mesh.tensor_rank)]
+        position.waits_for = [mesh.peer(under_way.awaited[1][0])]
     return position

@@ -93,10 +93,13 @@ class ResumeCallback(Callback):
                 return {}
             own = self._snapshot(trainer)
         common = dict(own)
-        entry = self._coordinate, common.pop("rank")
+        of_rank = common.pop("rank")
+        entry = (
+            None if self._mesh.context_rank else (self._coordinate, of_rank)
+        )  # the first of those that share sequences
         ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(entry, ranks, 0, group=self._mesh.decision_group)
-        return {**common, "ranks": dict(ranks or ())}
+        return {**common, "ranks": dict(filter(None, ranks or ()))}
 
     @property
     def _coordinate(self) -> Coordinate:

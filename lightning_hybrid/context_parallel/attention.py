@@ -1,0 +1,303 @@
+"""Attention between the shares of a sequence: what `F.scaled_dot_product_attention` is inside of a layer.
+
+::
+
+    ulysses      heads for positions and back, by all-to-all        each rank: all positions, some heads
+                 Jacobs et al., "DeepSpeed Ulysses", 2023, https://arxiv.org/abs/2309.14509
+    all_gather   keys and values gathered                           each rank: its queries, all heads
+                 Llama Team, "The Llama 3 Herd of Models", 2024, https://arxiv.org/abs/2407.21783, section 3.3.2
+    ring         blocks of keys and values pass from rank to rank   each rank: its queries, all heads
+                 Liu et al., "Ring Attention with Blockwise Transformers", 2023, https://arxiv.org/abs/2310.01889
+
+What a mask or `is_causal` says is meant for the whole sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+
+from lightning_hybrid.context_parallel.mappings import (
+    Shares,
+    all_gather_shares,
+    gather_keys,
+    to_heads,
+    to_sequence,
+)
+from lightning_hybrid.context_parallel.ring import Ring, ring_attention
+from lightning_hybrid.distributed.failure import WrongUseError
+
+#: How attention communicates.
+KINDS = ("ulysses", "ring", "all_gather")
+
+
+def is_balanced(kind: str) -> bool:
+    """Whether shares are in an order in which a causal mask leaves each rank as much to do."""
+    return kind != "ulysses"
+
+
+#: Of what `nn.MultiheadAttention` calls.
+MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+
+
+def whole_keys(mask: Tensor) -> Tensor:
+    """A mask of keys; inside of a layer that has a share of the sequence that of all keys."""
+    if has_torch_function_unary(mask):
+        return handle_torch_function(whole_keys, (mask,), mask)
+    return mask
+
+
+class _Options(NamedTuple):
+    """Of a call of `F.scaled_dot_product_attention`, what goes on unchanged."""
+
+    dropout_p: float
+    scale: float | None
+    enable_gqa: bool
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, is_causal: bool = False) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, self.dropout_p, is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+        )
+
+
+class Region(TorchFunctionMode):
+    """While a layer runs on its share of a sequence: attention is that of the whole sequence.
+
+    Args:
+        name: Of the layer, for messages.
+        shares: How the sequence is divided.
+        kind: How attention communicates, one of :data:`KINDS`.
+        drops: Whether dropout does something.
+
+    Attributes:
+        shares: As given.
+        is_active: Whether it is entered.
+    """
+
+    def __init__(self, name: str, shares: Shares, kind: str, *, drops: bool = True) -> None:
+        super().__init__()
+        self.name, self.shares, self.is_active = name, shares, False
+        self._attend = {"ulysses": self._ulysses, "all_gather": self._all_gather, "ring": self._ring}[kind]
+        self._has_gradients = torch.is_grad_enabled()
+        self._num_keys: list[int] = []  # of each attention, in order; the same where the layer runs again
+        self._calls = 0
+        self._functions: dict[Any, Callable[..., Any]] = {
+            F.scaled_dot_product_attention: self._attention,
+            F.multi_head_attention_forward: self._multi_head,
+            whole_keys: self._whole_keys,
+        }
+        if not drops:
+            self._functions[F.dropout] = lambda input, *_, **__: input
+
+    def __enter__(self) -> Any:
+        """Attention communicates from here on."""
+        self.is_active, self._calls = True, 0
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        """It does so no more."""
+        self.is_active = False
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A call of the layer."""
+        replacement = self._functions.get(func, func)
+        return replacement(*args, **kwargs) if kwargs else replacement(*args)
+
+    def refuse(self, what: str) -> WrongUseError:
+        """The error for what cannot be right on shares of a sequence."""
+        return WrongUseError(
+            f"context_parallel_size={self.shares.group.size} divides the sequence in {self.name!r}, {what}"
+        )
+
+    def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
+        """What `nn.MultiheadAttention` calls: its masks are those of the whole sequence, which it would compare."""
+        given = MULTI_HEAD.bind(*args, **kwargs).arguments
+        if given.get("need_weights", True):
+            raise self.refuse(
+                "whose attention returns its weights, and no rank has those of all positions. Call"
+                " `nn.MultiheadAttention` with need_weights=False."
+            )
+        if given["bias_k"] is not None or given["bias_v"] is not None or given["add_zero_attn"]:
+            raise self.refuse(
+                "whose attention adds keys that are at no position (add_bias_kv, add_zero_attn). Leave them out."
+            )
+        if given["query"].ndim != 3 or given.get("static_k") is not None or given.get("static_v") is not None:
+            raise self.refuse("whose attention is called without a batch, or with static keys or values.")
+        q, k, v = (_heads_of(each, given["num_heads"]) for each in _projected(given))
+        mask, is_causal = self._joined(given, q)
+        dropout = given["dropout_p"] if given.get("training", True) else 0.0
+        mixed = self._attention(q, k, v, mask, dropout, is_causal)
+        mixed = mixed.permute(2, 0, 1, 3).flatten(2)
+        return F.linear(mixed, given["out_proj_weight"], given["out_proj_bias"]), None
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        options = _Options(dropout_p if F.dropout not in self._functions else 0.0, scale, enable_gqa)
+        if self._has_gradients and not torch.is_grad_enabled():
+            raise self.refuse(
+                "whose attention runs without gradients, to run again in backward where nothing knows of the division:"
+                " use `torch.utils.checkpoint` with use_reentrant=False, or HybridStrategy(recompute=...)."
+            )
+        self._compare_keys(key.shape[-2])
+        own = self.shares.length
+        if query.ndim != 4:
+            raise self.refuse(
+                f"whose attention has queries of the shape {list(query.shape)}. They must have four dimensions: batch,"
+                " heads, positions, features."
+            )
+        if query.shape[2] != own:  # not along the sequence: what it does to it is found by the trial
+            return options.run(query, key, value, attn_mask, is_causal=is_causal)
+        if key.shape[2] != own:
+            return self._to_memory(query, key, value, attn_mask, is_causal, options)
+        if attn_mask is not None and not is_causal:
+            attn_mask = self._whole_mask(attn_mask)
+        return self._attend(query, key, value, None if is_causal else attn_mask, is_causal, options)
+
+    def _compare_keys(self, number: int) -> None:
+        """Keys of a share are known by their number, which must not grow where the layer runs again."""
+        if self._calls == len(self._num_keys):
+            self._num_keys.append(number)
+        elif self._num_keys[self._calls] != number:
+            raise self.refuse(
+                f"whose attention had {self._num_keys[self._calls]} keys, and has {number} where it runs again in"
+                " backward: a cache of keys has grown. Switch it off (use_cache=False), or do not recompute this layer."
+            )
+        self._calls += 1
+
+    def _to_memory(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: _Options
+    ) -> Tensor:
+        """Queries of this share, keys of something else that every rank has whole."""
+        if is_causal:
+            raise self.refuse(
+                f"whose attention is causal between {query.shape[2]} queries and {key.shape[2]} keys: it is not known"
+                " which positions these are."
+            )
+        return options.run(query, key, value, None if mask is None else self._own_rows(mask))
+
+    # -- kinds ---------------------------------------------------------------------------------------------------------
+
+    def _ulysses(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: _Options
+    ) -> Tensor:
+        shares, size = self.shares, self.shares.group.size
+        heads = query.shape[1]
+        if heads % size:
+            raise self.refuse(
+                f"whose attention has {heads} heads on a rank; with context_parallel='ulysses' their number must be a"
+                f" multiple of {size}. Use context_parallel='all_gather', or another size."
+            )
+        key, value = (_with_heads(each, size) for each in (key, value))
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
+            mask = mask.chunk(size, -3)[shares.group.rank]
+        q, k, v = (to_heads(each, shares) for each in (query, key, value))
+        return to_sequence(options.run(q, k, v, mask, is_causal=is_causal), shares)
+
+    def _all_gather(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: _Options
+    ) -> Tensor:
+        shares = self.shares
+        key, value = (gather_keys(each, 2, shares) for each in (key, value))
+        if not is_causal:
+            return options.run(query, key, value, None if mask is None else self._own_rows(mask))
+        pieces = shares.pieces[shares.group.rank]
+        results = []
+        for part, (start, length) in zip(torch.split(query, [length for _, length in pieces], 2), pieces, strict=True):
+            end = start + length  # later keys are of no use
+            results.append(options.run(part, key[:, :, :end], value[:, :, :end], causal_lower_right(length, end)))
+        return torch.cat(results, 2)
+
+    def _ring(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: _Options
+    ) -> Tensor:
+        scale = query.shape[3] ** -0.5 if options.scale is None else options.scale
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if options.dropout_p else 0
+        ring = Ring(self.shares, is_causal, scale, options.dropout_p, seed)
+        return ring_attention(query, key, value, mask, ring)
+
+    # -- masks ---------------------------------------------------------------------------------------------------------
+
+    def _joined(self, given: Mapping[str, Any], query: Tensor) -> tuple[Tensor | None, bool]:
+        """Both masks of a `nn.MultiheadAttention` as one for the whole sequence, or that it is causal."""
+        mask, padding, is_causal = (given.get(name) for name in ("attn_mask", "key_padding_mask", "is_causal"))
+        if is_causal and padding is None:
+            return None, True
+        if is_causal:  # the mask may be one of a share, made inside of the layer
+            total = self.shares.total
+            mask = torch.ones(total, total, dtype=torch.bool, device=query.device).triu(1)
+        if mask is not None:
+            mask = _additive(mask, query.dtype)
+            if mask.ndim == 3:
+                mask = mask.view(query.shape[0], -1, *mask.shape[1:])
+        if padding is None:
+            return mask, False
+        padding = _additive(self._whole_keys(padding), query.dtype)[:, None, None, :]
+        return padding if mask is None else mask + padding, False
+
+    def _whole_keys(self, mask: Tensor) -> Tensor:
+        if mask.shape[-1] != self.shares.length:  # it is one already, or of a memory
+            return mask
+        return all_gather_shares(mask.detach(), mask.ndim - 1, self.shares)
+
+    def _whole_mask(self, mask: Tensor) -> Tensor:
+        """A mask of the whole sequence, checked; one of a share's keys is gathered."""
+        rows, total = mask.shape[-2] if mask.ndim > 1 else 1, self.shares.total
+        if rows == 1 and mask.shape[-1] == self.shares.length:
+            mask = self._whole_keys(mask)
+        if rows not in (1, total) or mask.shape[-1] not in (1, total):
+            raise self.refuse(
+                f"whose attention has a mask of the shape {list(mask.shape)} for a sequence of {total} positions. A"
+                " layer that makes its own mask sees only its share: make it outside of the layers, and give it to them"
+                " as an argument; or use is_causal=True."
+            )
+        return mask
+
+    def _own_rows(self, mask: Tensor) -> Tensor:
+        return self.shares.own(mask, -2) if mask.ndim > 1 and mask.shape[-2] == self.shares.total else mask
+
+
+def _projected(given: Mapping[str, Any]) -> Sequence[Tensor]:
+    """Queries, keys and values of a `nn.MultiheadAttention`."""
+    inputs, bias = (given["query"], given["key"], given["value"]), given["in_proj_bias"]
+    if given.get("use_separate_proj_weight"):
+        weights = [given[f"{name}_proj_weight"] for name in "qkv"]
+    elif inputs[0] is inputs[1] is inputs[2]:
+        return F.linear(inputs[0], given["in_proj_weight"], bias).chunk(3, -1)
+    else:
+        weights = given["in_proj_weight"].chunk(3)
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    return [F.linear(*each) for each in zip(inputs, weights, biases, strict=True)]
+
+
+def _heads_of(x: Tensor, num_heads: int) -> Tensor:
+    """From (length, batch, features) to (batch, heads, length, features of a head)."""
+    return x.view(*x.shape[:2], num_heads, -1).permute(1, 2, 0, 3)
+
+
+def _with_heads(x: Tensor, size: int) -> Tensor:
+    """Grouped heads, repeated as often as the ranks need."""
+    return x.repeat_interleave(size // gcd(x.shape[1], size), 1) if x.shape[1] % size else x
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
+    return mask.to(dtype)

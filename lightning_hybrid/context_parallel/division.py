@@ -1,0 +1,188 @@
+"""What of a layer's arguments is divided, and along which dimension its results are shares of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_hybrid.context_parallel.mappings import ContextGroup, Shares, copy_to_cp, scatter_to_cp
+from lightning_hybrid.context_parallel.sharded_sequence import ShardedSequence, plain, shard
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+
+# A share has two positions at least: of a single one models believe that it is the next word.
+_LEAST = 2
+
+
+def sequence_dim_of(layer: nn.Module) -> int:
+    """The dimension of a sequence in what a layer is given: the first one for layers of torch that want it so."""
+    of_torch = [part for part in layer.modules() if isinstance(part, nn.MultiheadAttention)]
+    return 0 if of_torch and not any(part.batch_first for part in of_torch) else 1
+
+
+class Division:
+    """One call of a layer: which of its arguments go by positions.
+
+    ::
+
+        (batch, sequence, features)     hidden states, rotary tables     divided
+        (batch, sequence), (sequence)   positions, masks of keys         divided
+        (..., sequence, features)       rotary tables                    divided
+        (..., sequence, sequence)       masks of queries and keys        whole, for the attention
+        (batch, 1, 1, sequence)         masks of keys                    whole, for the attention
+        without the sequence            all others                       whole
+
+    The first tensor of three dimensions says how long the sequence is.
+
+    Args:
+        name: Of the layer, for messages.
+        sequence_dim: The dimension of the sequence in tensors of three dimensions.
+        args: Arguments of the call.
+        kwargs: Likewise.
+        group: The ranks.
+        balanced: How the sequence is divided, as in :class:`Shares`.
+
+    Attributes:
+        shares: How the sequence is divided.
+
+    Raises:
+        WrongUseError: If there is no sequence, or it cannot be divided.
+    """
+
+    def __init__(
+        self, name: str, sequence_dim: int, args: Any, kwargs: Any, group: ContextGroup, *, balanced: bool
+    ) -> None:
+        self._name, self._dim, self._group = name, sequence_dim, group
+        self._leaves, self._spec = flatten((args, kwargs))
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        hidden = next((each for each in tensors if each.is_floating_point() and each.ndim == 3), None)
+        if hidden is None or hidden.is_nested:
+            shapes = ", ".join(str(list(each.shape)) for each in tensors) or "none"
+            raise WrongUseError(
+                f"context_parallel_size={group.size} divides sequences, but {name!r} is given no hidden states of the"
+                f" shape (batch, sequence, features); its tensors have the shapes {shapes}. Name the layers that work"
+                " on sequences, HybridStrategy(body=[...]), or use context_parallel_size=1."
+            )
+        self._hidden = hidden
+        total = hidden.shape[sequence_dim]
+        if total < _LEAST * group.size:
+            raise WrongUseError(
+                f"A sequence of {total} positions cannot be divided over context_parallel_size={group.size} ranks:"
+                f" {name!r} needs {_LEAST} for each, so {_LEAST * group.size}. Pad it, or use fewer ranks."
+            )
+        self.shares = Shares(total, group, balanced=balanced)
+        self._given: dict[int, tuple[Any, Any, int]] = {}  # by identity, what the layer gets, and that is the share of
+
+    def dim_of(self, tensor: Tensor) -> int | None:
+        """The dimension along which an argument is divided; ``None`` if it stays whole."""
+        total, shape = self.shares.total, tensor.shape
+        if tensor is self._hidden:
+            return self._dim
+        if tensor.ndim == 0 or total not in shape:
+            return None
+        if tensor.ndim == 1:
+            return 0
+        if shape[-1] == total and (tensor.ndim > 3 or shape[-2] == total):  # masks of queries and keys, or of keys
+            is_index = not tensor.is_floating_point() and tensor.dtype.is_signed
+            return 1 if tensor.ndim == 2 and is_index else None
+        if tensor.ndim == 3 and shape[self._dim] == total:
+            return self._dim
+        if tensor.ndim == 2:
+            return 1 if shape[1] == total else 0
+        return next((dim for dim in (tensor.ndim - 2, 1) if shape[dim] == total), None)
+
+    def local(self) -> tuple[Any, Any]:
+        """The arguments that the layer gets on this rank."""
+        made: dict[int, Any] = {}  # what comes twice is one tensor again
+        for leaf in self._leaves:
+            if id(leaf) not in made:
+                made[id(leaf)] = self._local(leaf) if isinstance(leaf, Tensor) else leaf
+        leaves = [made[id(leaf)] for leaf in self._leaves]
+        self._given = {id(mine): (mine, leaf, _version(mine)) for mine, leaf in zip(leaves, self._leaves, strict=True)}
+        args, kwargs = unflatten(leaves, self._spec)
+        return args, kwargs
+
+    def _local(self, tensor: Tensor) -> Tensor:
+        dim = self.dim_of(tensor)
+        if dim is None:
+            self._check_whole(tensor)
+            return copy_to_cp(plain(tensor), self._group)
+        if isinstance(tensor, ShardedSequence):
+            return tensor.share(dim, self.shares)
+        if tensor.requires_grad or tensor.is_floating_point():  # a layer may write into it
+            return scatter_to_cp(tensor, dim, self.shares)
+        return self.shares.own(tensor, dim)
+
+    def _check_whole(self, tensor: Tensor) -> None:
+        """Keys that are whole are known by their number, which must not be that of a share's."""
+        is_sequence = tensor.ndim == 3 and tensor.is_floating_point()
+        if is_sequence and tensor.shape[self._dim] in self.shares.lengths:
+            raise WrongUseError(
+                f"{self._name!r} is given a sequence of {self.shares.total} positions and another one of"
+                f" {tensor.shape[self._dim]}, as many as a share of the first one has over"
+                f" context_parallel_size={self._group.size} ranks, so that they cannot be told apart. Pad one of them."
+            )
+
+    def cropped(self, length: int) -> tuple[Any, Any]:
+        """The arguments of a call with the first positions only, without gradients."""
+        total = self.shares.total
+
+        def crop(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            dim = self.dim_of(leaf)
+            short = plain(leaf).detach()
+            if dim is not None:
+                return short.narrow(dim, 0, length)
+            for dim in range(max(0, leaf.ndim - 2), leaf.ndim) if total in leaf.shape[-2:] else ():
+                short = short.narrow(dim, 0, length) if leaf.shape[dim] == total else short
+            return short
+
+        made = {id(leaf): crop(leaf) for leaf in self._leaves}  # what comes twice is one tensor again
+        args, kwargs = unflatten([made[id(leaf)] for leaf in self._leaves], self._spec)
+        return args, kwargs
+
+    def joined(self, result: Any) -> Any:
+        """What the layer returns, to the code around it."""
+        return self._map_results(result, lambda tensor, dim: shard(tensor, dim, self.shares))
+
+    def result_dims(self, result: Any) -> list[tuple[Tensor, int]]:
+        """The tensors that a layer has made, with the dimension of the sequence."""
+        found: list[tuple[Tensor, int]] = []
+        self._map_results(result, lambda tensor, dim: found.append((tensor, dim)))
+        return found
+
+    def _map_results(self, result: Any, function: Callable[[Tensor, int], Any]) -> Any:
+        leaves: list[Any]
+        spec: TreeSpec
+        leaves, spec = flatten(result)
+        made: dict[int, Any] = {}
+        for leaf in leaves:
+            if id(leaf) in made:
+                continue
+            mine, whole, version = self._given.get(id(leaf), (None, None, 0))
+            if mine is leaf and version == _version(leaf):
+                made[id(leaf)] = whole
+            elif isinstance(leaf, Tensor):
+                made[id(leaf)] = function(leaf, self._result_dim(leaf))
+        return unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
+
+    def _result_dim(self, tensor: Tensor) -> int:
+        own = self.shares.length
+        candidates = {2: (1,), 3: (self._dim,), 4: (2, 1)}.get(tensor.ndim, ())
+        found = next((dim for dim in candidates if tensor.shape[dim] == own), None)
+        if found is None:
+            raise WrongUseError(
+                f"{self._name!r} returns a tensor of the shape {list(tensor.shape)} for a share of {own} positions,"
+                f" with context_parallel_size={self._group.size}: only what has the sequence as a dimension can be"
+                " joined, and sums over positions, such as losses of a router, are of one share. Let it return hidden"
+                " states alone, or use context_parallel_size=1."
+            )
+        return found
+
+
+def _version(leaf: Any) -> int:
+    """Counts what is written into a tensor, where torch does."""
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0

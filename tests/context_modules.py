@@ -1,0 +1,203 @@
+"""More of the zoo: models of sequences, of which ranks can have shares. Nothing here knows of `lightning_hybrid`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests import tensor_modules as zoo
+from tests.tensor_modules import DIM, HEADS, LENGTH, TOKENS
+
+
+class Uneven(zoo.NanoGPT):
+    """Sequences whose length no number of ranks divides."""
+
+    def sample(self, index: int, generator: torch.Generator) -> Any:
+        tokens = torch.randint(TOKENS, (LENGTH + 1,), generator=generator)
+        return tokens, tokens.roll(-1)
+
+    def build(self) -> None:
+        super().build()
+        self.positions = nn.Embedding(LENGTH + 1, DIM)
+
+
+class PaddedEncoder(zoo.Words):
+    """`nn.TransformerEncoder` with padding, and in every second layer of a second stack a window."""
+
+    def build(self) -> None:
+        self.embed = nn.Embedding(TOKENS, DIM)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(DIM, HEADS, 32, 0.0, F.gelu, batch_first=True), 2, nn.LayerNorm(DIM)
+        )
+        self.windowed = nn.ModuleList(
+            nn.TransformerEncoderLayer(DIM, HEADS, 32, 0.0, F.gelu, batch_first=True, norm_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(DIM, TOKENS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        padding = tokens == 0
+        padding[:, :2] = False
+        h = self.encoder(self.embed(tokens), src_key_padding_mask=padding)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        far = (places[:, None] - places).abs() > 2
+        for index, layer in enumerate(self.windowed):
+            h = layer(h, src_mask=far if index else None, src_key_padding_mask=padding)
+        return self.head(h) * ~padding[..., None]
+
+
+class SequenceFirst(zoo.SequenceFirst):
+    """Layers that want the sequence in the first dimension."""
+
+    layers = 4
+
+
+class PaddedDecode(zoo.Decode):
+    """A decoder layer whose memory has padding."""
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, memory = both
+        padding = memory[..., 0] < 0.3
+        padding[:, 0] = False
+        return self.layer(x, memory, memory_key_padding_mask=padding), memory
+
+
+class Decoder(zoo.Decoders):
+    """Attention to a memory, which is whole on every rank."""
+
+    def layer(self, index: int) -> nn.Module:
+        return PaddedDecode() if index % 2 else super().layer(index)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body((x, x[:, :5].cos()))[0]
+
+
+class BiasedBlock(zoo.NanoBlock):
+    """A block with a mask that is learnt, and grouped heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, bias: Tensor, scale: Tensor) -> Tensor:
+        h = self.ln_1(x) * scale
+        q = self.q(h).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        k, v = self.kv(h).unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(2, 1)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+        x = x + y.transpose(1, 2).flatten(2)
+        return x + self.mlp["c_proj"](self.mlp["gelu"](self.mlp["c_fc"](self.ln_2(x))))
+
+
+class UsedTwice(zoo.Sequences):
+    """Parameters that layers and the code around them use; what layers return is used, and changed, on the way."""
+
+    layers = 4
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(BiasedBlock() for _ in range(self.layers))
+        self.bias = nn.Parameter(torch.zeros(HEADS, LENGTH, LENGTH))
+        self.scale = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.means = []
+        for index, block in enumerate(self.blocks):
+            x = block(x, self.bias + index, scale=self.scale)
+            if index == 1:
+                x += self.scale
+            self.means.append(x.mean(1))
+        return x * self.scale
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        loss = F.mse_loss(self(x), y) + sum(mean.square().mean() for mean in self.means)
+        return loss + 1e-2 * sum(parameter.square().sum() for parameter in self.penalised())
+
+    def penalised(self) -> Iterable[Tensor]:
+        return self.bias, self.scale
+
+
+class Penalised(UsedTwice):
+    """A penalty on all parameters, those of the layers too."""
+
+    def penalised(self) -> Iterable[Tensor]:
+        return self.parameters()
+
+
+class Dropped(zoo.Sequences):
+    """Layers that drop what they compute."""
+
+    layers = 2
+
+    def layer(self, index: int) -> nn.Module:
+        return nn.TransformerEncoderLayer(DIM, HEADS, 32, 0.1, batch_first=True)
+
+
+class Convolution(nn.Module):
+    """Mixes positions by a convolution over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"time": nn.Conv1d(DIM, DIM, 3, padding=1), "out": nn.Linear(DIM, DIM)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner["out"](self.inner["time"](x.transpose(1, 2)).transpose(1, 2))
+
+
+class Recurrent(nn.Module):
+    """Mixes positions by a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(DIM, DIM, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x)[0]
+
+
+class ByHand(nn.Module):
+    """Attention written with products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj((x @ x.transpose(1, 2)).softmax(-1) @ x)
+
+
+class Pooled(nn.Module):
+    """Adds the mean over the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x + x.mean(1, keepdim=True))
+
+
+class Normed(nn.Module):
+    """Statistics of the batch, over all positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+MIXING = {cls.__name__: cls for cls in (Convolution, Recurrent, ByHand, Pooled, Normed)}
+
+
+class Mixing(zoo.Sequences):
+    """Layers of one of these kinds."""
+
+    layers = 2
+    kind = "Convolution"
+
+    def layer(self, index: int) -> nn.Module:
+        return MIXING[self.kind]()

@@ -1,0 +1,318 @@
+"""Layers on shares of sequences against whole ones: attention, what is refused, bytes, memory, random numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_hybrid.context_parallel import mappings
+from lightning_hybrid.context_parallel.attention import KINDS, Region, is_balanced
+from lightning_hybrid.context_parallel.context_parallel import ContextParallel
+from lightning_hybrid.context_parallel.mappings import ContextGroup, Shares
+from lightning_hybrid.context_parallel.sharded_sequence import ShardedSequence, plain, shard
+from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
+from tests import context_modules as zoo
+from tests.pool import Pools, RankError
+from tests.tensor_modules import DIM, NanoBlock
+from tests.training_jobs import make_trainer, together, weights
+
+CPU = torch.device("cpu")
+
+
+def group_of_all() -> ContextGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return ContextGroup(group)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+#: Heads of queries and of keys, positions, the mask, and further arguments.
+ATTENTIONS: dict[str, tuple[int, int, int, str | None, dict[str, Any]]] = {
+    "no mask": (4, 4, 12, None, {}),
+    "causal": (4, 4, 12, None, {"is_causal": True}),
+    "causal, uneven": (4, 4, 11, None, {"is_causal": True, "scale": 0.3}),
+    "padding": (4, 4, 12, "padding", {}),
+    "padding of a share": (4, 4, 11, "own padding", {}),
+    "window": (4, 4, 12, "window", {}),
+    "window, grouped": (8, 2, 13, "window", {"enable_gqa": True}),
+    "causal, one head of keys": (4, 1, 12, None, {"is_causal": True, "enable_gqa": True}),
+    "a bias for each head": (4, 4, 12, "bias", {}),
+}
+
+
+def _mask(kind: str | None, heads: int, length: int) -> Tensor | None:
+    places = torch.arange(length)
+    if kind == "window":
+        return (places[:, None] >= places) & (places[:, None] - places < 4)
+    if kind == "bias":
+        return torch.randn(heads, length, length, dtype=torch.float64)
+    if kind is not None:
+        return (places < torch.tensor([[length], [length - 3]]))[:, None, None, :]
+    return None
+
+
+def attend(kind: str, name: str) -> None:
+    heads, of_keys, length, mask_kind, options = ATTENTIONS[name]
+    shares = Shares(length, group_of_all(), balanced=is_balanced(kind))
+    torch.manual_seed(1)
+    shapes = (2, heads, length, 6), (2, of_keys, length, 6), (2, of_keys, length, 6)
+    whole = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    mask = _mask(mask_kind, heads, length)
+    expected = F.scaled_dot_product_attention(*whole, attn_mask=mask, **options)
+    factors = torch.randn_like(expected)
+    (expected * factors).sum().backward()
+
+    own = [shares.own(each.detach(), 2).clone().requires_grad_() for each in whole]
+    if mask is not None and mask_kind == "own padding":
+        mask = shares.own(mask, -1)
+    with Region("layer", shares, kind):
+        found = F.scaled_dot_product_attention(*own, attn_mask=mask, **options)
+    (found * shares.own(factors, 2)).sum().backward()
+    torch.testing.assert_close(found, shares.own(expected, 2), rtol=1e-12, atol=1e-12)
+    for mine, all_of_it in zip(own, whole, strict=True):
+        torch.testing.assert_close(mine.grad, shares.own(all_of_it.grad, 2), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_attention_is_that_of_the_whole_sequence(ranks: Pools, size: int) -> None:
+    ranks(size).run(attend_all)
+
+
+def attend_all() -> None:
+    for kind, name in itertools.product(KINDS, ATTENTIONS):
+        attend(kind, name)
+
+
+# -- what layers return ------------------------------------------------------------------------------------------------
+
+
+def read_and_write(balanced: bool) -> None:
+    shares = Shares(7, group_of_all(), balanced=balanced)
+    torch.manual_seed(1)
+    whole = torch.randn(2, 7, 3, dtype=torch.float64)
+    made = shares.own(whole, 1).clone().requires_grad_()
+    sequence = shard(made, 1, shares)
+    assert (sequence.shape, sequence.requires_grad) == (whole.shape, True)
+    assert sequence.share(1, shares) is made, "nothing is sent"
+    torch.testing.assert_close(plain(sequence), whole)
+    assert type(sequence * 2) is Tensor
+    sequence += 1
+    assert isinstance(sequence, ShardedSequence)
+    written = sequence.share(1, shares)
+    torch.testing.assert_close(written, made + 1)
+    (written.sum() + sequence.square().sum()).backward()
+    # In the layers gradients are `size` times those of the share, for they are averaged over the ranks.
+    expected = 1 + 2 * (made.detach() + 1) * shares.group.size
+    torch.testing.assert_close(made.grad, expected)
+
+
+@pytest.mark.distributed
+def test_what_layers_return_is_read_written_and_handed_on(ranks: Pools) -> None:
+    for balanced in (False, True):
+        ranks(2).run(read_and_write, balanced)
+
+
+# -- bytes and memory --------------------------------------------------------------------------------------------------
+
+BATCH, LENGTH, LAYERS = 2, 64, 3
+
+
+def run_blocks(kind: str, *, whole: bool = False) -> tuple[dict[str, int], int]:
+    """Bytes that this rank sends, by the kind of collective, and bytes of what blocks keep for backward."""
+    layers = nn.ModuleList(NanoBlock() for _ in range(LAYERS))
+    group = group_of_all()
+    context = ContextParallel(layers, {str(i): layer for i, layer in enumerate(layers)}, (), group, kind, CPU)
+    context._tried = {(id(layer), True) for layer in layers}  # what is tried at a first call is not counted
+    x = torch.randn(BATCH, LENGTH, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    kept: dict[int, int] = {}
+    of_weights = {parameter.untyped_storage().data_ptr() for parameter in layers.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if not isinstance(tensor, ShardedSequence) and storage.data_ptr() not in of_weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with nullcontext() if whole else context.around(nullcontext), counted() as sent:
+        h: Any = x * 1
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            for layer in layers:
+                h = layer(h)
+        plain(h).sum().backward()
+    return sent, sum(kept.values())
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Counts bytes that a rank sends to others, by the kind of collective."""
+    sent: dict[str, int] = {}
+    before = mappings.all_gather_single, mappings.reduce_scatter_single, dist.all_to_all_single
+    send_and_receive = dist.batch_isend_irecv
+    size = dist.get_world_size()
+
+    def counting(name: str, function: Callable[..., Any], num_bytes: Callable[..., int]) -> Callable[..., Any]:
+        def call(output: Tensor, own: Tensor, *args: Any, **kwargs: Any) -> Any:
+            sent[name] = sent.get(name, 0) + num_bytes(output, own)
+            return function(output, own, *args, **kwargs)
+
+        return call
+
+    mappings.all_gather_single = counting("all_gather", before[0], lambda _, own: own.nbytes * (size - 1))
+    mappings.reduce_scatter_single = counting("reduce_scatter", before[1], lambda share, _: share.nbytes * (size - 1))
+    dist.all_to_all_single = counting("all_to_all", before[2], lambda _, own: own.nbytes * (size - 1) // size)
+
+    def send(operations: list[dist.P2POp]) -> list[dist.Work]:
+        sends = [each.tensor.nbytes for each in operations if each.op is dist.isend]
+        sent["ring"] = sent.get("ring", 0) + sum(sends)
+        return send_and_receive(operations)
+
+    dist.batch_isend_irecv = send
+    try:
+        yield sent
+    finally:
+        dist.batch_isend_irecv = send_and_receive
+        mappings.all_gather_single, mappings.reduce_scatter_single, dist.all_to_all_single = before
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_bytes_are_those_of_the_papers(ranks: Pools, size: int) -> None:
+    hidden = 4 * BATCH * LENGTH * DIM  # bytes of the hidden states
+    around = 2 * hidden * (size - 1) // size  # the first layer's gradient and the last one's output are gathered
+    for sent, _ in ranks(size).run(run_blocks, "ulysses"):
+        # Queries, keys, values and results, there and back; DeepSpeed Ulysses, section 3.2.
+        assert sent == {
+            "all_to_all": LAYERS * 2 * 4 * hidden * (size - 1) // size**2,
+            "all_gather": around,
+        }
+    for sent, _ in ranks(size).run(run_blocks, "all_gather"):
+        of_keys = LAYERS * 2 * hidden * (size - 1) // size
+        assert sent == {"all_gather": of_keys + around, "reduce_scatter": of_keys}
+    for sent, _ in ranks(size).run(run_blocks, "ring"):
+        # Keys and values there, once more in backward, and their gradients, which come home in the end.
+        passes = (size - 1) + (size - 1) + size
+        assert sent == {"ring": LAYERS * 2 * hidden * passes // size, "all_gather": around}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_activations_of_layers_are_divided(ranks: Pools, size: int) -> None:
+    found = ranks(size).run(kept_bytes)
+    for whole, shared in found:
+        assert whole / size <= shared <= 1.1 * whole / size
+
+
+def kept_bytes() -> tuple[int, int]:
+    return run_blocks("ulysses", whole=True)[1], run_blocks("ulysses")[1]
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+def dropped(recompute: str) -> list[Tensor]:
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(DIM, 4, 32, 0.5, batch_first=True)
+    again: dict[str, list[nn.Module]] = {"": [], "layer": [layer], "parts": [layer.self_attn, layer.dropout1]}
+    checkpointing = ActivationCheckpointing(again[recompute], CPU)
+    context = ContextParallel(layer, {"layer": layer}, again[recompute], group_of_all(), "ulysses", CPU)
+    x = torch.ones(2, 8, DIM, requires_grad=True)
+    torch.manual_seed(2)
+    with context.around(checkpointing):
+        y = plain(layer(x))
+        y.square().sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, torch.rand(3), *(parameter.grad for parameter in layer.parameters())]  # type: ignore[list-item]
+
+
+@pytest.mark.distributed
+def test_shares_drop_other_numbers_and_the_same_again_in_backward(ranks: Pools) -> None:
+    first, second = ranks(2).run(dropped, "")
+    for recompute in ("layer", "parts"):
+        again, _ = ranks(2).run(dropped, recompute)
+        torch.testing.assert_close(again, first, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(first[:3], second[:3], rtol=0, atol=0)
+    y = first[0]
+    assert not torch.equal(y[:, :4], y[:, 4:]), "each share has numbers of its own"
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+PARTS = {
+    "Convolution": ["inner.time", "Conv1d"],
+    "Recurrent": ["rnn", "GRU"],
+    "ByHand": ["ByHand"],
+    "Pooled": ["Pooled"],
+    "Normed": ["norm", "BatchNorm1d"],
+}
+
+
+def fit(module: Any, **layout: Any) -> dict[str, Tensor]:
+    trainer = make_trainer({"context_parallel_size": 2, **layout}, limit_train_batches=2, limit_val_batches=0)
+    trainer.fit(module)
+    return weights(module)
+
+
+def fit_mixing(kind: str) -> dict[str, Tensor]:
+    module = type(kind, (zoo.Mixing,), {"kind": kind})()
+    return fit(module)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "kind", ["Convolution", *(pytest.param(k, marks=pytest.mark.thorough) for k in PARTS if k != "Convolution")]
+)
+def test_what_else_mixes_positions_is_refused_by_name(ranks: Pools, kind: str) -> None:
+    with pytest.raises(RankError) as error:
+        ranks(2, lightning=True).run(fit_mixing, kind)
+    for text in error.value.failures.values():
+        for part in ("context_parallel_size=2", "body.0", *PARTS[kind]):
+            assert part in text
+
+
+def fit_and_save(path: str, sharded: bool) -> dict[str, Tensor]:
+    layout = {"context_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
+    layout |= {"context_parallel": "ring", "save_distributed_checkpoint": sharded}
+    module = zoo.Uneven()
+    trainer = make_trainer(layout, limit_train_batches=2, limit_val_batches=1)
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+    own = weights(module)
+    layout = {"context_parallel_size": 4, "save_distributed_checkpoint": sharded}
+    other = zoo.Uneven()
+    make_trainer(layout, max_epochs=1, limit_train_batches=2, limit_val_batches=0).fit(other, ckpt_path=path)
+    for name, value in weights(other).items():
+        assert name not in own or torch.equal(own[name], value), name
+    return own
+
+
+@pytest.mark.distributed
+@pytest.mark.thorough
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_knows_no_shares(ranks: Pools, tmp_path: Path, sharded: bool) -> None:
+    path = tmp_path / "model.ckpt"
+    whole = together(ranks(4, lightning=True).run(fit_and_save, str(path), sharded))
+    if not sharded:
+        checkpoint = torch.load(path, weights_only=False)
+        assert checkpoint["state_dict"].keys() >= whole.keys()
+        for name, value in whole.items():
+            assert torch.equal(checkpoint["state_dict"][name], value), name
+
+
+def fit_dropped() -> dict[str, Tensor]:
+    return fit(zoo.Dropped())
+
+
+@pytest.mark.distributed
+def test_parameters_stay_equal_where_shares_draw_other_numbers(ranks: Pools) -> None:
+    assert together(ranks(2, lightning=True).run(fit_dropped))

@@ -1,0 +1,63 @@
+"""The main proof, for sequences that ranks share: the numbers of one process.
+
+All of it takes half an hour: ``pytest -m "" tests/test_context_transparency.py``. An ordinary run takes the part that
+is not marked `thorough`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.results import Results, listed
+from tests.transparency import CONTEXT_LAYOUTS, CONTEXT_SUBJECTS, Case, Layout, compare, subject_of
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.distributed]
+
+SUBJECTS = ["gpt", "found_nano", "found_gpt2", "found_llama", "found_mistral", *CONTEXT_SUBJECTS]
+#: Tensor parallelism divides heads once more: of models whose layers it knows.
+WITHOUT_TENSOR = {"context_used_twice", "context_penalised"}
+#: No stage has the values of all parameters.
+WITHOUT_STAGES = {"context_penalised"}
+#: A cache of keys does not go with layers that run again.
+CACHED = {f"found_{name}" for name in ("gpt2", "llama", "mistral")}
+UNCACHED = {f"context_{name}" for name in ("gpt2", "llama", "mistral")}
+DAILY = {
+    ("gpt", "cp2_ulysses"),
+    ("context_encoder", "cp2_ring"),
+    ("context_used_twice", "cp2_pp2_ring"),
+}
+
+
+def _schedule(layout: Layout) -> str:
+    return "interleaved_1f1b" if layout.chunks > 1 else "1f1b"
+
+
+def _means_something(subject: str, layout: Layout) -> bool:
+    without = WITHOUT_TENSOR if layout.tensor > 1 else WITHOUT_STAGES if layout.pipeline > 1 else set()
+    return subject not in without and subject not in (CACHED if layout.recompute else UNCACHED)
+
+
+CASES = [
+    Case(subject, layout.name, _schedule(layout))
+    for subject, layout in itertools.product(SUBJECTS, CONTEXT_LAYOUTS.values())
+    if _means_something(subject, layout)
+]
+CASES.sort(key=lambda case: case.size)
+
+
+def _marked(case: Case) -> Any:
+    return pytest.param(case, id=str(case), marks=() if (case.subject, case.layout) in DAILY else pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("case", [_marked(case) for case in CASES])
+def test_double_precision(results: Results, case: Case) -> None:
+    differences = compare(case, *results[case])
+    assert not differences, listed(differences)
+
+
+def test_every_subject_is_there() -> None:
+    assert {case.subject for case in CASES} == set(SUBJECTS)
+    assert all(subject_of(name) for name in SUBJECTS)
