@@ -436,9 +436,9 @@ def check_nonfinite(on_nonfinite: str, scaler: object | None) -> None:
     """
     if scaler is not None and on_nonfinite == "raise":
         raise ValueError(
-            "HybridStrategy(on_nonfinite='raise') does not go with precision '16-mixed': its scaler finds the largest"
-            " scale by gradients that are not finite, and skips these steps. Use on_nonfinite='ignore', or precision"
-            " 'bf16-mixed', which needs no scaling."
+            "HybridStrategy(on_nonfinite='raise') does not go with a precision that scales the loss, such as"
+            " '16-mixed': its scaler finds the largest scale by gradients that are not finite, and skips these steps."
+            " Use on_nonfinite='ignore', or precision 'bf16-mixed', which needs no scaling."
         )
 
 
