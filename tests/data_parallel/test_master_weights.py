@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins import HalfPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.data_parallel.master_weights import MasterWeights
+from lightning_hybrid.trainer.precision import check_optimizer, scale_half
 from tests.pool import Pools
 from tests.training_jobs import make_trainer
 
@@ -360,7 +361,7 @@ def test_plain_lightning_opens_a_checkpoint_in_float32(ranks: Pools, tmp_path: P
     ranks(2, lightning=True).run(partial(save, steps=3), LAYOUTS["pp2"][1], str(tmp_path))
     file = tmp_path / "step=3.ckpt"
     saved = torch.load(file, weights_only=False)
-    states = saved["optimizer_states"][0]["state"].values()
+    states = saved["optimizer_states"][0]["state"]
     assert {value.dtype for value in (*saved["state_dict"].values(), *states[0].values())} == {torch.float32}
     loaded = Net.load_from_checkpoint(file)
     assert_equal(loaded.state_dict(), saved["state_dict"])
@@ -368,3 +369,161 @@ def test_plain_lightning_opens_a_checkpoint_in_float32(ranks: Pools, tmp_path: P
     trainer = make_trainer(None, max_steps=4, max_epochs=-1)
     trainer.fit(module, DataLoader(dataset(), BATCH), ckpt_path=file)
     assert trainer.global_step == 4
+
+
+class Clamp(Callback):
+    """Limits weights after each step, as a user may."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for parameter in pl_module.parameters():
+            if not parameter.is_meta:
+                parameter.data.clamp_(-0.25, 0.25)
+
+
+class Thaw(BaseFinetuning):
+    """The body is frozen for one epoch, and then joins the optimizer as a group of its own."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.body)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.body, optimizer, lr=LR, initial_denom_lr=1.0)
+
+
+class Trainable(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=LR)
+
+
+def call_back(layout: dict[str, Any], callback: Callback, net: type[Net], **arguments: Any) -> dict[str, Tensor]:
+    watch = Watch(torch.bfloat16)
+    trainer = make_trainer(layout, precision="bf16-true", callbacks=[callback, watch], **arguments)
+    module = net()
+    trainer.fit(module, DataLoader(dataset(), BATCH))
+    return {name: value.clone() for name, value in watch.state.items()}
+
+
+@pytest.mark.distributed
+def test_a_callback_that_changes_weights_changes_masters(ranks: Pools) -> None:
+    layout = {"master_weights": True, **LAYOUTS["pp2"][1]}
+    found, _ = ranks(2, lightning=True).run(call_back, layout, Clamp(), Net)
+    assert max(value.abs().max() for value in found.values()) == 0.25
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in found.values())
+
+
+@pytest.mark.distributed
+def test_parameters_that_join_later_have_masters_too(ranks: Pools) -> None:
+    layout = {"master_weights": True, **LAYOUTS["pp2"][1]}
+    found, _ = ranks(2, lightning=True).run(partial(call_back, max_epochs=2), layout, Thaw(), Trainable)
+    initial = Net().state_dict()
+    for name, value in found.items():
+        assert not torch.equal(value, initial[name]), name
+        assert not torch.equal(value, value.bfloat16().float()), name
+
+
+class ByHand(Net):
+    """Optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int = 0) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch))
+        optimizer.step()
+        assert {parameter.dtype for parameter in self.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["dp2", "zero 1", "zero 3"])
+def test_modules_may_optimize_by_hand(ranks: Pools, name: str) -> None:
+    found = ranks(2, lightning=True).run(optimize_by_hand, {"master_weights": True, **LAYOUTS[name][1]})[0]
+    assert_equal(found, by_hand("bf16-true", replicas=2))
+
+
+def optimize_by_hand(layout: dict[str, Any]) -> dict[str, Tensor]:
+    watch = Watch(torch.bfloat16)
+    make_trainer(layout, precision="bf16-true", callbacks=[watch]).fit(ByHand(), DataLoader(dataset(), BATCH // 2))
+    return watch.state
+
+
+def twice(layout: dict[str, Any]) -> dict[str, Any]:
+    """Validate, train, make whole, train again: nothing is rounded in between."""
+    module, watch = Net(), Watch(torch.bfloat16)
+    make_trainer({"master_weights": True, **layout}, precision="bf16-true").validate(module, DataLoader(dataset(), 8))
+    trainer = make_trainer({"master_weights": True, **layout}, precision="bf16-true", callbacks=[watch])
+    trainer.fit(module, DataLoader(dataset(), BATCH))
+    trainer.strategy.gather_module()
+    whole = {name: value.clone() for name, value in module.state_dict().items()}
+    return {"first": watch.first, "state": watch.state, "whole": whole, "dtype": module.dtype}
+
+
+@pytest.mark.distributed
+def test_the_module_is_given_back_in_float32(ranks: Pools) -> None:
+    for result in ranks(2, lightning=True).run(twice, LAYOUTS["pp2"][1]):
+        assert_equal(result["whole"], by_hand("bf16-true", parts=4))
+        assert result["dtype"] == torch.float32
+        assert not result["first"] or torch.equal(result["first"]["head.weight"], Net().head.weight)
+
+
+# -- without ranks -----------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_is_its_master_while_they_are_open() -> None:
+    layer = nn.Linear(4, 3)
+    weight, before = layer.weight, layer.weight.detach().clone()
+    seen: list[torch.dtype] = []
+    weight.register_hook(lambda gradient: seen.append(gradient.dtype))
+    masters = MasterWeights(layer)
+    layer.bfloat16()
+    for _ in range(2):
+        layer(torch.ones(2, 4).bfloat16()).sum().backward()
+        with masters.opened(), masters.opened():
+            assert torch.equal(layer.weight, before)
+            assert weight.grad is not None
+            assert weight.grad.dtype == torch.float32
+            with torch.no_grad():
+                weight.add_(2**-12)
+                before += 2**-12
+        assert layer.weight is weight
+        assert weight.dtype == weight.grad.dtype == torch.bfloat16
+        assert torch.equal(weight, before.bfloat16())
+    assert seen == [torch.bfloat16] * 2
+    weight.data[0, 0] = 5.0  # by somebody who sees the half one only
+    masters.remove()
+    before[0, 0] = 5.0
+    assert torch.equal(layer.weight, before)
+    assert layer.bias.dtype == torch.float32
+
+
+def test_an_optimizer_may_give_a_parameter_other_memory() -> None:
+    layer = nn.Linear(4, 3)
+    masters = MasterWeights(layer)
+    layer.half()
+    with masters.opened():
+        layer.weight.data = torch.full((3, 4), 1 + 2**-20)
+    assert torch.equal(layer.weight, torch.ones(3, 4).half())
+    with masters.opened():
+        assert torch.equal(layer.weight, torch.full((3, 4), 1 + 2**-20))
+
+
+class OwnHalf(HalfPrecision):
+    """A class of the user."""
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true", OwnHalf()])
+def test_other_precisions_are_refused(precision: Any) -> None:
+    how = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=HybridStrategy(master_weights=True), logger=False, **how)
+    with pytest.raises(ValueError, match="needs Trainer\\(precision='bf16-true'\\) or '16-true'; got"):
+        trainer.fit(Net(), DataLoader(dataset(), BATCH))
+
+
+def test_a_fused_optimizer_is_refused_where_the_loss_is_scaled() -> None:
+    plugin = HalfPrecision("16-true")
+    scale_half(plugin, "cpu")
+    with pytest.raises(ValueError, match="fused=False"):
+        check_optimizer(plugin, torch.optim.Adam(nn.Linear(2, 2).parameters(), fused=True))
