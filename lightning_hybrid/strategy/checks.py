@@ -36,6 +36,7 @@ from lightning_hybrid.distributed.mesh import AXES, Mesh
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute
 from lightning_hybrid.memory.offload import check_offload
+from lightning_hybrid.pipeline_parallel.partition import is_numbered, numbered
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES
 from lightning_hybrid.version import __version__
 
@@ -159,15 +160,20 @@ def _check_groups(backend: str | None, timeout: timedelta | None) -> None:
 def _check_partition(arguments: dict[str, Any]) -> None:
     partition = arguments["partition"]
     num_stages = arguments["pipeline_parallel_size"] * arguments["num_chunks"]
-    if isinstance(partition, (list, tuple)):
+    if isinstance(partition, (list, tuple)) and is_numbered(partition):
+        numbered(partition, len(partition), num_stages)
+    elif isinstance(partition, (list, tuple)):
         if len(partition) != num_stages or not all(isinstance(count, int) and count >= 1 for count in partition):
             raise ValueError(
                 f"partition={list(partition)} must give the number of layers, at least 1, of each of the {num_stages}"
                 f" stages: pipeline_parallel_size ({arguments['pipeline_parallel_size']}) x num_chunks"
-                f" ({arguments['num_chunks']})."
+                f" ({arguments['num_chunks']}). Or it gives the stage of each layer, and begins with 0."
             )
     elif partition not in ("uniform", "parameters"):
-        raise ValueError(f"partition must be 'uniform', 'parameters' or a list of layers per stage, got {partition!r}.")
+        raise ValueError(
+            "partition must be 'uniform', 'parameters', or a list: of the number of layers of each stage, or of the"
+            f" stage of each layer; got {partition!r}."
+        )
 
 
 def check_module(module: LightningModule, *, cut: bool) -> None:

@@ -85,7 +85,9 @@ class HybridStrategy(ReplicaCollectives):
             microbatch in the first three steps, and takes from then on the fewest with which no rank waits for a link,
             and for which CUDA devices have memory (on the host memory is not looked at); inside a machine none.
         partition: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the lightest possible heaviest
-            stage, embedding and head included, or the number of layers of each stage.
+            stage, embedding and head included; the number of layers of each stage; or, beginning with 0, the stage of
+            each layer. Layers, or what holds them, may have it as an attribute instead: ``layer.pipeline_stage = 1``.
+            Stages are counted over all ranks and their chunks.
         body: The dotted name of the `nn.Sequential` to divide, which the step calls as a whole; or of another list of
             layers, or names of lists and layers in the order in which they are called (``*`` for anything between two
             dots), which any code may call. ``None`` takes the module's ``pipeline_body``, or the outermost
