@@ -46,7 +46,8 @@ class _Master:
         parameter, gradient = self.parameter, local_gradient(self.parameter)
         parameter.grad = None
         put_data(parameter, value)
-        parameter.grad_dtype = grad_dtype
+        if parameter.grad_dtype != grad_dtype:  # which follows the parameter's, until it is set
+            parameter.grad_dtype = grad_dtype
         if gradient is not None:
             give_gradient(parameter, gradient.to(grad_dtype or value.dtype))
 

@@ -45,6 +45,9 @@ class Net(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int = 0) -> Tensor:
         return F.mse_loss(self.head(self.body(self.embed(batch[0]))), batch[1])
 
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.training_step(batch)
+
     def configure_optimizers(self) -> Any:
         return make_optimizer(self.optimizer, dict(self.named_parameters()))
 
@@ -79,7 +82,7 @@ class Watch(Callback):
         assert {parameter.dtype for parameter in pl_module.parameters()} == {self.dtype}
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        own = [each for group in optimizer.param_groups for each in group["params"]]
+        own = [each for group in optimizer.param_groups for each in group["params"] if not each.is_meta]
         assert {each.dtype for each in own} <= {torch.float32}
         assert {each.grad.dtype for each in own if each.grad is not None} <= {torch.float32}
 
@@ -126,7 +129,8 @@ def by_hand(
         accumulated: Batches of an optimizer step.
         clip: The largest norm.
         float32_gradients: Whether gradients are upcast before they are added up.
-        each_backward: Whether replicas are averaged before microbatches are added up.
+        each_backward: Whether replicas are averaged before microbatches are added up; not of single numbers, which are
+            not sharded.
     """
     dtype = DTYPES[precision]
     module = Net()
@@ -148,7 +152,7 @@ def by_hand(
                     module.zero_grad()
         for name, master in masters.items():
             own = [[each[name] for each in of_replica] for of_replica in gradients]
-            master.grad = total(own, each_backward=each_backward).float() / scale
+            master.grad = total(own, each_backward=each_backward and master.numel() > 1).float() / scale
         if all(master.grad.isfinite().all() for master in masters.values()):
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(masters.values(), clip)
@@ -223,6 +227,13 @@ def trained(ranks: Pools, name: str, precision: str, optimizer: str, layout: Any
 def test_masters_are_those_of_the_rule(ranks: Pools, name: str, precision: str) -> None:
     expected = by_hand(precision, **LAYOUTS[name][2])
     assert_equal(trained(ranks, name, precision, "AdamW")["state"], expected)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("optimizer", ["Adagrad", "RMSprop"])  # the first makes its states at once
+def test_other_optimizers_follow_the_rule(ranks: Pools, optimizer: str) -> None:
+    first = trained(ranks, "zero 1", "bf16-true", optimizer)
+    assert_equal(first["state"], by_hand("bf16-true", optimizer, **LAYOUTS["zero 1"][2]))
 
 
 @pytest.mark.distributed
@@ -408,7 +419,7 @@ def call_back(layout: dict[str, Any], callback: Callback, net: type[Net], **argu
 def test_a_callback_that_changes_weights_changes_masters(ranks: Pools) -> None:
     layout = {"master_weights": True, **LAYOUTS["pp2"][1]}
     found, _ = ranks(2, lightning=True).run(call_back, layout, Clamp(), Net)
-    assert max(value.abs().max() for value in found.values()) == 0.25
+    assert max(value.bfloat16().abs().max() for value in found.values()) == 0.25
     assert any(not torch.equal(value, value.bfloat16().float()) for value in found.values())
 
 
