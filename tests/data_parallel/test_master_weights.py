@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import HalfPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -221,24 +221,38 @@ def trained(ranks: Pools, name: str, precision: str, optimizer: str, layout: Any
     return first
 
 
+#: Of each layout one precision every day, and both in the thorough suite.
+DAILY = {"pp2": "16-true", "chunks": "bf16-true", "dp2": "bf16-true", "zero 1": "16-true", "zero 2": "bf16-true"}
+DAILY |= {"alone": "bf16-true", "zero 3": "16-true", "tp2": "bf16-true"}
+
+
+def thorough(*values: Any, daily: bool) -> Any:
+    return pytest.param(*values, marks=[] if daily else pytest.mark.thorough)
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [thorough(name, each, daily=DAILY.get(name) == each) for name in LAYOUTS for each in DTYPES],
+)
 def test_masters_are_those_of_the_rule(ranks: Pools, name: str, precision: str) -> None:
     expected = by_hand(precision, **LAYOUTS[name][2])
     assert_equal(trained(ranks, name, precision, "AdamW")["state"], expected)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("optimizer", ["Adagrad", "RMSprop"])  # the first makes its states at once
+@pytest.mark.parametrize("optimizer", [thorough("Adagrad", daily=True), thorough("RMSprop", daily=False)])
 def test_other_optimizers_follow_the_rule(ranks: Pools, optimizer: str) -> None:
+    # Adagrad makes its states at once.
     first = trained(ranks, "zero 1", "bf16-true", optimizer)
     assert_equal(first["state"], by_hand("bf16-true", optimizer, **LAYOUTS["zero 1"][2]))
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["pp2", "zero 2"])
-@pytest.mark.parametrize("float32_gradients", [False, True])
+@pytest.mark.parametrize(
+    ("name", "float32_gradients"),
+    [thorough(name, each, daily=(name == "pp2") == each) for name in ("pp2", "zero 2") for each in (False, True)],
+)
 def test_batches_are_accumulated(ranks: Pools, name: str, float32_gradients: bool) -> None:
     layout = {"float32_gradients": float32_gradients}
     first = trained(ranks, name, "16-true", "SGD", layout, accumulate_grad_batches=2)
@@ -247,7 +261,7 @@ def test_batches_are_accumulated(ranks: Pools, name: str, float32_gradients: boo
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["alone", "dp2", "pp2", "zero 3"])
+@pytest.mark.parametrize("name", [thorough(name, daily=name != "dp2") for name in ("alone", "dp2", "pp2", "zero 3")])
 def test_unscaled_float32_gradients_are_clipped(ranks: Pools, name: str) -> None:
     first, rule = trained(ranks, name, "16-true", "SGD", gradient_clip_val=0.1), LAYOUTS[name][2]
     # Ranks that share the model add up the norms of their parameters in float64, one process adds up in float32.
@@ -433,6 +447,21 @@ def test_parameters_that_join_later_have_masters_too(ranks: Pools) -> None:
         assert not torch.equal(value, value.bfloat16().float()), name
 
 
+def average(layout: dict[str, Any], folder: str) -> None:
+    callbacks = [EMAWeightAveraging(decay=0.9), ModelCheckpoint(folder, "{step}", every_n_train_steps=STEPS)]
+    how: dict[str, Any] = {"precision": "bf16-true", "callbacks": callbacks, "enable_checkpointing": True}
+    data = DataLoader(dataset(), BATCH)
+    make_trainer({"master_weights": True, **layout}, **how, val_check_interval=2).fit(Net(), data, data)
+
+
+@pytest.mark.distributed
+def test_averages_that_change_places_with_weights_leave_masters_alone(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2, lightning=True).run(average, LAYOUTS["pp2"][1], str(tmp_path))
+    saved = torch.load(tmp_path / f"step={STEPS}.ckpt", weights_only=False)
+    assert_equal(saved["current_model_state"], by_hand("bf16-true", parts=4))
+    assert not torch.equal(saved["state_dict"]["head.weight"], saved["current_model_state"]["head.weight"])
+
+
 class ByHand(Net):
     """Optimizes by hand."""
 
@@ -449,7 +478,7 @@ class ByHand(Net):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["dp2", "zero 1", "zero 3"])
+@pytest.mark.parametrize("name", [thorough(name, daily=name == "zero 1") for name in ("dp2", "zero 1", "zero 3")])
 def test_modules_may_optimize_by_hand(ranks: Pools, name: str) -> None:
     found = ranks(2, lightning=True).run(optimize_by_hand, {"master_weights": True, **LAYOUTS[name][1]})[0]
     assert_equal(found, by_hand("bf16-true", replicas=2))
