@@ -155,17 +155,20 @@ def _marked_stages(module: nn.Module, settings: HybridConfig, body: Body) -> lis
     Raises:
         ValueError: If some layers are marked and others are not, only other things are, or it is said otherwise too.
     """
-    named = module.named_modules(remove_duplicate=False)
-    marks = {name: part.pipeline_stage for name, part in named if name and hasattr(part, "pipeline_stage")}
-    of_layers = [next((marks[path] for path in _path_up(name) if path in marks), None) for name in body.names]
-    inside = [name for name in marks for layer in body.names if name.startswith(f"{layer}.")]
-    if inside:
-        raise ValueError(
-            f"{inside[0]!r} has a `pipeline_stage`, but is a part of a layer, all of which is on one stage: the layers"
-            f" are those of {body.name!r}. Mark these, or name what is to be divided as HybridStrategy(body=[...])."
-        )
+    named = ((name, part) for name, part in module.named_modules(remove_duplicate=False) if name)
+    found: dict[str, Any] = {name: getattr(part, "pipeline_stage", None) for name, part in named}
+    marks = {name: mark for name, mark in found.items() if mark is not None}
     if not marks:
         return None
+    of_layers = [next((marks[path] for path in _path_up(name) if path in marks), None) for name in body.names]
+    of_parts: dict[str, Any] = dict(zip(body.names, of_layers, strict=True))
+    for name, mark in marks.items():
+        if any(mark != of_parts[path] for path in _path_up(name) if path in of_parts):
+            raise ValueError(
+                f"{name!r} has another `pipeline_stage`, but is a part of a layer, all of which is on one stage: the"
+                f" layers are those of {body.name!r}. Mark these, or name what is to be divided as"
+                " HybridStrategy(body=[...])."
+            )
     if None in of_layers:
         raise ValueError(
             f"{body.names[of_layers.index(None)]!r} is a layer of {body.name!r} without a `pipeline_stage`, and"
@@ -184,7 +187,7 @@ def _marked_stages(module: nn.Module, settings: HybridConfig, body: Body) -> lis
                 f"{' and '.join(map(repr, body.names[first:end]))} are a layer and a copy of it, which stay together,"
                 f" but have pipeline_stage {of_layers[first:end]}. Give them the same."
             )
-    return [of_layers[first] for first in ends[:-1]]
+    return [of_parts[body.names[first]] for first in ends[:-1]]
 
 
 def _path_up(name: str) -> list[str]:

@@ -178,7 +178,7 @@ def test_layers_name_their_stages(kind: type[Language]) -> None:
 def test_numbers_are_those_of_all_chunks() -> None:
     blocks = {f"blocks.{number}": stage for number, stage in enumerate([0, 0, 1, 2, 3, 3])}
     how = {"partition": "uniform", "num_chunks": 2, "schedule": "interleaved_1f1b"}
-    assert layers_of(marked(Language, blocks), 2, **how) == [2, 1, 1, 2]
+    assert layers_of(marked(Language, {**blocks, "blocks.5.up": 3}), 2, **how) == [2, 1, 1, 2]
 
 
 class Rows(LightningModule):
@@ -216,7 +216,7 @@ def test_stages_that_cannot_be_are_refused(stages: list[Any], arguments: dict[st
 def test_marks_that_decide_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'blocks.0' is a layer of 'blocks' without a `pipeline_stage`, and 'head'"):
         layers_of(marked(Language, {"head": 1}), 2, partition="uniform")
-    with pytest.raises(ValueError, match=r"'blocks.0.up' has a `pipeline_stage`, but is a part of a layer"):
+    with pytest.raises(ValueError, match=r"'blocks.0.up' has another `pipeline_stage`, but is a part of a layer"):
         layers_of(marked(Language, {"blocks.0.up": 1}), 2, partition="uniform")
     with pytest.raises(TypeError, match=r"must be an integer, but 1\.5 is a float"):
         layers_of(marked(Language, {"blocks": 1.5}), 2, partition="uniform")
