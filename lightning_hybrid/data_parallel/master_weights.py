@@ -19,16 +19,20 @@ class _Master:
 
     Args:
         parameter: Not yet in half precision.
+
+    Attributes:
+        is_open: Whether the parameter is its master.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
-        self.parameter = parameter
+        self.parameter, self.is_open = parameter, False
         self.value = to_local(parameter).to(torch.float32)
         self._half = self.value
         self._grad_dtype: torch.dtype | None = None
 
     def open(self) -> None:
         """The parameter is its master, and its gradient float32."""
+        self.is_open = True
         self._half = half = to_local(self.parameter)
         # Whoever has changed the parameter meanwhile (a callback that swaps weights, a limit on them) means it.
         is_changed = half != self.value.to(half.dtype)
@@ -38,6 +42,7 @@ class _Master:
 
     def close(self) -> None:
         """The parameter is in half precision, where it was before, with its master's value rounded."""
+        self.is_open = False
         self.value = to_local(self.parameter).to(torch.float32)  # some replace the memory of a parameter
         self._half.copy_(self.value)
         self._put(self._half, self._grad_dtype)
@@ -60,7 +65,8 @@ class MasterWeights:
 
                                           parameter            gradient      beside it
         forwards and backwards            half precision       half          master
-        open() ... close()                master, in float32   in float32    half precision
+        open() ... close()                master, in float32   in float32    half precision; frozen ones stay closed
+        opened()                          likewise, all of them
         after :meth:`remove`              master, in float32
 
     It is open while optimizers are made, hooks and clipping see gradients, and optimizers step; and while checkpoints
@@ -75,7 +81,6 @@ class MasterWeights:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._is_open = False
         self._handles: list[RemovableHandle] = []
         self._masters = [_Master(each) for each in module.parameters() if each.is_floating_point() and not each.is_meta]
 
@@ -84,33 +89,23 @@ class MasterWeights:
         for master in self._masters:
             master.value = master.value.to(device)
 
-    @torch.no_grad()
     def open(self) -> None:
-        """Parameters are their masters from here on."""
-        if not self._is_open:
-            self._is_open = True
-            for master in self._masters:
-                master.open()
+        """Parameters that an optimizer may step are their masters from here on."""
+        _open(each for each in self._masters if each.parameter.requires_grad or each.parameter.grad is not None)
 
-    @torch.no_grad()
     def close(self) -> None:
         """Parameters are in half precision from here on."""
-        if self._is_open:
-            self._is_open = False
-            for master in self._masters:
-                master.close()
+        _close(self._masters)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, parameters are their masters."""
-        if self._is_open:
-            yield
-            return
-        self.open()
+        """Inside, all parameters are their masters."""
+        closed = [master for master in self._masters if not master.is_open]
+        _open(closed)
         try:
             yield
         finally:
-            self.close()
+            _close(closed)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -138,10 +133,24 @@ class MasterWeights:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.open()
+        _open(self._masters)
         self._masters.clear()
         with keeping_marks(self._module):
             self._module.float()  # buffers, and what stands for parameters of other stages
+
+
+@torch.no_grad()
+def _open(masters: Iterable[_Master]) -> None:
+    for master in masters:
+        if not master.is_open:
+            master.open()
+
+
+@torch.no_grad()
+def _close(masters: Iterable[_Master]) -> None:
+    for master in masters:
+        if master.is_open:
+            master.close()
 
 
 class NoMasterWeights:

@@ -261,7 +261,7 @@ def test_batches_are_accumulated(ranks: Pools, name: str, float32_gradients: boo
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", [thorough(name, daily=name != "dp2") for name in ("alone", "dp2", "pp2", "zero 3")])
+@pytest.mark.parametrize("name", [thorough(name, daily=name == "pp2") for name in ("alone", "dp2", "pp2", "zero 3")])
 def test_unscaled_float32_gradients_are_clipped(ranks: Pools, name: str) -> None:
     first, rule = trained(ranks, name, "16-true", "SGD", gradient_clip_val=0.1), LAYOUTS[name][2]
     # Ranks that share the model add up the norms of their parameters in float64, one process adds up in float32.
@@ -269,6 +269,7 @@ def test_unscaled_float32_gradients_are_clipped(ranks: Pools, name: str) -> None
     assert not torch.equal(first["state"]["head.weight"], by_hand("16-true", "SGD", **rule)["head.weight"])
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_layers_that_are_shared_train_close_to_the_rule(ranks: Pools) -> None:
     plan = {"body.0.0": "colwise_gather_output", "body.1.0": "rowwise_split_input"}
@@ -397,7 +398,7 @@ def save(layout: dict[str, Any], folder: str, *, steps: int, ckpt_path: str | No
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("distributed", [thorough(each, daily=not each) for each in (False, True)])
 def test_checkpoints_hold_the_masters(ranks: Pools, tmp_path: Path, distributed: bool) -> None:
     expected = by_hand("16-true", replicas=2)
     layout = {**LAYOUTS["zero 1"][1], "save_distributed_checkpoint": distributed, "async_save": True}
@@ -487,6 +488,7 @@ def average(layout: dict[str, Any], folder: str) -> None:
     make_trainer({"master_weights": True, **layout}, **how, val_check_interval=2).fit(Net(), data, data)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_averages_that_change_places_with_weights_leave_masters_alone(ranks: Pools, tmp_path: Path) -> None:
     ranks(2, lightning=True).run(average, LAYOUTS["pp2"][1], str(tmp_path))
@@ -570,6 +572,20 @@ def test_a_parameter_is_its_master_while_they_are_open() -> None:
     before[0, 0] = 5.0
     assert torch.equal(layer.weight, before)
     assert layer.bias.dtype == torch.float32
+
+
+def test_frozen_parameters_are_opened_for_checkpoints_alone() -> None:
+    layer = nn.Linear(4, 3)
+    bias = layer.bias.requires_grad_(False)
+    masters = MasterWeights(layer)
+    layer.bfloat16()
+    masters.open()
+    assert (layer.weight.dtype, bias.dtype) == (torch.float32, torch.bfloat16)
+    with masters.opened():
+        assert {each.dtype for each in layer.parameters()} == {torch.float32}
+    assert (layer.weight.dtype, bias.dtype) == (torch.float32, torch.bfloat16)
+    masters.close()
+    assert {each.dtype for each in layer.parameters()} == {torch.bfloat16}
 
 
 def test_an_optimizer_may_give_a_parameter_other_memory() -> None:
