@@ -50,6 +50,7 @@ class HybridConfig:
     recompute: Recompute
     offload: tuple[str, ...]
     float32_gradients: bool = field(metadata=_BOOL)
+    master_weights: bool = field(metadata=_BOOL)
     broadcast_batches: bool = field(metadata=_BOOL)
     loss_reduction: str
     dynamic_shapes: bool = field(metadata=_BOOL)

@@ -355,6 +355,7 @@ ALONE: list[tuple[Any, ...]] = [
     ("test_no_step_makes_the_host_wait",),
     ("test_states_are_on_the_host_between_steps",),
     *(("test_precisions_in_one_process", precision) for precision in ("bf16-mixed", "16-mixed", "bf16-true")),
+    *(("test_master_weights_in_one_process", precision) for precision in ("bf16-true", "16-true")),
     *(("test_features_in_one_process_over_nccl", name, Path) for name in gpu_bodies.FEATURES),
 ]
 

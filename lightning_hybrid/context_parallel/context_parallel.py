@@ -193,8 +193,8 @@ def check_context_parallel(
     if size > 1 and searched:
         raise ValueError(
             f"context_parallel_size={size} does not go with a layout that is found at the start"
-            f" ({', '.join(searched)}): the search does not know ranks that share sequences. Write the arguments of the layout, or leave"
-            " context_parallel_size out."
+            f" ({', '.join(searched)}): the search does not know ranks that share sequences. Write the arguments of the"
+            " layout, or leave context_parallel_size out."
         )
     if size > 1 and kind != "ulysses" and recompute == "selective":
         raise ValueError(

@@ -53,6 +53,7 @@ class GradientSync:
         adds_up: The names of parameters whose gradients are parts of a sum over the tensor-parallel ranks.
         zero: Unshards parameters that replicas shard.
         float32_gradients: Whether gradients of parameters in half precision are added up, and reduced, in float32.
+        rounds_gradients: Whether these are rounded for the optimizer, once they are final.
 
     Attributes:
         zero: Unshards parameters that replicas shard.
@@ -69,9 +70,10 @@ class GradientSync:
         adds_up: Collection[str] = (),
         zero: ZeroParameters | NoZero,
         float32_gradients: bool = False,
+        rounds_gradients: bool = True,
     ) -> None:
         self._module, self._mesh = module, mesh
-        self._adds_up, self._has_float32 = sorted(adds_up), float32_gradients
+        self._adds_up, self._has_float32, self._rounds = sorted(adds_up), float32_gradients, rounds_gradients
         self.reduces = True
         self._has_evaluated = False
         self._undo: list[Callable[[], None]] = []
@@ -264,8 +266,9 @@ class GradientSync:
                 gradient = local_gradient(location.tensor)
                 if gradient is not None:
                     gradient.mul_(scale)
-        for float32 in self._float32:
-            float32.end()
+        if self._rounds:
+            for float32 in self._float32:
+                float32.end()
 
     def broadcast_parameters(self) -> None:
         """Give every tensor the values of its first holder on the first replica."""

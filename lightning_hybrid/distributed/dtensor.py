@@ -305,3 +305,20 @@ def put_local(parameter: Any, local: Tensor) -> bool:
         return False
     parameter._local_tensor = local
     return True
+
+
+def put_data(parameter: Any, local: Tensor) -> None:
+    """Let a tensor of another dtype be what this rank holds of a parameter, which stays the same object.
+
+    Raises:
+        RuntimeError: If this version of torch does not allow it.
+    """
+    if not isinstance(parameter, DTensor):
+        parameter.data = local
+        return
+    if not _is_direct(parameter):
+        raise RuntimeError(f"torch {torch.__version__} cannot give a sharded parameter another dtype in place.")
+    spec: Any = parameter._spec
+    spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    parameter.data = _from_local(local, spec)  # the dtype; what torch keeps beside it follows
+    parameter._spec, parameter._local_tensor = spec, local

@@ -30,7 +30,7 @@ class MemoryUsage:
     """Bytes of a rank, each at the point of a training step where they are the most.
 
     Attributes:
-        parameters: Of its stages; with ZeRO its shards, and what is unsharded at a time.
+        parameters: Of its stages; with ZeRO its shards, and what is unsharded at a time; master copies, if there are.
         gradients: Of these.
         optimizer: States of the optimizers; ``None`` if unknown.
         activations: What autograd saves of the microbatches in flight; ``None`` if unknown.

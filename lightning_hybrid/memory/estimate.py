@@ -16,6 +16,8 @@ from lightning_hybrid.distributed.dtensor import is_zero_sharded, to_local
 from lightning_hybrid.memory import account
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
 
+_MASTER_BYTES = torch.float32.itemsize
+
 
 def estimate(
     module: LightningModule,
@@ -62,9 +64,14 @@ def estimate(
         single_backward=num_backwards == 1,
     )
     shapes = {id(parameter): _shard_shape(parameter, num_replicas if config.zero_stage else 1) for parameter in own}
+    if config.master_weights:  # and at the optimizer's step their gradients
+        parameters += sum(_MASTER_BYTES * shape.numel() for shape in shapes.values())
+        trained = (shapes[id(each)] for each in own if each.requires_grad)
+        gradients = max(gradients, sum(_MASTER_BYTES * shape.numel() for shape in trained))
     named = module.named_buffers(remove_duplicate=False)
     buffers = account.storage_bytes(buffer for name, buffer in named if rank in stage_map.ranks_of(name))
-    states = None if optimizers is None else _state_bytes(optimizers, shapes)
+    dtype = torch.float32 if config.master_weights else None
+    states = None if optimizers is None else _state_bytes(optimizers, shapes, dtype)
     return account.MemoryUsage(parameters, gradients, states, activations, buffers)
 
 
@@ -81,17 +88,25 @@ def _shard_shape(parameter: Tensor, num_replicas: int) -> torch.Size:
     return unsharded_shape(parameter) if rows is None else rows.shard_shape(0)
 
 
-def _state_bytes(optimizers: Iterable[Optimizer], shapes: Mapping[int, torch.Size]) -> int | None:
-    """The bytes of the optimizers' states for parameters of these shapes, by identity; one trial for each kind."""
+def _state_bytes(
+    optimizers: Iterable[Optimizer], shapes: Mapping[int, torch.Size], dtype: torch.dtype | None
+) -> int | None:
+    """The bytes of the optimizers' states; one trial for each kind.
+
+    Args:
+        optimizers: The optimizers.
+        shapes: Of their parameters, by identity.
+        dtype: In which they work, if that is not the one of the parameters.
+    """
     total = 0
     trials: dict[Hashable, int | None] = {}
     for optimizer, group in ((each, group) for each in optimizers for group in each.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in shapes or not parameter.requires_grad:
                 continue
-            key = id(group), shapes[id(parameter)], parameter.dtype
+            key = id(group), shapes[id(parameter)], dtype or parameter.dtype
             if key not in trials:
-                like = torch.empty(key[1], dtype=parameter.dtype, device="meta")
+                like = torch.empty(key[1], dtype=key[2], device="meta")
                 trials[key] = account.optimizer_state_bytes(optimizer, group, like)
             state_bytes = trials[key]
             if state_bytes is None:

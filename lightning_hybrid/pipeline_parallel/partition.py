@@ -12,7 +12,8 @@ def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: i
 
     Args:
         method: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the lightest possible heaviest
-            stage, or the number of layers of each stage.
+            stage; the number of layers of each stage, or the stage of each layer. The latter begins with 0, which no
+            stage's number of layers is.
         weights: The weight of each layer, for ``"parameters"`` the number of parameters that it brings to its stage;
             the other methods only count the layers.
         num_stages: Number of stages, over all ranks and their chunks. Stage ``s`` lives on rank ``s % num_ranks``.
@@ -29,6 +30,8 @@ def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: i
         [range(0, 2), range(2, 5)]
         >>> partition("parameters", weights=[1, 1, 1, 1, 8], num_stages=2)
         [range(0, 4), range(4, 5)]
+        >>> partition([3, 2], weights=[1, 1, 1, 1, 8], num_stages=2) == partition([0, 0, 0, 1, 1], [1] * 5, 2)
+        True
     """
     if method == "uniform":
         return uniform(len(weights), num_stages)
@@ -37,8 +40,10 @@ def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: i
     if not isinstance(method, (list, tuple)):
         raise ValueError(
             f"there is no partition {method!r}; choose 'uniform', 'parameters', or a list with the number of layers of "
-            "each stage"
+            "each stage, or with the stage of each layer"
         )
+    if is_numbered(method):
+        return numbered(method, len(weights), num_stages)
     return explicit(method, len(weights), num_stages)
 
 
@@ -68,12 +73,53 @@ def explicit(layers_per_stage: Sequence[int], num_layers: int, num_stages: int) 
     if len(counts) != num_stages:
         raise ValueError(
             f"partition {counts} has {len(counts)} stages, but pipeline_parallel_size * num_chunks is {num_stages}; "
-            "give one number of layers for each stage"
+            "give one number of layers for each stage, or the stage of each layer, which begins with 0"
         )
     if sum(counts) != num_layers:
         raise ValueError(
             f"partition {counts} has {sum(counts)} layers, but the body has {num_layers}; "
             f"change the numbers so that they sum to {num_layers}"
+        )
+    return _ranges(counts)
+
+
+def is_numbered(layers: Sequence[int]) -> bool:
+    """Whether a list has the stage of each layer, and not the number of layers of each stage."""
+    return len(layers) > 0 and layers[0] == 0
+
+
+def numbered(stages: Sequence[int], num_layers: int, num_stages: int) -> list[range]:
+    """The given stage for each layer.
+
+    Raises:
+        ValueError: If there is not one number for each layer, they do not begin with 0, go back, leave out a stage, or
+            there are not as many stages.
+        TypeError: If a number is not an integer.
+    """
+    stages = list(stages)
+    _check_sizes(num_layers, num_stages)
+    _check_integers("stage", stages, at_least=0)
+    if len(stages) != num_layers:
+        raise ValueError(
+            f"the stages of layers {stages} are {len(stages)} numbers, but there are {num_layers} layers; give one for"
+            f" each layer, or the number of layers, at least 1, of each of the {num_stages} stages"
+        )
+    for layer, (before, stage) in enumerate(pairwise([0, *stages])):
+        if stage < before:
+            raise ValueError(
+                f"the stages of layers {stages} go back from {before} to {stage} at layer {layer}; layers are called in"
+                " their order, so give numbers that do not descend"
+            )
+    counts = [stages.count(stage) for stage in range(max(num_stages, stages[-1] + 1))]
+    if len(counts) > num_stages:
+        raise ValueError(
+            f"the stages of layers {stages} name stage {stages[-1]}, but pipeline_parallel_size * num_chunks is"
+            f" {num_stages}; give numbers from 0 to {num_stages - 1}"
+        )
+    if 0 in counts:
+        raise ValueError(
+            f"the stages of layers {stages} leave out stage {counts.index(0)} of {num_stages}; give each stage at least"
+            " one layer, counted from 0"
         )
     return _ranges(counts)
 

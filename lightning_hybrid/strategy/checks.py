@@ -38,6 +38,7 @@ from lightning_hybrid.distributed.mesh import AXES, USUAL_AXES, Mesh
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute
 from lightning_hybrid.memory.offload import check_offload
+from lightning_hybrid.pipeline_parallel.partition import is_numbered, numbered
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES
 from lightning_hybrid.version import __version__
 
@@ -88,6 +89,8 @@ def check_arguments(**arguments: Any) -> None:
     of_context = arguments["context_parallel_size"], arguments["context_parallel"]
     others = {name: arguments[name] for name in _BESIDE_CONTEXT}
     check_context_parallel(*of_context, **others)
+    if arguments["master_weights"]:
+        _check_master_weights(arguments)
     axes = sorted(arguments["rank_order"].split("-"))
     if axes not in (sorted(USUAL_AXES), sorted(AXES)):
         raise ValueError(
@@ -127,6 +130,16 @@ def _check_number(name: str, value: Any, others: str) -> None:
         raise TypeError(f"{name} must be an integer{others}, got {value!r} ({type(value).__name__}).")
     if value < 1:
         raise ValueError(f"{name} must be at least 1{others}, got {value}.")
+
+
+def _check_master_weights(arguments: Mapping[str, Any]) -> None:
+    """What has been compared with the rule of master weights is data, tensor (1d) and pipeline parallelism."""
+    for name, usual in (("context_parallel_size", 1), ("tensor_parallel_mode", "1d")):
+        if arguments[name] != usual:
+            raise ValueError(
+                f"master_weights=True does not go with {name}={arguments[name]!r} yet. Use {name}={usual!r}, or"
+                " precision='bf16-mixed', which keeps parameters in float32 too."
+            )
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -173,15 +186,20 @@ def _check_groups(backend: str | None, timeout: timedelta | None) -> None:
 def _check_partition(arguments: dict[str, Any]) -> None:
     partition = arguments["partition"]
     num_stages = arguments["pipeline_parallel_size"] * arguments["num_chunks"]
-    if isinstance(partition, (list, tuple)):
+    if isinstance(partition, (list, tuple)) and is_numbered(partition):
+        numbered(partition, len(partition), num_stages)
+    elif isinstance(partition, (list, tuple)):
         if len(partition) != num_stages or not all(isinstance(count, int) and count >= 1 for count in partition):
             raise ValueError(
                 f"partition={list(partition)} must give the number of layers, at least 1, of each of the {num_stages}"
                 f" stages: pipeline_parallel_size ({arguments['pipeline_parallel_size']}) x num_chunks"
-                f" ({arguments['num_chunks']})."
+                f" ({arguments['num_chunks']}). Or it gives the stage of each layer, and begins with 0."
             )
     elif partition not in ("uniform", "parameters"):
-        raise ValueError(f"partition must be 'uniform', 'parameters' or a list of layers per stage, got {partition!r}.")
+        raise ValueError(
+            "partition must be 'uniform', 'parameters', or a list: of the number of layers of each stage, or of the"
+            f" stage of each layer; got {partition!r}."
+        )
 
 
 def check_module(module: LightningModule, *, cut: bool) -> None:
@@ -451,9 +469,9 @@ def check_nonfinite(on_nonfinite: str, scaler: object | None) -> None:
     """
     if scaler is not None and on_nonfinite == "raise":
         raise ValueError(
-            "HybridStrategy(on_nonfinite='raise') does not go with precision '16-mixed': its scaler finds the largest"
-            " scale by gradients that are not finite, and skips these steps. Use on_nonfinite='ignore', or precision"
-            " 'bf16-mixed', which needs no scaling."
+            "HybridStrategy(on_nonfinite='raise') does not go with a precision that scales the loss, such as"
+            " '16-mixed': its scaler finds the largest scale by gradients that are not finite, and skips these steps."
+            " Use on_nonfinite='ignore', or precision 'bf16-mixed', which needs no scaling."
         )
 
 

@@ -18,7 +18,7 @@ from lightning_hybrid.memory.activation_checkpoint.policy import chosen_layers, 
 from lightning_hybrid.pipeline_parallel.body import Body, find_body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode
 from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedule
-from lightning_hybrid.pipeline_parallel.partition import partition
+from lightning_hybrid.pipeline_parallel.partition import numbered, partition
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 from lightning_hybrid.strategy.summary import (
@@ -155,9 +155,65 @@ def find_stages(module: LightningModule, settings: HybridConfig, num_ranks: int)
     weights = _weights(module, settings, body)
     ends = [0, *accumulate(body.rows)]
     of_rows = [sum(weights[first:end]) for first, end in pairwise(ends)]
-    rows = partition(settings.partition, of_rows, num_stages)
+    marked = _marked_stages(module, settings, body)
+    rows = partition(settings.partition, of_rows, num_stages) if marked is None else _numbered(marked, body, num_stages)
     stages = tuple(range(ends[row.start], ends[row.stop]) for row in rows)
     return body, _stage_map(module, settings, body, stages, num_ranks)
+
+
+def _marked_stages(module: nn.Module, settings: HybridConfig, body: Body) -> list[int] | None:
+    """The stage of each row of layers, if `pipeline_stage` of these, or of what holds them, says it.
+
+    What is outside of the layers may be marked beside them; it lives where the step uses it.
+
+    Raises:
+        ValueError: If some layers are marked and others are not, only other things are, or it is said otherwise too.
+    """
+    named = ((name, part) for name, part in module.named_modules(remove_duplicate=False) if name)
+    found: dict[str, Any] = {name: getattr(part, "pipeline_stage", None) for name, part in named}
+    marks = {name: mark for name, mark in found.items() if mark is not None}
+    if not marks:
+        return None
+    of_layers = [next((marks[path] for path in _path_up(name) if path in marks), None) for name in body.names]
+    of_parts: dict[str, Any] = dict(zip(body.names, of_layers, strict=True))
+    for name, mark in marks.items():
+        if any(mark != of_parts[path] for path in _path_up(name) if path in of_parts):
+            raise ValueError(
+                f"{name!r} has another `pipeline_stage`, but is a part of a layer, all of which is on one stage: the"
+                f" layers are those of {body.name!r}. Mark these, or name what is to be divided as"
+                " HybridStrategy(body=[...])."
+            )
+    if None in of_layers:
+        raise ValueError(
+            f"{body.names[of_layers.index(None)]!r} is a layer of {body.name!r} without a `pipeline_stage`, and"
+            f" {next(iter(marks))!r} has one. Mark all layers that are divided, or what holds them, or none; or name"
+            " those that you have marked as HybridStrategy(body=[...])."
+        )
+    if settings.partition != "uniform":
+        raise ValueError(
+            f"partition={settings.partition!r} and the `pipeline_stage` of the layers of {body.name!r} both say which"
+            " stage gets which layers. Leave out one of them."
+        )
+    ends = [0, *accumulate(body.rows)]
+    for first, end in pairwise(ends):
+        if len(set(of_layers[first:end])) > 1:
+            raise ValueError(
+                f"{' and '.join(map(repr, body.names[first:end]))} are a layer and a copy of it, which stay together,"
+                f" but have pipeline_stage {of_layers[first:end]}. Give them the same."
+            )
+    return [of_parts[body.names[first]] for first in ends[:-1]]
+
+
+def _path_up(name: str) -> list[str]:
+    """A dotted name, and those of what holds it, from the inside to the outside."""
+    return [name.rsplit(".", count)[0] for count in range(name.count(".") + 1)]
+
+
+def _numbered(marked: Sequence[int], body: Body, num_stages: int) -> list[range]:
+    try:
+        return numbered(marked, len(marked), num_stages)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"`pipeline_stage` of the layers of {body.name!r}: {error}.") from None
 
 
 def _stage_map(

@@ -93,6 +93,8 @@ class ModuleParallelizer:
                 f"{type(self._module).__name__} was divided over replicas before (zero_stage), and now zero_stage=0."
                 " After the earlier run, call `trainer.strategy.gather_module()`, which makes it whole."
             )
+        if self._settings.master_weights:
+            self._module.float()  # what is loaded from here on is not rounded
         lacks = lacks_values(self._module)
         if self.num_stages > 1 and not self.is_done:
             agree(self._plan)

@@ -27,6 +27,7 @@ from lightning_hybrid.checkpoint.checkpointer import Checkpointer
 from lightning_hybrid.checkpoint.partial_state import warn_of_parts
 from lightning_hybrid.config import HybridConfig, grid_shape
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.data_parallel.master_weights import MasterWeights, NoMasterWeights
 from lightning_hybrid.distributed.agreement import RankInfo, agree
 from lightning_hybrid.distributed.broadcast.leaf_readers import LeafFetch
 from lightning_hybrid.distributed.debug.desync import Desync
@@ -49,6 +50,7 @@ from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks,
 from lightning_hybrid.strategy.summary import memory_table, placed_text
 from lightning_hybrid.strategy.watch.run_watch import RunWatch
 from lightning_hybrid.strategy.watch.start_watch import StartWatch
+from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
 from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
@@ -56,14 +58,6 @@ from lightning_hybrid.trainer.debug.nonfinite import NonfiniteGuard, SkippedStep
 from lightning_hybrid.trainer.debug.position import find_position, place_text
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
-from lightning_hybrid.trainer.lightning_internals import (
-    before_epoch_reduction,
-    detects_anomaly,
-    replace_after_closure,
-    restore_after_closure,
-    restore_epoch_reduction,
-    set_device_mesh,
-)
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.results.terminal import lines_beside_bars
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
@@ -188,6 +182,7 @@ class AttachedModule:
         parallelizer: Divides it.
         is_cut: Whether steps are cut into stages or microbatches.
         is_gathered: Whether it was divided and is whole again.
+        master_weights: Its parameters in float32, during a run in half precision that keeps them.
     """
 
     def __init__(self, world: World, module: LightningModule, started: WeakSet[LightningModule]) -> None:
@@ -198,6 +193,7 @@ class AttachedModule:
         if module.trainer.ckpt_path is None and module not in started:  # what is resumed or trained wins
             self.parallelizer.source = world.config.initial_weights
         self._world = world
+        self.master_weights: MasterWeights | NoMasterWeights = NoMasterWeights()
         self._before_configure_model: list[nn.Parameter] | None = None
         self._hook: AfterHook | None = None
         self._checkpointer: Checkpointer | None = None
@@ -265,6 +261,7 @@ class AttachedModule:
         self.checkpointer.finish()
         if run is not None:
             run.stop_steps()
+        self.master_weights.remove()
         self.parallelizer.undo()
         warn_of_parts(self.module)
         self.parallelizer, self.is_gathered = self._new_parallelizer(world), True
@@ -286,7 +283,7 @@ class AttachedModule:
 
     def abandon(self) -> None:
         """Let go of torch's mesh, which holds the group of all ranks."""
-        set_device_mesh(self.module, None)
+        lightning_internals.set_device_mesh(self.module, None)
 
 
 class Run:
@@ -329,9 +326,11 @@ class Run:
                 adds_up=parallelizer.adds_up,
                 zero=zero,
                 float32_gradients=config.float32_gradients,
+                rounds_gradients=not config.master_weights,
             )
             undo.callback(self.grad_sync.remove)
-            self.grad_sync.broadcast_parameters()
+            with attached.master_weights.opened():
+                self.grad_sync.broadcast_parameters()
             world.in_flight.add(self.grad_sync)
             self.offload = Offload(config.offload, world.device)
             around_forwards = parallelizer.around_forwards(self.offload, self.grad_sync.local_parameters)
@@ -382,6 +381,7 @@ class Run:
         self.grad_sync.detach()
         placeholders = parallelizer.place_outside(outside)
         self._attached.checkpointer.place_parameters(parallelizer.stage_map, placeholders)
+        self._attached.master_weights.drop(placeholders)
         with self._world.connections.opened():
             self.grad_sync.attach(parallelizer.stage_map, parallelizer.make_zero())
         self.grad_sync.zero.follow(optimizers)
@@ -451,12 +451,12 @@ class Run:
         estimate = partial(self._attached.parallelizer.estimate_memory, trainer.strategy.optimizers)
         add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))
         if self._context is not None and world.mesh.data_parallel_size > 1:
-            before_epoch_reduction(trainer, self._context.desync.note_epoch_end)
-            undo.callback(restore_epoch_reduction, trainer)
+            lightning_internals.before_epoch_reduction(trainer, self._context.desync.note_epoch_end)
+            undo.callback(lightning_internals.restore_epoch_reduction, trainer)
         if nonfinite is not None:
             self.nonfinite = nonfinite
-            replace_after_closure(trainer.precision_plugin, nonfinite)
-            undo.callback(restore_after_closure, trainer.precision_plugin)
+            lightning_internals.replace_after_closure(trainer.precision_plugin, nonfinite)
+            undo.callback(lightning_internals.restore_after_closure, trainer.precision_plugin)
             add_callbacks(trainer, SkippedSteps(nonfinite))
         self._detect_anomaly(trainer)
         if self._context is None:
@@ -482,7 +482,7 @@ class Run:
         undo.callback(world.batch_hooks.remove, module)
 
     def _detect_anomaly(self, trainer: Trainer) -> None:
-        if not detects_anomaly(trainer) or isinstance(self.training_step, RefusedStep):
+        if not lightning_internals.detects_anomaly(trainer) or isinstance(self.training_step, RefusedStep):
             return
         detector = AnomalyDetector(
             self._attached.module,

@@ -15,6 +15,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -30,6 +31,7 @@ from lightning_hybrid.checkpoint.storage.remote import dated
 from lightning_hybrid.checkpoint.weights.weights import Source
 from lightning_hybrid.config import HybridConfig, preferred, resolve_sizes, usual_microbatches, with_context_axis
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
+from lightning_hybrid.data_parallel.master_weights import MasterWeights
 from lightning_hybrid.distributed.dtensor import keeping_marks
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
@@ -52,7 +54,7 @@ from lightning_hybrid.trainer.debug.desync import DesyncDetector
 from lightning_hybrid.trainer.debug.nonfinite import NonfiniteGuard
 from lightning_hybrid.trainer.exceptions import print_shortly, stops_together
 from lightning_hybrid.trainer.optimization import GlobalBatch, PipelineClosure, check_accumulation
-from lightning_hybrid.trainer.precision import adapt, autocasts, check_optimizer
+from lightning_hybrid.trainer.precision import adapt, autocasts, check_master_weights, check_optimizer, scale_half
 
 
 class HybridStrategy(ReplicaCollectives):
@@ -87,7 +89,9 @@ class HybridStrategy(ReplicaCollectives):
             microbatch in the first three steps, and takes from then on the fewest with which no rank waits for a link,
             and for which CUDA devices have memory (on the host memory is not looked at); inside a machine none.
         partition: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the lightest possible heaviest
-            stage, embedding and head included, or the number of layers of each stage.
+            stage, embedding and head included; the number of layers of each stage; or, beginning with 0, the stage of
+            each layer. Layers, or what holds them, may have it as an attribute instead: ``layer.pipeline_stage = 1``.
+            Stages are counted over all ranks and their chunks.
         body: The dotted name of the `nn.Sequential` to divide, which the step calls as a whole; or of another list of
             layers, or names of lists and layers in the order in which they are called (``*`` for anything between two
             dots), which any code may call. ``None`` takes the module's ``pipeline_body``, or the outermost
@@ -122,6 +126,9 @@ class HybridStrategy(ReplicaCollectives):
             states) or a list of both. Where the device is the host it has no effect.
         float32_gradients: Whether gradients of parameters in half precision (``precision="bf16-true"``) are added up
             over microbatches, and over ranks, in float32.
+        master_weights: Whether parameters in half precision (``precision="bf16-true"`` or ``"16-true"``) have a master
+            copy in float32: optimizers work on it, with gradients in float32, and checkpoints hold it. With
+            ``"16-true"`` the loss is scaled as with ``"16-mixed"``.
         broadcast_batches: Whether one rank of each model group loads and the others receive: of a training batch in a
             pipeline what their steps read. Otherwise all load, and checksums are compared.
         loss_reduction: How the loss of ``training_step`` reduces over the samples of a batch: ``"mean"`` or ``"sum"``.
@@ -190,6 +197,7 @@ class HybridStrategy(ReplicaCollectives):
         recompute: bool | int | float | str | list[int] | list[str] = False,
         offload: str | list[str] | None = None,
         float32_gradients: bool = False,
+        master_weights: bool = False,
         broadcast_batches: bool = True,
         loss_reduction: Literal["mean", "sum"] = "mean",
         dynamic_shapes: bool = False,
@@ -383,6 +391,8 @@ class HybridStrategy(ReplicaCollectives):
     def connect(self, model: LightningModule) -> None:
         """Attach the user's module."""
         checks.check_module(model, cut=is_cut(self.settings, self.sizes, model))
+        if self.settings.master_weights:
+            check_master_weights(self.precision_plugin)
         super().connect(model)
 
     @override
@@ -466,6 +476,7 @@ class HybridStrategy(ReplicaCollectives):
         self._has_precision = True
         with keeping_marks(self.model):
             self.model_to_device()
+        self.attached.master_weights.to(self.root_device)
         self._run = Run(
             self.world,
             self.attached,
@@ -492,6 +503,8 @@ class HybridStrategy(ReplicaCollectives):
     def _convert_module(self) -> None:
         """To the dtype of its parameters, if the precision has one of its own."""
         assert self.model is not None
+        if self.settings.master_weights:
+            self.attached.master_weights = MasterWeights(self.model)
         with keeping_marks(self.model):
             self.model = self.precision_plugin.convert_module(self.model)
 
@@ -555,6 +568,7 @@ class HybridStrategy(ReplicaCollectives):
             self._world.close(trainer)
             if self._run is not None:
                 self._run.remove()
+            self._attached.master_weights.remove()
             self._attached.close()
         module = self._lightning_module
         if module is not None and lacks_values(module):  # after an error, which torch's about moving it would hide
@@ -666,6 +680,8 @@ class HybridStrategy(ReplicaCollectives):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
+            if self.settings.master_weights:
+                scale_half(plugin, "cpu" if isinstance(self.accelerator, CPUAccelerator) else "cuda")
             adapt(plugin, model_group=self._owners, clip_by_norm=self._clip_by_norm)
         self._precision_plugin = plugin
 
@@ -678,8 +694,10 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Let the user configure optimizers over the whole module, and keep what lives here."""
+        masters = self.attached.master_weights
         try:
-            super().setup_optimizers(trainer)
+            with masters.opened():  # some make their states at once
+                super().setup_optimizers(trainer)
         except RuntimeError as error:
             if self.attached.is_cut and lightning_internals.is_about_several_optimizers(error):
                 raise ValueError(checks.SEVERAL_OPTIMIZERS) from None
@@ -688,19 +706,23 @@ class HybridStrategy(ReplicaCollectives):
         for optimizer in self.optimizers:
             check_optimizer(self.precision_plugin, optimizer)
             self.attached.checkpointer.optimizers.drop_placeholders(optimizer)
+        if not self._module.automatic_optimization:
+            masters.follow(self.optimizers)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Step, with the optimizer's states on the device."""
-        offload = self.run.offload
+        offload, masters = self.run.offload, self.attached.master_weights
 
         def fetching() -> Any:
+            masters.close()  # some call it more than once
             output = closure()  # forward and backward
+            masters.open()
             offload.load_states(optimizer)
             return output
 
         guard = self.run.nonfinite
-        with guard.step(optimizer) if guard is not None else nullcontext():
+        with masters.step(), guard.step(optimizer) if guard is not None else nullcontext():
             output = super().optimizer_step(optimizer, fetching, *args, **kwargs)
         offload.offload_states(optimizer)
         return output
@@ -771,7 +793,8 @@ class HybridStrategy(ReplicaCollectives):
         if self._attached is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
-            self.attached.checkpointer.save(checkpoint, filepath, self.checkpoint_io, storage_options)
+            with self.attached.master_weights.opened():
+                self.attached.checkpointer.save(checkpoint, filepath, self.checkpoint_io, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -787,9 +810,10 @@ class HybridStrategy(ReplicaCollectives):
 
         Before a run it gets the run's precision for that.
         """
-        if not self._has_precision:  # Lightning gives it later, and rounds what a module of another one has saved
-            self._convert_module()
-        return self.attached.checkpointer.load(checkpoint_path, self.checkpoint_io, weights_only)
+        if not self._has_precision and not self.settings.master_weights:
+            self._convert_module()  # Lightning does it later, and rounds what a module of another one has saved
+        with self.attached.master_weights.opened():
+            return self.attached.checkpointer.load(checkpoint_path, self.checkpoint_io, weights_only)
 
     @outside_of_steps
     @override
@@ -798,7 +822,8 @@ class HybridStrategy(ReplicaCollectives):
         if self._attached is None:  # no run has begun, and nothing is divided
             return super().lightning_module_state_dict()
         self.world.exceptions.check_saving()  # the Trainer asks for this first
-        return self.attached.checkpointer.module_state()
+        with self.attached.master_weights.opened():
+            return self.attached.checkpointer.module_state()
 
     @outside_of_steps
     def load_weights(self, source: Source) -> None:
@@ -818,7 +843,8 @@ class HybridStrategy(ReplicaCollectives):
                 on every rank.
             RuntimeError: If names or shapes do not fit; on every rank, and nothing is loaded.
         """
-        self.attached.parallelizer.load(source)
+        with self.attached.master_weights.opened():
+            self.attached.parallelizer.load(source)
 
     @outside_of_steps
     def gather_module(self) -> None:
@@ -842,7 +868,8 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part."""
-        self.attached.checkpointer.load_module_state(checkpoint["state_dict"], strict=strict)
+        with self.attached.master_weights.opened():
+            self.attached.checkpointer.load_module_state(checkpoint["state_dict"], strict=strict)
 
     @outside_of_steps
     @override
@@ -858,5 +885,6 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part."""
-        self.attached.checkpointer.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
+        with self.attached.master_weights.opened():  # which states are converted to the dtype of
+            self.attached.checkpointer.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
         lightning_internals.move_optimizer_states(self.optimizers, self.root_device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -14,6 +14,8 @@ from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
     DeepSpeedPrecision,
     FSDPPrecision,
+    HalfPrecision,
+    MixedPrecision,
     Precision,
     TransformerEnginePrecision,
     XLAPrecision,
@@ -26,6 +28,7 @@ from torch.cuda.amp.grad_scaler import GradScaler as CUDAGradScaler
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_hybrid.distributed.dtensor import local_view
 
@@ -109,8 +112,55 @@ def check_optimizer(plugin: Precision, optimizer: Optimizer) -> None:
     if scaler is not None and scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
         raise ValueError(
             f"The optimizer `{type(optimizer).__qualname__}` unscales gradients inside its fused step, so ranks cannot"
-            " agree on an overflow, nor clip before the step, under precision '16-mixed'. Create it with `fused=False`"
-            " (or `foreach=True`), or use precision 'bf16-mixed', which needs no scaling."
+            " agree on an overflow, nor clip before the step, under a precision that scales the loss, such as"
+            " '16-mixed'. Create it with `fused=False` (or `foreach=True`), or use precision 'bf16-mixed', which needs"
+            " no scaling."
+        )
+
+
+class MasterWeightsPrecision(HalfPrecision, MixedPrecision):
+    """Half precision for optimizers that work on float32: the loss is scaled for float16, as `MixedPrecision` does it.
+
+    Attributes:
+        scaler: Scales; ``None`` for bfloat16.
+    """
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        """Parameters are made in float32, of which the master copies are made."""
+        return nullcontext()
+
+
+def scale_half(plugin: Precision, device: str) -> None:
+    """Let half precision scale its loss; the object stays. Another plugin is left to :func:`check_master_weights`.
+
+    Args:
+        plugin: The plugin.
+        device: The type of the device.
+    """
+    if type(plugin) is not HalfPrecision:
+        return
+    adopted: Any = plugin
+    adopted.__class__ = MasterWeightsPrecision
+    # A loss in float16 has this as its first gradient, and twice as much would not be finite.
+    adopted.scaler = GradScaler(device, init_scale=2.0**15) if plugin.precision == "16-true" else None
+
+
+def check_master_weights(plugin: Precision) -> None:
+    """Refuses precisions that have no use for master weights.
+
+    Args:
+        plugin: The plugin, after :func:`scale_half`.
+
+    Raises:
+        ValueError: If its parameters are not in half precision, or a class of the user decides about that.
+    """
+    if not isinstance(plugin, MasterWeightsPrecision):
+        raise ValueError(
+            "HybridStrategy(master_weights=True) keeps float32 copies of parameters in half precision, so it needs"
+            f" Trainer(precision='bf16-true') or '16-true'; got {type(plugin).__name__} with precision"
+            f" {plugin.precision!r}. Set one of these, or leave master_weights out: with '32-true', 'bf16-mixed' and"
+            " '16-mixed' parameters are float32 anyway."
         )
 
 

@@ -57,6 +57,13 @@ def test_precisions_in_one_process(precision: str) -> None:
     assert_alike(found, fit("auto", precision=precision), 5e-2)
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_master_weights_in_one_process(precision: str) -> None:
+    found = fit(HybridStrategy(num_microbatches=4, master_weights=True), precision=precision)
+    # No other strategy has this rule: of float32 the forwards and backwards have 8 bits, or 11.
+    assert_alike(found, fit("auto", precision="32-true"), 1e-1)
+
+
 def test_layers_that_are_compiled() -> None:
     assert_alike(fit(HybridStrategy(num_microbatches=4), Compiled), fit("auto"), 1e-4)
 

@@ -175,6 +175,20 @@ def test_gradients_in_float32_are_estimated(ranks: Pools, zero_stage: int) -> No
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_master_weights_are_estimated(ranks: Pools, zero_stage: int) -> None:
+    arguments = {"zero_stage": zero_stage, "master_weights": True}
+    ((usage, _),), _ = ranks(2, lightning=True).run(run, Words, 2, arguments, "bf16-true")[0]
+    (expected,) = estimate(Words, arguments, 2, HalfPrecision("bf16-true"))
+    (without,) = estimate(Words, {"zero_stage": zero_stage}, 2, HalfPrecision("bf16-true"))
+    held = sum(each.numel() for each in Words().parameters()) / (2 if zero_stage else 1)
+    assert expected.parameters == pytest.approx(without.parameters + 4 * held, rel=0.02)
+    assert usage.optimizer == pytest.approx(expected.optimizer, rel=0.15, abs=12 * KIB)
+    assert expected.optimizer == pytest.approx(8 * held, rel=0.02)
+    assert expected.gradients == pytest.approx(4 * held, rel=0.02)  # at the optimizer's step
+
+
+@pytest.mark.distributed
 def test_half_precision_is_estimated(ranks: Pools) -> None:
     arguments = {"pipeline_parallel_size": 2, "num_microbatches": 4}
     measured, _ = ranks(2, lightning=True).run(run, Words, 2, arguments, "bf16-mixed")[0]

@@ -135,6 +135,21 @@ def test_given_layers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("stages", "num_stages", "expected"),
+    [
+        ([0] * 6 + [1] * 7 + [2] * 7 + [3] * 4, 4, [6, 7, 7, 4]),  # LiBai's example
+        ([0, 1], 2, [1, 1]),
+        ([0, 0, 0], 1, [3]),
+        ((0, 1, 2, 2), 3, [1, 1, 2]),
+    ],
+)
+def test_given_stages(stages: list[int], num_stages: int, expected: list[int]) -> None:
+    found = partition(stages, [1] * len(stages), num_stages)
+    assert layers_per_stage(found) == expected
+    assert found == partition(expected, [1] * len(stages), num_stages)
+
+
+@pytest.mark.parametrize(
     ("method", "num_layers", "num_stages", "message"),
     [
         ("even", 4, 2, "there is no partition 'even'; choose 'uniform', 'parameters', or a list"),
@@ -146,6 +161,13 @@ def test_given_layers() -> None:
         ([2, 2], 4, 3, "[2, 2] has 2 stages, but pipeline_parallel_size * num_chunks is 3"),
         ([2, 2], 5, 2, "[2, 2] has 4 layers, but the body has 5; change the numbers so that they sum to 5"),
         ([4, 0], 4, 2, "must be at least 1, but 0 is not (in [4, 0])"),
+        ([1, 1, 2, 2], 4, 2, "or the stage of each layer, which begins with 0"),
+        ([0, 4], 4, 2, "[0, 4] are 2 numbers, but there are 4 layers; give one for each layer, or the number of"),
+        ([0, 1, 0, 1], 4, 2, "[0, 1, 0, 1] go back from 1 to 0 at layer 2"),
+        ([0, 0, 2, 2], 4, 3, "[0, 0, 2, 2] leave out stage 1 of 3"),
+        ([0, 0, 0, 1], 4, 3, "[0, 0, 0, 1] leave out stage 2 of 3"),
+        ([0, 1, 2, 3], 4, 2, "[0, 1, 2, 3] name stage 3, but pipeline_parallel_size * num_chunks is 2"),
+        ([0, -1, 1, 1], 4, 2, "a stage must be at least 0, but -1 is not"),
     ],
 )
 def test_wrong_values(method: str | list[int], num_layers: int, num_stages: int, message: str) -> None:
@@ -158,7 +180,7 @@ def test_negative_weight() -> None:
         partition("parameters", [1, -1], 2)
 
 
-@pytest.mark.parametrize("layers", [[1.0, 3], [True, 3], ["1", 3]])
+@pytest.mark.parametrize("layers", [[1.0, 3], [True, 3], ["1", 3], [False, 0, 1, 1], [0.0, 0, 1, 1]])
 def test_wrong_types(layers: list[int]) -> None:
     with pytest.raises(TypeError, match=f"must be an integer, but {layers[0]!r} is a {type(layers[0]).__name__}"):
         partition(layers, [1] * 4, 2)

@@ -157,6 +157,71 @@ def test_a_large_vocabulary_has_its_weight() -> None:
     assert heaviest == [19_530_752, 22_676_480]
 
 
+# -- stages that layers name -------------------------------------------------------------------------------------------
+
+
+def marked(kind: type[Language], stages: dict[str, Any], layers: int = 6) -> Language:
+    module = kind(100, 8, layers)
+    for name, stage in stages.items():
+        module.get_submodule(name).pipeline_stage = stage
+    return module
+
+
+@pytest.mark.parametrize("kind", [Language, Chain])
+def test_layers_name_their_stages(kind: type[Language]) -> None:
+    blocks = {f"blocks.{number}": stage for number, stage in enumerate([0, 0, 0, 0, 1, 1])}
+    module = marked(kind, {**blocks, "embed": 0, "head": 1})
+    assert layers_of(module, 2, partition="uniform") == [4, 2]
+    assert layers_of(kind(100, 8, 6), 2, partition=[0, 0, 0, 0, 1, 1]) == [4, 2]
+
+
+def test_numbers_are_those_of_all_chunks() -> None:
+    blocks = {f"blocks.{number}": stage for number, stage in enumerate([0, 0, 1, 2, 3, 3])}
+    how = {"partition": "uniform", "num_chunks": 2, "schedule": "interleaved_1f1b"}
+    assert layers_of(marked(Language, {**blocks, "blocks.5.up": 3}), 2, **how) == [2, 1, 1, 2]
+
+
+class Rows(LightningModule):
+    """Its layers stand in several lists, each of which has a stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for row in range(4):
+            self.add_module(f"layer{row}", nn.Sequential(Block(8), Block(8)))
+            self.get_submodule(f"layer{row}").pipeline_stage = int(row > 2)
+
+
+def test_what_holds_layers_names_their_stage() -> None:
+    assert layers_of(Rows(), 2, partition="uniform") == [6, 2]
+
+
+@pytest.mark.parametrize(
+    ("stages", "arguments", "words"),
+    [
+        ([0, 0, 1, 0, 1, 1], {}, ["`pipeline_stage` of the layers of 'blocks'", "go back from 1 to 0 at layer 3"]),
+        ([0, 0, 0, 2, 2, 2], {}, ["name stage 2", "is 2"]),
+        ([1, 1, 1, 1, 1, 1], {}, ["leave out stage 0 of 2"]),
+        ([0, 0, 0, 1, 1, None], {}, ["'blocks.5'", "without a `pipeline_stage`", "'blocks.0' has one"]),
+        ([0, 0, 0, 1, 1, 1], {"partition": "parameters"}, ["partition='parameters'", "Leave out one"]),
+        ([0, 0, 0, 1, 1, 1], {"partition": [3, 3]}, ["partition=[3, 3]", "Leave out one"]),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(stages: list[Any], arguments: dict[str, Any], words: list[str]) -> None:
+    blocks = {f"blocks.{number}": stage for number, stage in enumerate(stages) if stage is not None}
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        layers_of(marked(Language, blocks), 2, **{"partition": "uniform", **arguments})
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_marks_that_decide_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'blocks.0' is a layer of 'blocks' without a `pipeline_stage`, and 'head'"):
+        layers_of(marked(Language, {"head": 1}), 2, partition="uniform")
+    with pytest.raises(ValueError, match=r"'blocks.0.up' has another `pipeline_stage`, but is a part of a layer"):
+        layers_of(marked(Language, {"blocks.0.up": 1}), 2, partition="uniform")
+    with pytest.raises(TypeError, match=r"must be an integer, but 1\.5 is a float"):
+        layers_of(marked(Language, {"blocks": 1.5}), 2, partition="uniform")
+
+
 def test_the_table_in_the_documents_is_what_is_printed() -> None:
     with torch.device("meta"):
         table = described(Language())[1:]

@@ -160,14 +160,16 @@ class ModuleProfile:
 
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
+        return self._held(layout, master_weights=self._config.master_weights)
+
+    def _held(self, layout: Layout, *, master_weights: bool) -> tuple[MemoryUsage, ...]:
         number = min(layout.num_microbatches, 2)  # one, or several
-        return self._held_by(
-            replace(layout, num_microbatches=number, schedule="1f1b", recompute=False, extra_in_flight=())
-        )
+        layout = replace(layout, num_microbatches=number, schedule="1f1b", recompute=False, extra_in_flight=())
+        return self._held_by(layout, master_weights)
 
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
-        usages = self.held(replace(layout, zero_stage=0))
+        usages = self._held(replace(layout, zero_stage=0), master_weights=False)  # which are not sent
         return [(usage.parameters, usage.gradients) for usage in usages]
 
     def num_layers(self, layout: Layout) -> Sequence[int]:
@@ -237,8 +239,8 @@ class ModuleProfile:
                     repeated += share * size / tensor if isinstance(label, int) and layout.recompute is True else 0.0
         return {"tensor_sent": sent, "tensor_hops": hops, "tensor_repeated": repeated / sent if sent else 0.0}
 
-    def _find_held(self, layout: Layout) -> tuple[MemoryUsage, ...]:
-        return self._recorder(layout.tensor).held(layout, self._accumulated)
+    def _find_held(self, layout: Layout, master_weights: bool) -> tuple[MemoryUsage, ...]:
+        return self._recorder(layout.tensor).held(layout, self._accumulated, master_weights=master_weights)
 
 
 def _parts(
@@ -393,12 +395,13 @@ class _Recorder(DryRunStrategy):
         """What forwards took, from the largest microbatch to the smallest."""
         return self._timings[self.cut(layout).key]
 
-    def held(self, layout: Layout, accumulated: int) -> tuple[MemoryUsage, ...]:
+    def held(self, layout: Layout, accumulated: int, *, master_weights: bool) -> tuple[MemoryUsage, ...]:
         """What each pipeline rank holds, apart from activations.
 
         Args:
             layout: The layout.
             accumulated: Batches of an optimizer step.
+            master_weights: Whether master copies count.
         """
         cut = self.cut(layout)
         body = cut.body if cut.stage_map.body is not None else None
@@ -407,6 +410,7 @@ class _Recorder(DryRunStrategy):
             num_microbatches=layout.num_microbatches,
             num_chunks=layout.num_chunks,
             zero_stage=layout.zero_stage,
+            master_weights=master_weights,
         )
         return tuple(
             estimate(
