@@ -30,12 +30,8 @@ _IRRELEVANT: dict[str, Any] = {
     "process_group_backend": "gloo",
 }
 _WITHOUT_STAGES = {"pipeline_parallel_size": 1, "num_chunks": 1, "schedule": "1f1b", "partition": "uniform"}
-_WITHOUT_TENSOR_PARALLEL = {
-    "tensor_parallel_size": 1,
-    "sequence_parallel": False,
-    "tensor_parallel_mode": "1d",
-    "tensor_parallel_depth": 1,
-}
+_ONE_DIMENSION = {"tensor_parallel_mode": "1d", "tensor_parallel_depth": 1}
+_WITHOUT_TENSOR_PARALLEL = {"tensor_parallel_size": 1, "sequence_parallel": False, **_ONE_DIMENSION}
 _MOST_SHOWN = 5
 
 

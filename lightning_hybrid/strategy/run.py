@@ -112,8 +112,7 @@ class World:
         grid = grid_shape(config.tensor_parallel_mode, sizes[1], config.tensor_parallel_depth)
         axes |= {"grid": grid, "writes_together": config.save_distributed_checkpoint}
         with connections.opened(), equally_many_groups(max(each.num_groups for each in ranks)):
-            axes["context_parallel_size"] = config.context_parallel_size
-            self.mesh = Mesh(*sizes, **axes, hosts=hosts)
+            self.mesh = Mesh(*sizes, **axes, hosts=hosts, context_parallel_size=config.context_parallel_size)
             channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
         self.failures, store, watched = start.failures, start.store, start.watched
         rank = dist.get_rank()
