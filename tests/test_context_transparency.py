@@ -21,6 +21,8 @@ SUBJECTS = ["gpt", "found_nano", "found_gpt2", "found_llama", "found_mistral", *
 WITHOUT_TENSOR = {"context_used_twice", "context_penalised"}
 #: No stage has the values of all parameters.
 WITHOUT_STAGES = {"context_penalised"}
+#: The loss is a DTensor then, which is not broadcast in a model group.
+WITHOUT_ZERO3 = {"context_penalised"}
 #: A cache of keys does not go with layers that run again.
 CACHED = {f"found_{name}" for name in ("gpt2", "llama", "mistral")}
 UNCACHED = {f"context_{name}" for name in ("gpt2", "llama", "mistral")}
@@ -37,6 +39,8 @@ def _schedule(layout: Layout) -> str:
 
 def _means_something(subject: str, layout: Layout) -> bool:
     without = WITHOUT_TENSOR if layout.tensor > 1 else WITHOUT_STAGES if layout.pipeline > 1 else set()
+    if layout.zero == 3:
+        without = without | WITHOUT_ZERO3
     return subject not in without and subject not in (CACHED if layout.recompute else UNCACHED)
 
 

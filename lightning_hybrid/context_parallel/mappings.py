@@ -14,6 +14,8 @@ whether a parameter is used in the layers, around them or in both. What flows ba
     to_sequence        all-to-all                  all-to-all              the inverse
 
 Shares may differ in length, by a position or two. Ring attention sends blocks from rank to rank itself (`ring`).
+As in tensor parallelism, gradients that torch makes as DTensors, where a user's code computes with a sharded parameter,
+become plain ones here.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.process_group import GroupRef, all_gather_single, reduce_scatter_single
 
 
@@ -194,7 +197,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather_shares(gradient, ctx.dim, ctx.shares).div_(ctx.shares.group.size), None, None
+        return all_gather_shares(full_tensor(gradient), ctx.dim, ctx.shares).div_(ctx.shares.group.size), None, None
 
 
 class _Copy(torch.autograd.Function):
@@ -206,7 +209,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
+        total = full_tensor(gradient).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group())
         return total.div_(ctx.group.size), None
 
@@ -220,7 +223,7 @@ class _GatherKeys(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter_shares(gradient, ctx.dim, ctx.shares), None, None
+        return _reduce_scatter_shares(full_tensor(gradient), ctx.dim, ctx.shares), None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -232,4 +235,4 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _exchange(gradient, ctx.shares, to_heads=not ctx.to_heads), None, None
+        return _exchange(full_tensor(gradient), ctx.shares, to_heads=not ctx.to_heads), None, None

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import irecv, isend  # those of torch, whatever takes their places in a step
 
 from lightning_hybrid.context_parallel.mappings import Shares
+from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.random import derive_seed
 
 _ROWS = 1024  # positions of a block, so that its scores take little memory
@@ -166,6 +167,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         q, k, v, mask, out, logsumexp = ctx.saved_tensors
         ring: Ring = ctx.ring
+        gradient = full_tensor(gradient)
         dtype, group, heads = _precise(q.dtype), ring.shares.group, q.shape[1]
         inner = (gradient.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
         of_q = q.new_zeros(q.shape, dtype=dtype)

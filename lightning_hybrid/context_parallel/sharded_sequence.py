@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_hybrid.context_parallel.mappings import ContextGroup, Shares, all_gather_shares, scatter_to_cp
+from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, map_leaves, unflatten
 
 
@@ -149,4 +150,4 @@ class _Shard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.shares.own(gradient, ctx.dim) * ctx.shares.group.size, None, None
+        return ctx.shares.own(full_tensor(gradient), ctx.dim) * ctx.shares.group.size, None, None
