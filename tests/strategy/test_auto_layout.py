@@ -30,7 +30,7 @@ from lightning_hybrid.strategy.auto_layout.measure import measure_machine
 from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
 from lightning_hybrid.strategy.auto_layout.process_copy import run_in_copy
 from lightning_hybrid.strategy.auto_layout.request import search_space
-from lightning_hybrid.strategy.auto_layout.search import SearchSpace, layouts, search
+from lightning_hybrid.strategy.auto_layout.search import FOUND_UNSEEN, SearchSpace, layouts, search
 from tests.pool import Pools
 from tests.strategy.test_auto_layout_search import Blocks, make_profile, random_problem
 from tests.strategy.test_auto_layout_search import Profile as MadeUp
@@ -136,6 +136,21 @@ def test_of_steps_of_different_size_the_time_of_a_sample_counts(seed: int) -> No
         of_data = search(model, problem.num_ranks, refuse=problem.refuse, space=SearchSpace(data=(data,)))
         alone += [(cost.seconds or 0.0) / (step.samples * data * step.accumulated) for cost in of_data.best]
     assert [cost.seconds_of_sample for cost in found.best] == pytest.approx(sorted(alone)[: len(found.best)], rel=0.011)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_option_has_to_be_worth_it(seed: int) -> None:
+    problem = random_problem(seed)
+    model = CostModel(MadeUp(problem), problem.machine, LoaderStep(problem.step.samples))
+    first, *others = search(model, problem.num_ranks, refuse=problem.refuse, **FOUND_UNSEEN).best
+    fastest = min(cost.seconds_of_sample for cost in (first, *others))
+    assert first.seconds_of_sample <= 1.05 * fastest
+
+    def options(layout: Layout) -> int:
+        return layout.zero_stage + layout.num_chunks + bool(layout.recompute) + bool(layout.extra_in_flight)
+
+    for cost in others:
+        assert options(cost.layout) >= options(first.layout) or cost.seconds_of_sample > 1.0499 * fastest
 
 
 # -- how few layers run again ------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def run(args: Sequence[str]) -> None:
     from lightning_hybrid.cli.suggest.report import as_data, as_text
     from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, LoaderStep, Step
     from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
-    from lightning_hybrid.strategy.auto_layout.search import SearchSpace, search
+    from lightning_hybrid.strategy.auto_layout.search import FOUND_UNSEEN, SearchSpace, search
 
     be_quiet()
     overrides += ["--trainer.devices", "1", "--trainer.num_nodes", "1"]
@@ -90,7 +90,8 @@ def run(args: Sequence[str]) -> None:
                 step = LoaderStep(profile.batch_size, *others)
             model = CostModel(profile, machine, step)
             space = SearchSpace(some_layers=True)
-            found = search(model, options.ranks, refuse=profile.refuse, space=space, progress=progress)
+            how = FOUND_UNSEEN if options.keep_batch else {}
+            found = search(model, options.ranks, refuse=profile.refuse, space=space, progress=progress, **how)
     configured = find_configured(cli, profile.batch_size)
     if options.json:
         print_json(as_data(found, machine, step, configured, profile.divided_shares()))

@@ -27,7 +27,7 @@ from lightning_hybrid.strategy.auto_layout.measure import measure_machine, usabl
 from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
 from lightning_hybrid.strategy.auto_layout.process_copy import run_in_copy
 from lightning_hybrid.strategy.auto_layout.request import SIZES, search_space
-from lightning_hybrid.strategy.auto_layout.search import SearchSpace, Suggestions, search
+from lightning_hybrid.strategy.auto_layout.search import FOUND_UNSEEN, SearchSpace, Suggestions, search
 from lightning_hybrid.strategy.summary import text_table
 from lightning_hybrid.trainer.lightning_internals import training_data
 
@@ -93,7 +93,7 @@ class Problem:
             self.config.global_batch_size,
         )
         model = CostModel(profile, self.machine, step)
-        return search(model, self.num_ranks, refuse=profile.refuse, space=self.space, num_best=_MOST_SHOWN)
+        return search(model, self.num_ranks, refuse=profile.refuse, space=self.space, **FOUND_UNSEEN)
 
 
 def choose_layout(
@@ -214,7 +214,7 @@ def _text(found: Suggestions, config: HybridConfig, machine: Machine, seconds: f
         f"Found {', '.join(config.searched)} in {seconds:.1f} s: the fastest of {found.num_layouts} layouts{limit}, by"
         " estimates.",
         f"By hand: {by_hand(found.best[0].layout)}",
-        _table(found.best),
+        _table(found.best[:_MOST_SHOWN]),
     ]
     lines += [
         f"not: {group.reason} ({group.count}), such as {in_words(group.best)}: {_first_sentence(group.text)}"

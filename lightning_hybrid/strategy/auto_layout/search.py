@@ -7,10 +7,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
+from typing import Any
 
 from lightning_hybrid.strategy.auto_layout.cost_model import MOST_CHUNKS, RECOMPUTE, Cost, CostModel, Layout, Step
 
 DOES_NOT_FIT = "does not fit"
+#: How a layout is found that nobody looks at before it runs: an option that saves less of the time is not taken, as
+#: estimates are rougher than that, and so many layouts are compared by what is simple.
+FOUND_UNSEEN: dict[str, Any] = {"as_good": 0.05, "num_best": 12}
 #: Schedules, with the chunks of a rank.
 SCHEDULES_TRIED = (
     ("1f1b", 1),
@@ -41,7 +45,7 @@ class Suggestions:
     """What a search found.
 
     Attributes:
-        best: Layouts with their costs, the fastest first; of those that differ by less than 1 %, the simplest. Where
+        best: Layouts with their costs, the fastest first; of those that differ by little, the simplest. Where
             steps differ in their samples, the time of a sample counts.
         losers: The others, by reason, of those that come closest first.
         num_layouts: How many layouts there are.
@@ -162,6 +166,7 @@ def search(
     refuse: Callable[[Layout], tuple[str, str] | None],
     space: SearchSpace = EVERYTHING,
     num_best: int = 5,
+    as_good: float = 0.01,
     progress: Callable[[str, int, int], None] = lambda text, done, total: None,
 ) -> Suggestions:
     """Find the fastest layouts that fit.
@@ -177,6 +182,7 @@ def search(
         refuse: Says why a module cannot be divided by a layout, in short and in full; ``None`` if it can.
         space: What is tried.
         num_best: How many are wanted.
+        as_good: The share of the time of the fastest by which a simpler layout may be slower, to come before it.
         progress: Gets what is done to layouts, to how many it has been done, and how many there are.
     """
     machine, step = model.machine, model.step
@@ -197,7 +203,7 @@ def search(
     ranking.add(fitting)
     if space.some_layers:
         ranking.add(_partly_recomputed(model, fitting, too_big, ranking.worst))
-    best = ranking.sorted()
+    best = ranking.sorted(as_good)
     chosen = {cost.layout for cost in best}
     slower = [cost for cost in (*ranking.simulated, *ranking.left) if cost.layout not in chosen]
     losers = [*_slower(slower, best), *_too_big(too_big, machine.memory), *_refused(refused)]
@@ -243,9 +249,9 @@ class _Ranking:
             self._progress("Simulating those that fit, at most", len(self.simulated), self.num_layouts)
             self._best = heapq.nsmallest(self._num_best, [*self._best, self.simulated[-1]], key=_rank)
 
-    def sorted(self) -> list[Cost]:
-        """The best, where a time within 1 % of the fastest is as good as that."""
-        return sorted(self._best, key=lambda cost: _preference(cost, self._best[0]))
+    def sorted(self, as_good: float) -> list[Cost]:
+        """The best, where a time that is longer than that of the fastest by this share is as good as that."""
+        return sorted(self._best, key=lambda cost: _preference(cost, self._best[0], as_good))
 
 
 def _partly_recomputed(
@@ -274,10 +280,9 @@ def _rank(cost: Cost) -> tuple[float, int]:
     return cost.seconds_of_sample, options
 
 
-def _preference(cost: Cost, fastest: Cost) -> tuple[int, int, float]:
-    """As above, where a time within 1 % of the fastest is as good as that."""
+def _preference(cost: Cost, fastest: Cost, as_good: float) -> tuple[int, int, float]:
     seconds, complexity = _rank(cost)
-    return int(100 * (seconds / fastest.seconds_of_sample - 1)), complexity, seconds
+    return int((seconds / fastest.seconds_of_sample - 1) / as_good), complexity, seconds
 
 
 def _slower(costs: list[Cost], best: list[Cost]) -> Iterator[Losers]:
