@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -159,6 +159,42 @@ def plain_factories() -> Iterator[None]:
     finally:
         for each in own:
             handlers.pop(each)
+
+
+@contextmanager
+def mixed_operations() -> Iterator[None]:
+    """Inside, operations take lists of parameters of which some are divided and some are not, as optimizers do.
+
+    Before the first operation of a kind torch compares the costs of all layouts that its operands may be brought into.
+    Of blocks of a packed projection over three axes that takes it a minute: here they stay as they are.
+    """
+    from torch.distributed.tensor.experimental import implicit_replication  # a tenth of a second
+
+    try:
+        from torch.distributed.tensor._ops import utils as module
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        utils: Any = module
+        find_cost: Callable[[Any, Any], float] = utils.redistribute_cost
+    except (ImportError, AttributeError):  # it keeps this elsewhere: then it takes its time
+        with implicit_replication():
+            yield
+        return
+
+    def cost(current: Any, target: Any) -> float:
+        if len(current.placements) < 3 or not any(isinstance(each, _StridedShard) for each in current.placements):
+            return find_cost(current, target)
+        return 0.0 if current.placements == target.placements else _DEAR
+
+    utils.redistribute_cost = cost
+    try:
+        with implicit_replication():
+            yield
+    finally:
+        utils.redistribute_cost = find_cost
+
+
+_DEAR = 1e9  # more than any other cost
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:

@@ -32,6 +32,7 @@ from lightning_hybrid.distributed.agreement import RankInfo, agree
 from lightning_hybrid.distributed.broadcast.leaf_readers import LeafFetch
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.debug.stall import Position
+from lightning_hybrid.distributed.dtensor import mixed_operations
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import equally_many_groups
 from lightning_hybrid.distributed.random import RandomStreams
@@ -138,10 +139,7 @@ class World:
         """A run begins; :meth:`close` undoes this."""
         self.loaders.attach(trainer)
         if self.mesh.tensor_parallel_size > 1 or self.config.zero_stage:
-            from torch.distributed.tensor.experimental import implicit_replication  # a tenth of a second
-
-            # Optimizers and callbacks compute with lists of parameters, of which some are divided and some are not.
-            self._mixed_operations.enter_context(implicit_replication())
+            self._mixed_operations.enter_context(mixed_operations())
         add_callbacks(trainer, self.exceptions)
         if dist.get_world_size() > 1:
             self.watch.open(trainer)
