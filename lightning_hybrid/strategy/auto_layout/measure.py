@@ -17,7 +17,7 @@ from lightning_hybrid.strategy.auto_layout.machine import Machine
 
 _REPEAT = 7
 _SMALL_OPERATIONS = 200
-_LEAST_SECONDS = 1e-7  # no operation, message or difference of two of them is taken to be shorter
+_LEAST_SECONDS = 1e-7  # no operation or message is taken to be shorter
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ def _links(device: torch.device, sizes: _Sizes) -> tuple[float, float]:
         tensor = torch.zeros(size // 4, device=place)
         seconds.append(_seconds(lambda tensor=tensor: dist.all_reduce(tensor), place))  # type: ignore[misc]
     sent = 2 * (ranks - 1) / ranks * (sizes.summed - small)
-    return seconds[0] / (2 * (ranks - 1)), sent / max(seconds[1] - seconds[0], _LEAST_SECONDS)
+    # Where others disturb it, the small one may take as long: half of the time at least is that of the bytes.
+    of_bytes = max(seconds[1] - seconds[0], seconds[1] / 2)
+    return seconds[0] / (2 * (ranks - 1)), sent / of_bytes
 
 
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
