@@ -59,11 +59,6 @@ class Row:
     cell: str
 
     @property
-    def waits_for(self) -> str | None:
-        match = re.match(r"waits for ([^:]+): ", self.cell)
-        return match and match[1]
-
-    @property
     def has_code(self) -> bool:
         return not self.cell.startswith(("nothing to write", "no counterpart"))
 
@@ -77,7 +72,7 @@ class Row:
 
 
 CODE = r"(in `\w+`: )?`[^`]+`"
-CELL = re.compile(rf"nothing to write(: [^`]+)?|no counterpart: [^`]+|(waits for [^:`]+: )?{CODE}(<br>{CODE})*")
+CELL = re.compile(rf"nothing to write(: [^`]+)?|no counterpart: [^`]+|{CODE}(<br>{CODE})*")
 
 
 def read_rows() -> list[Row]:
@@ -98,11 +93,10 @@ def blocks(language: str) -> list[str]:
 ROWS = read_rows()
 RUNNING = list(
     {
-        row.cell: row for row in ROWS if row.has_code and row.waits_for is None and not row.cell.startswith("`$ ")
+        row.cell: row for row in ROWS if row.has_code and not row.cell.startswith("`$ ")
     }.values()
 )
 COMMANDS = list(dict.fromkeys(line.code[2:] for row in ROWS for line in row.lines if row.cell.startswith("`$ ")))
-WAITING = {line.code: row for row in ROWS if row.waits_for for line in row.lines}
 CHAPTERS = list(dict.fromkeys(row.chapter for row in ROWS))
 
 
@@ -405,26 +399,6 @@ def test_yaml_makes_a_training(block: str, tmp_path: Path, monkeypatch: pytest.M
     arguments = yaml.safe_load(block)["trainer"]["strategy"]["init_args"]
     assert cli.trainer.strategy._requested_sizes[2] == arguments["pipeline_parallel_size"]
     assert hasattr(cli.model, "body")
-
-
-@pytest.mark.parametrize("code", WAITING)
-def test_what_waits_is_refused_today(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """When this fails, the feature has arrived: the document's rows lose their mark."""
-    if code.startswith("$ "):
-        with pytest.raises(SystemExit) as stopped:
-            main(code.split()[2:])
-        assert stopped.value.code == 2
-        assert f"there is no command {code.split()[2]!r}" in capsys.readouterr().err
-        return
-    with pytest.raises((TypeError, ValueError)) as refused:
-        eval(code, {"HybridStrategy": HybridStrategy})
-    assert any(argument in str(refused.value) for argument in re.findall(r"(\w+)=", code))
-
-
-def test_what_waits_is_listed() -> None:
-    listed = {row.waits_for for row in ROWS if row.chapter == "What waits"}
-    assert {row.waits_for for row in WAITING.values()} == listed
-    assert "zero bubble" in listed
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------
