@@ -91,11 +91,7 @@ def blocks(language: str) -> list[str]:
 
 
 ROWS = read_rows()
-RUNNING = list(
-    {
-        row.cell: row for row in ROWS if row.has_code and not row.cell.startswith("`$ ")
-    }.values()
-)
+RUNNING = list({row.cell: row for row in ROWS if row.has_code and not row.cell.startswith("`$ ")}.values())
 COMMANDS = list(dict.fromkeys(line.code[2:] for row in ROWS for line in row.lines if row.cell.startswith("`$ ")))
 CHAPTERS = list(dict.fromkeys(row.chapter for row in ROWS))
 

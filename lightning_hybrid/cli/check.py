@@ -434,7 +434,8 @@ class _Check:
 
 
 def _sizes(layout: Mapping[str, Any]) -> dict[str, int]:
-    return {axis: layout.get(f"{axis}_parallel_size", 1) for axis in ("data", "tensor", "pipeline")}
+    axes = "data", "tensor", "pipeline", *(["context"] if layout.get("context_parallel_size", 1) > 1 else [])
+    return {axis: layout.get(f"{axis}_parallel_size", 1) for axis in axes}
 
 
 def _layout_text(layout: Mapping[str, Any]) -> str:

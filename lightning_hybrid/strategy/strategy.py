@@ -323,10 +323,6 @@ class HybridStrategy(ReplicaCollectives):
         Raises:
             TypeError: If the layout is no text and no mapping.
             ValueError: If it cannot be read, or a parameter cannot lie so.
-
-        Example:
-            ``self.noise = self.trainer.strategy.distribute(torch.randn(16, 8), "S(0),S(1)")`` keeps ``(8, 4)`` on each
-            of 2 x 2 ranks.
         """
         return distribute(tensor, layout, self.device_mesh)
 
