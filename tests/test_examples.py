@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import pickle
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from torch import nn
 from examples.data import CIFAR10, CIFAR10_FILES, Augment, Digits, read_cifar10
 from examples.gpt import GPT, Sources
 from examples.resnet import ResNet, resnet
-from examples.vit import ViT
+from examples.vit import DropPath, ViT
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = [*sorted((ROOT / "configs").glob("*.yaml")), ROOT / "lightning_hybrid" / "cli" / "demo" / "vit.yaml"]
@@ -184,6 +187,71 @@ def test_resnet_has_the_published_number_of_parameters(name: str, millions: floa
 def test_unknown_resnet_lists_the_known() -> None:
     with pytest.raises(ValueError, match="'resnet19'; choose one of 'resnet18', 'resnet34', 'resnet50'"):
         ResNet("resnet19")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"), [({}, 25_557_032), ({"groups": 32, "width_per_group": 4}, 25_028_904)]
+)
+def test_bottlenecks_have_the_parameters_of_the_papers(options: dict[str, Any], expected: int) -> None:
+    """ResNet-50, and ResNeXt-50 32x4d, as torchvision counts them."""
+    with torch.device("meta"):
+        model = resnet("resnet50", 3, 1000, 64, False, "batch", **options)
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected
+
+
+def test_dilation_keeps_the_resolution_and_residuals_may_begin_with_nothing() -> None:
+    images = torch.randn(2, 3, 64, 64)
+    strided = resnet("resnet50", 3, 10, 8, False, "group")[:5]
+    options: dict[str, Any] = {"replace_stride_with_dilation": (False, True, True), "zero_init_residual": True}
+    dilated = resnet("resnet50", 3, 10, 8, False, "group", **options)[:5]
+    assert (strided(images).shape[-1], dilated(images).shape[-1]) == (2, 8)
+    block = dilated[4][2]
+    assert block.conv2.dilation == (4, 4)
+    features = dilated[:4](images).repeat(1, 2, 1, 1)
+    torch.testing.assert_close(block(features), features.relu())  # the residual adds nothing yet
+    with pytest.raises(ValueError, match="are for bottlenecks"):
+        ResNet("resnet18", groups=2)
+
+
+def test_a_vit_has_the_parameters_of_the_paper_and_a_layer_before_its_head() -> None:
+    with torch.device("meta"):
+        base = ViT(224, 16, 3, 1000, 768, 12, 12, 4.0)
+        wider = ViT(224, 16, 3, 1000, 768, 12, 12, 4.0, representation_size=512)
+    assert sum(parameter.numel() for parameter in base.parameters()) == 86_567_656  # as timm counts them
+    assert base.embedding.positions.shape == (1, 197, 768)
+    added = 512 * 768 + 512 + 1000 * 512 - 1000 * 768
+    assert sum(parameter.numel() for parameter in wider.parameters()) == 86_567_656 + added
+    assert [block.drop_path.probability for block in ViT(depth=3, drop_path=0.2).body] == [0.0, 0.1, 0.2]
+
+
+def test_paths_are_dropped_by_sample_and_only_in_training() -> None:
+    drop, x = DropPath(0.25), torch.ones(4000, 2, 3)
+    torch.manual_seed(0)
+    dropped = drop(x)
+    assert torch.equal(dropped, dropped[:, :1, :1].expand_as(x))
+    assert sorted(dropped.unique().tolist()) == pytest.approx([0.0, 4 / 3])
+    assert float(dropped.mean()) == pytest.approx(1.0, abs=0.05)
+    assert torch.equal(drop.eval()(x), x)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["vit_b16", "resnet50"])
+def test_large_configurations_are_planned_weighed_and_run(name: str, tmp_path: Path) -> None:
+    config = ["--config", str(ROOT / "configs" / f"{name}.yaml")]
+    batch = ["--data.batch_size", "16", "--data.num_images", "64"]
+    run = ["--trainer.max_steps", "2", "--trainer.limit_val_batches", "0", "--trainer.logger", "false"]
+    run += ["--trainer.enable_checkpointing", "false", "--trainer.accelerator", "cpu"]
+    for words in (["plan", *config], ["memory", *config], ["fit", *config, *batch, *run]):
+        done = subprocess.run(
+            [sys.executable, "-m", "lightning_hybrid", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -94,9 +94,8 @@ class ResumeCallback(Callback):
             own = self._snapshot(trainer)
         common = dict(own)
         of_rank = common.pop("rank")
-        entry = (
-            None if self._mesh.context_rank else (self._coordinate, of_rank)
-        )  # the first of those that share sequences
+        is_first = self._mesh.context_rank == 0  # of those that share sequences, and draw the same around layers
+        entry = (self._coordinate, of_rank) if is_first else None
         ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(entry, ranks, 0, group=self._mesh.decision_group)
         return {**common, "ranks": dict(filter(None, ranks or ()))}

@@ -1,0 +1,1 @@
+"""What long sequences cost that are shared by several ranks."""
