@@ -88,7 +88,7 @@ class Engine:
         self._trace = _ignore if trace is None else trace
         self._sends: dict[str, Send] = {}
         # By identity: the hash of a schedule is that of all its actions. Holding the schedule keeps its id its own.
-        self._programs: dict[int, _Program] = {}
+        self._programs: dict[int, tuple[Schedule, list[_Step]]] = {}
 
     def run(
         self,
@@ -124,7 +124,7 @@ class Engine:
         """
         if len(keys) != schedule.num_microbatches:
             raise ValueError(f"got {len(keys)} keys for a schedule of {schedule.num_microbatches} microbatches")
-        steps = self._program(schedule).steps
+        steps = self._program(schedule)
         self._connect()
         self.retire()
         self.runs += 1
@@ -185,8 +185,8 @@ class Engine:
         """Drop everything that is under way, after a failure: a pending message keeps its connection open."""
         for channel in self.channels.values():
             channel.abandon()
-        for program in self._programs.values():
-            for step in program.steps:
+        for _, steps in self._programs.values():
+            for step in steps:
                 for buffer in (step.source, step.target):
                     if buffer is not None:
                         buffer.clear()
@@ -268,33 +268,15 @@ class Engine:
                 self.channels[key].connect(sends=key[0] == self._rank)
             self._connected = True
 
-    def receive_bytes(self, schedule: Schedule, keys: Sequence[Hashable]) -> int | None:
-        """What the receives of a run take on the host, if none were over before its end.
-
-        Args:
-            schedule: Of the run.
-            keys: As of :meth:`run`.
-
-        Returns:
-            The bytes; ``None`` where they are not known before messages come, or lie on a device.
-        """
-        total = 0
-        for step in self._program(schedule).receives:
-            known = step.channel.known_bytes((step.boundary, keys[step.microbatch]))
-            if known is None:
-                return None
-            total += known
-        return total
-
-    def _program(self, schedule: Schedule) -> _Program:
+    def _program(self, schedule: Schedule) -> list[_Step]:
         known = self._programs.get(id(schedule))
-        if known is None:
-            if len(self._programs) >= _MAX_PROGRAMS:
-                self._programs.clear()
-            steps = self._compile(schedule)
-            receives = [step for step in steps if step.action.kind.is_receive]
-            known = self._programs[id(schedule)] = _Program(schedule, steps, receives)
-        return known
+        if known is not None:
+            return known[1]
+        if len(self._programs) >= _MAX_PROGRAMS:
+            self._programs.clear()
+        steps = self._compile(schedule)
+        self._programs[id(schedule)] = schedule, steps
+        return steps
 
     def _compile(self, schedule: Schedule) -> list[_Step]:
         actions = schedule.actions[self._rank]
@@ -365,14 +347,6 @@ class _Step(NamedTuple):
     boundary: int  # The stage before it: with several chunks, several boundaries share a channel.
     retired: tuple[str, ...]
     is_last_backward: bool
-
-
-class _Program(NamedTuple):
-    """A schedule, its actions on one rank, and those of them that post receives."""
-
-    schedule: Schedule
-    steps: list[_Step]
-    receives: list[_Step]
 
 
 def _is_posted(step: _Step) -> bool:

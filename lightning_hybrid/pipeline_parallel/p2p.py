@@ -152,18 +152,6 @@ class Channel:
         """The bytes of the largest message so far."""
         return max((each.num_bytes for each in self._formats.values()), default=0)
 
-    def known_bytes(self, key: Hashable) -> int | None:
-        """The bytes that a receive takes on the host.
-
-        Args:
-            key: Of its message.
-
-        Returns:
-            The bytes; ``None`` where they are not known before the message comes, or lie on a device.
-        """
-        known = None if self._dynamic or self._wire.type != "cpu" else self._formats.get(key)
-        return None if known is None else known.num_bytes
-
     def abandon(self) -> None:
         """Drop the receives that have not started, after a failure."""
         self._unread.clear()

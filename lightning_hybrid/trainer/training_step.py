@@ -147,13 +147,12 @@ class TrainingStep:
         with context.guard(), torch.set_grad_enabled(backward), grad_sync.step():
             with context.step(num_microbatches=len(counts), counts=counts) as records, _looking(self.anomaly):
                 plans = find_plans()
-                keys = context.keys(version, parts, plans)
                 compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
                 with nullcontext() if self._casts is None else self._casts.schedule():
                     context.engine.run(
-                        self._find_schedule(keys, backward=backward),
+                        self._find_schedule(len(counts), backward=backward),
                         compute,
-                        keys,
+                        context.keys(version, parts, plans),
                         backward_begins=grad_sync.backward_begins,
                         backward_ends=grad_sync.backward_ends,
                         profile=self.schedules.profile(context) if backward else context.profile,
@@ -194,11 +193,11 @@ class TrainingStep:
         if windowed:
             self._window = AccumulationWindow(self._context.device)
 
-    def _find_schedule(self, keys: Sequence[Hashable], *, backward: bool) -> Schedule:
-        """What the ranks of the pipeline do in a step of microbatches with these keys."""
+    def _find_schedule(self, num_microbatches: int, *, backward: bool) -> Schedule:
+        """What the ranks of the pipeline do in a step."""
         if backward:
-            return self.schedules(len(keys), keys)
-        return build_forward(self._context.num_ranks, len(keys), self._context.num_chunks)
+            return self.schedules(num_microbatches)
+        return build_forward(self._context.num_ranks, num_microbatches, self._context.num_chunks)
 
     def _make_compute(
         self,

@@ -266,28 +266,6 @@ def test_executed_is_scheduled(ranks: Pools, name: str, num_chunks: int, size: i
         assert happened == [Action.parse(text).kind.value for text in scheduled]
 
 
-def bytes_to_come(dynamic_shapes: bool) -> list[int | None]:
-    """What receives of a step take: before its first one, after it, of another number of samples."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    channels, _ = open_channels(dynamic_shapes)
-    engine, schedule = Engine(rank, channels), build("1f1b", size, 4)
-    job = Job("plain", size, [2] * 4)
-    found = [engine.receive_bytes(schedule, ["key"] * 4)]
-    for receives_first in (False, True):
-        engine.run(build("1f1b", size, 4, receives_first=receives_first), job.compute, ["key"] * 4)
-        found.append(engine.receive_bytes(schedule, ["key"] * 4))
-    engine.retire()
-    return [*found, engine.receive_bytes(schedule, ["key"] * 3 + ["other"])]
-
-
-@pytest.mark.parametrize("dynamic_shapes", [False, True])
-def test_bytes_of_receives_are_known_after_the_first_step(ranks: Pools, dynamic_shapes: bool) -> None:
-    job = Job("plain", 2, [2] * 4)
-    num_bytes = 4 * job.batch[0].numel() * job.batch[0].element_size()  # layers keep the width
-    known = None if dynamic_shapes else num_bytes
-    assert ranks(2).run(bytes_to_come, dynamic_shapes) == [[None, known, known, None]] * 2
-
-
 def count_messages(dynamic_shapes: bool, same_keys: bool) -> list[tuple[int, int]]:
     """Sends and receives of each of three steps of four microbatches."""
     rank, size = dist.get_rank(), dist.get_world_size()

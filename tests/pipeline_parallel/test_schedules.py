@@ -316,21 +316,6 @@ def test_receives_are_posted_when_the_message_before_is_worked_on(layout: tuple[
                 before_that = num_computations_before(after, users[receive])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_receives_that_come_first_keep_their_order(layout: tuple[str, int, int, int]) -> None:
-    name, num_ranks, num_microbatches, num_chunks = layout
-    usual = build(name, num_ranks, num_microbatches, num_chunks)
-    first = build(name, num_ranks, num_microbatches, num_chunks, receives_first=True)
-    for before, after in zip(usual.actions, first.actions, strict=True):
-        number = sum(action.kind.is_receive for action in before)
-        assert all(action.kind.is_receive for action in after[:number])
-        assert list(after[number:]) == [action for action in before if not action.kind.is_receive]
-        for channel in {usual.channel(action) for action in after[:number]}:
-            assert [action for action in after[:number] if usual.channel(action) == channel] == [
-                action for action in before if action.kind.is_receive and usual.channel(action) == channel
-            ]
-
-
 def most_posted_ahead(schedule: Schedule) -> list[Counter[ChannelKey]]:
     """For each rank, how many receives of a channel are posted while it computes, at most."""
     found = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
@@ -27,7 +27,6 @@ _log = logging.getLogger("lightning.pytorch")
 
 _WARM_UP, _MEASURED = 1, 2  # steps: the first one is slower than later ones
 _PATIENCE = 3.0  # seconds of training that the choice may take, and what a single simulation takes
-_SMALL = 1 << 20  # bytes: receives of a step that take no more on the host are all posted when it begins
 _KEPT_FREE = 0.05  # of a device's memory, for fragments and what single operations need
 
 
@@ -44,12 +43,7 @@ class Records(Protocol):
 
 
 def find_schedule(
-    config: HybridConfig,
-    num_ranks: int,
-    num_microbatches: int,
-    extra_in_flight: tuple[int, ...] | None = None,
-    *,
-    receives_first: bool = False,
+    config: HybridConfig, num_ranks: int, num_microbatches: int, extra_in_flight: tuple[int, ...] | None = None
 ) -> Schedule:
     """What the ranks of a pipeline do in a training step; chunks on a single rank would be neighbours, and are one.
 
@@ -58,11 +52,10 @@ def find_schedule(
         num_ranks: Pipeline ranks.
         num_microbatches: Of the step.
         extra_in_flight: For each link; those of the arguments by default.
-        receives_first: As of :func:`~..schedules.build`.
     """
     num_chunks = config.num_chunks if num_ranks > 1 else 1
     extra = config.extra_of_links(num_ranks) if extra_in_flight is None else extra_in_flight
-    return build(config.schedule, num_ranks, num_microbatches, num_chunks, extra, receives_first=receives_first)
+    return build(config.schedule, num_ranks, num_microbatches, num_chunks, extra)
 
 
 @dataclass(frozen=True)
@@ -113,22 +106,10 @@ class StepSchedules:
         self._recorder: Recorder | None = None
         self._num_steps = self._num_timed = self._num_microbatches = 0
 
-    def __call__(self, num_microbatches: int, keys: Sequence[Hashable] = ()) -> Schedule:
-        """The schedule of a step.
-
-        Each rank finds out for itself whether its receives are so small that all of them can be posted at once: nobody
-        else sees when they are.
-
-        Args:
-            num_microbatches: Of the step.
-            keys: Of the microbatches, as :meth:`Engine.run` takes them; nothing if they are not known.
-        """
+    def __call__(self, num_microbatches: int) -> Schedule:
+        """The schedule of a step of so many microbatches."""
         self._num_microbatches = max(num_microbatches, self._num_microbatches)  # the last batch may have fewer
-        given = self._config, self._mesh.pipeline_parallel_size, num_microbatches, self.extra_in_flight
-        schedule = find_schedule(*given)
-        received = self._engine.receive_bytes(schedule, keys) if keys else None
-        small = received is not None and received <= _SMALL
-        return find_schedule(*given, receives_first=True) if small else schedule
+        return find_schedule(self._config, self._mesh.pipeline_parallel_size, num_microbatches, self.extra_in_flight)
 
     def begin_step(self) -> None:
         """A step with backward is about to begin, on every rank; where enough of them have been timed, choose."""

@@ -11,7 +11,6 @@ from lightning_hybrid.pipeline_parallel.schedules.generators import SCHEDULES, c
 from lightning_hybrid.pipeline_parallel.schedules.passes import (
     add_communication,
     post_receives_early,
-    post_receives_first,
     prove_sends_received,
 )
 from lightning_hybrid.pipeline_parallel.schedules.validation import validate
@@ -27,7 +26,6 @@ __all__ = [
     "build_forward",
     "compute_order",
     "post_receives_early",
-    "post_receives_first",
     "prove_sends_received",
     "validate",
 ]
@@ -35,13 +33,7 @@ __all__ = [
 
 @lru_cache
 def build(
-    name: str,
-    num_ranks: int,
-    num_microbatches: int,
-    num_chunks: int = 1,
-    extra_in_flight: tuple[int, ...] = (),
-    *,
-    receives_first: bool = False,
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, extra_in_flight: tuple[int, ...] = ()
 ) -> Schedule:
     """The complete, validated schedule of a training step.
 
@@ -52,7 +44,6 @@ def build(
         num_chunks: Stages per rank.
         extra_in_flight: For each link between neighbouring ranks, how many microbatches more are on their way over it;
             nothing for none.
-        receives_first: Whether all receives are posted before anything else; for messages of the host that are small.
 
     Raises:
         ValueError: If there is no such schedule, a number is not at least 1, or the schedule has one chunk only, or
@@ -63,8 +54,7 @@ def build(
         1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
     order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
-    schedule = Schedule(name, num_ranks, num_chunks, num_microbatches, order)
-    return _complete(schedule, extra_in_flight, receives_first=receives_first)
+    return _complete(Schedule(name, num_ranks, num_chunks, num_microbatches, order), extra_in_flight)
 
 
 @lru_cache
@@ -78,11 +68,9 @@ def build_forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) ->
     return _complete(Schedule("forward", num_ranks, num_chunks, num_microbatches, order))
 
 
-def _complete(schedule: Schedule, extra_in_flight: Sequence[int] = (), *, receives_first: bool = False) -> Schedule:
+def _complete(schedule: Schedule, extra_in_flight: Sequence[int] = ()) -> Schedule:
     schedule = add_communication(schedule)
-    if receives_first:
-        schedule = post_receives_first(schedule)
-    elif not _waits_for_each_kernel():
+    if not _waits_for_each_kernel():
         schedule = post_receives_early(schedule, extra_in_flight)
     validate(schedule)
     return prove_sends_received(schedule)

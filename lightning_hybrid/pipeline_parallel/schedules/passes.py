@@ -88,22 +88,6 @@ def post_receives_early(schedule: Schedule, extra_in_flight: Sequence[int] = ())
     return replace(schedule, actions=tuple(lists))
 
 
-def post_receives_first(schedule: Schedule) -> Schedule:
-    """Post all receives before anything else, where their memory does not matter and the host alone waits for them.
-
-    Then a sender always finds its receive posted. Gloo asks the receiver first where it does not, and waits for the
-    answer: one packet, and one thread that wakes up, for each message.
-
-    Args:
-        schedule: With its communication. The order of the receives stays.
-    """
-    lists = (
-        (*(each for each in actions if each.kind.is_receive), *(each for each in actions if not each.kind.is_receive))
-        for actions in schedule.actions
-    )
-    return replace(schedule, actions=tuple(lists))
-
-
 def _last_sends_before(schedule: Schedule) -> dict[Action, int]:
     """For each receive the computation of its rank behind which it may be posted: how many come before.
 
