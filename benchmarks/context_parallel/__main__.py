@@ -19,11 +19,12 @@ import lightning
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.ratios import interval
+from benchmarks.timed_trainer import Round, trainer_round
 from lightning_hybrid import HybridStrategy
 
 WIDTH, HEADS, DEPTH = 128, 4, 2
@@ -66,88 +67,52 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class Stopwatch(Callback):
-    """Seconds for a batch, of the last ones of an epoch."""
-
-    seconds = 0.0
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start when it is warm."""
-        if batch_idx == WARM_UP:
-            self._start = time.perf_counter()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop."""
-        self.seconds = (time.perf_counter() - self._start) / BATCHES
-
-
-class Shared:
+def shared(kind: str, length: int) -> Round:
     """Trained by all ranks.
 
     Args:
         kind: How attention communicates.
         length: Of a sequence.
     """
-
-    def __init__(self, kind: str, length: int) -> None:
-        size = int(os.environ["WORLD_SIZE"])
-        self._watch, self._module = Stopwatch(), Model()
-        generator = torch.Generator().manual_seed(0)
-        batches = [torch.randn(length, WIDTH, generator=generator) for _ in range(WARM_UP + BATCHES)]
-        self._loader: DataLoader[Any] = DataLoader(batches, 1)  # type: ignore[arg-type]
-        strategy = HybridStrategy(context_parallel_size=size, context_parallel=kind)  # type: ignore[arg-type]
-        self._trainer = Trainer(
-            accelerator="cpu",
-            devices=size,
-            strategy=strategy,
-            callbacks=[self._watch],
-            max_epochs=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-
-    def round(self) -> float:
-        """Seconds for a training step."""
-        self._trainer.fit_loop.max_epochs += 1
-        self._trainer.fit(self._module, self._loader)
-        return self._watch.seconds
+    size = int(os.environ["WORLD_SIZE"])
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(length, WIDTH, generator=generator) for _ in range(WARM_UP + BATCHES)]
+    loader: DataLoader[Any] = DataLoader(batches, 1)  # type: ignore[arg-type]
+    strategy = HybridStrategy(context_parallel_size=size, context_parallel=kind)  # type: ignore[arg-type]
+    return trainer_round(Model(), loader, BATCHES, warm_up=WARM_UP, strategy=strategy, devices=size)
 
 
-class Alone:
+def alone(length: int) -> Round:
     """Trained by one process, while the other ranks wait."""
+    module, batch = Model(), torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0))
+    optimizer = module.configure_optimizers()
 
-    def __init__(self, length: int) -> None:
-        self._module = Model()
-        self._optimizer = self._module.configure_optimizers()
-        self._batch = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0))
-
-    def round(self) -> float:
-        """Seconds for a training step."""
+    def run() -> float:
         start = 0.0
         for number in range(WARM_UP + BATCHES):
             if number == WARM_UP:
                 start = time.perf_counter()
-            self._module.training_step(self._batch).backward()
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            module.training_step(batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
         return (time.perf_counter() - start) / BATCHES
+
+    return run
 
 
 def compare(length: int, rounds: int) -> list[dict[str, Any]]:
     """Alternate one process and the kinds; a ratio is the time of a kind over the share of one process."""
-    alone, shared = Alone(length), {kind: Shared(kind, length) for kind in KINDS}
-    for each in shared.values():
-        each.round()
+    one_process, of_kinds = alone(length), {kind: shared(kind, length) for kind in KINDS}
+    for each in of_kinds.values():
+        each()
     size, rank = dist.get_world_size(), dist.get_rank()
     times: dict[str, list[float]] = {name: [] for name in ("alone", *KINDS)}
     for _ in range(rounds):
         dist.barrier()
-        times["alone"].append(alone.round() if rank == 0 else 0.0)
+        times["alone"].append(one_process() if rank == 0 else 0.0)
         for kind in KINDS:
             dist.barrier()
-            times[kind].append(shared[kind].round())
+            times[kind].append(of_kinds[kind]())
     results = []
     for kind in KINDS:
         ratios = sorted(size * ours / one for ours, one in zip(times[kind], times["alone"], strict=True) if one)
@@ -175,9 +140,9 @@ def compare(length: int, rounds: int) -> list[dict[str, Any]]:
 
 def peak(kind: str, length: int) -> float:
     """MiB of this process that two steps take beside what it has before."""
-    contender = Alone(length) if kind == "alone" else Shared(kind, length)
+    contender = alone(length) if kind == "alone" else shared(kind, length)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    contender.round()
+    contender()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.block import Block
 from benchmarks.ratios import interval
+from benchmarks.timed_trainer import Round, trainer_round
 from lightning_hybrid import HybridStrategy
 
 WARM_UP = 2
@@ -89,47 +89,6 @@ class Model(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """SGD, so that the step itself is short."""
         return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class Stopwatch(Callback):
-    """Seconds for the batches of one epoch after the first ones."""
-
-    seconds = 0.0
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start when it is warm."""
-        if batch_idx == WARM_UP:
-            self._start = time.perf_counter()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop."""
-        self.seconds = time.perf_counter() - self._start
-
-
-Round = Callable[[], float]
-
-
-def trainer_round(module: LightningModule, loader: DataLoader[Any], batches: int, **arguments: Any) -> Round:
-    """A Trainer that is fitted again and again, one epoch a round."""
-    watch = Stopwatch()
-    trainer = Trainer(
-        accelerator="cpu",
-        callbacks=[watch],
-        max_epochs=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **arguments,
-    )
-
-    def run() -> float:
-        trainer.fit_loop.max_epochs += 1
-        trainer.fit(module, loader)
-        return watch.seconds / batches
-
-    return run
 
 
 def hand_round(size: Size, data_parallel_size: int, clip: float | None) -> Round:
@@ -210,6 +169,7 @@ def measure(size: Size, data_parallel_size: int, clip: float | None, rounds: int
         Model(size),
         loader_of(size, replica),
         size.batches,
+        warm_up=WARM_UP,
         strategy=strategy,
         devices=2 * data_parallel_size,
         gradient_clip_val=clip,
@@ -236,7 +196,7 @@ def measure(size: Size, data_parallel_size: int, clip: float | None, rounds: int
 def plain_loop(rounds: int) -> dict[str, Any]:
     """Lightning's own share of a step: one process, one layer, one log."""
     size = SIZES["tiny"]
-    run = trainer_round(Model(size._replace(depth=1)), loader_of(size, 0), size.batches, devices=1)
+    run = trainer_round(Model(size._replace(depth=1)), loader_of(size, 0), size.batches, warm_up=WARM_UP, devices=1)
     run()
     return {"stages": "one process, tiny", "ms": 1e3 * median([run() for _ in range(rounds)]), **_environment()}
 

@@ -244,12 +244,12 @@ class Region(TorchFunctionMode):
             total = self.shares.total
             mask = torch.ones(total, total, dtype=torch.bool, device=query.device).triu(1)
         if mask is not None:
-            mask = _additive(mask, query.dtype)
+            mask = additive_mask(mask, query.dtype).to(query.dtype)
             if mask.ndim == 3:
                 mask = mask.view(query.shape[0], -1, *mask.shape[1:])
         if padding is None:
             return mask, False
-        padding = _additive(self._whole_keys(padding), query.dtype)[:, None, None, :]
+        padding = additive_mask(self._whole_keys(padding), query.dtype).to(query.dtype)[:, None, None, :]
         return padding if mask is None else mask + padding, False
 
     def _whole_keys(self, mask: Tensor) -> Tensor:
@@ -297,7 +297,8 @@ def _with_heads(x: Tensor, size: int) -> Tensor:
     return x.repeat_interleave(size // gcd(x.shape[1], size), 1) if x.shape[1] % size else x
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
-    return mask.to(dtype)
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to be added to scores; of a boolean one, ``True`` forbids. One of numbers keeps its dtype."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

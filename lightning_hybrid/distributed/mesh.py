@@ -190,7 +190,7 @@ class Mesh:
         groups = {"dp": self._data_group, "tp": self._tensor_group, "pp": pipeline_group}
         if self._context_group is not None:
             groups["cp"] = self._context_group
-        of_axes = {AXES[axis]: groups[axis] for axis in order}
+        of_axes = {AXES[axis]: groups[axis]() for axis in order}
         self._device_mesh: DeviceMesh | None = _make_device_mesh(of_axes, by_order, device_type)
         self.broadcasts: list[PostedBroadcast] = []
 
@@ -311,7 +311,7 @@ class Mesh:
             return self.device_mesh[AXES["tp"]]
         axes = self._tensor_axes()
         ranks = self._ranks[self.pipeline_rank, self.data_rank].reshape([group.size() for group in axes.values()])
-        return self._mesh_of(axes, ranks)
+        return _make_device_mesh(axes, ranks, self.device_mesh.device_type)
 
     @property
     def zero_mesh(self) -> DeviceMesh:
@@ -324,22 +324,13 @@ class Mesh:
         axes = self._tensor_axes()
         shape = [group.size() for group in axes.values()]
         ranks = self._ranks[self.pipeline_rank, :, self.context_rank].T.reshape(*shape, self.data_parallel_size)
-        return self._mesh_of({**axes, AXES["dp"]: self.data_group}, ranks)
+        return _make_device_mesh({**axes, AXES["dp"]: self.data_group}, ranks, self.device_mesh.device_type)
 
     def _tensor_axes(self) -> dict[str, dist.ProcessGroup]:
         """The groups of the axes over which layers are shared."""
         if self.grid is None:
             return {AXES["tp"]: self.tensor_group}
         return {name: self.grid_group(axes) for name, axes in self.grid.mesh_axes.items()}
-
-    def _mesh_of(self, groups: Mapping[str, dist.ProcessGroup], ranks: Tensor) -> DeviceMesh:
-        """A mesh of torch with these axes."""
-        device, names, ranks = self.device_mesh.device_type, tuple(groups), ranks.contiguous()
-        mesh: DeviceMesh = _WORLD_CACHE.get(
-            (device, names, tuple(ranks.flatten().tolist()), tuple(ranks.shape)),
-            lambda: DeviceMesh.from_group(list(groups.values()), device, mesh=ranks, mesh_dim_names=names),
-        )
-        return mesh
 
     @property
     def is_first(self) -> bool:
@@ -453,12 +444,11 @@ class Mesh:
         return reference
 
 
-def _make_device_mesh(groups: Mapping[str, GroupRef], ranks: Tensor, device_type: str) -> DeviceMesh:
-    """Torch's mesh, of groups by the names of their axes; the one that there is, if there is one of this shape."""
+def _make_device_mesh(groups: Mapping[str, dist.ProcessGroup], ranks: Tensor, device_type: str) -> DeviceMesh:
+    """Torch's mesh, of groups by the names of their axes; the one that there is, if there is one of these ranks."""
+    names, ranks = tuple(groups), ranks.contiguous()
     mesh: DeviceMesh = _WORLD_CACHE.get(
-        (device_type, tuple(ranks.shape), tuple(groups)),
-        lambda: DeviceMesh.from_group(
-            [group() for group in groups.values()], device_type, mesh=ranks, mesh_dim_names=tuple(groups)
-        ),
+        (device_type, names, tuple(ranks.shape), tuple(ranks.flatten().tolist())),
+        lambda: DeviceMesh.from_group(list(groups.values()), device_type, mesh=ranks, mesh_dim_names=names),
     )
     return mesh

@@ -68,6 +68,25 @@ class GroupRef:
         return self
 
 
+class SizedGroupRef(GroupRef):
+    """Such a reference to a group that computation asks for its size, and for the rank in it, at each call.
+
+    Args:
+        group: The group.
+
+    Attributes:
+        size: The number of ranks.
+        rank: This rank, inside of the group.
+    """
+
+    __slots__ = ("rank", "size")
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.size = group.size()
+        self.rank = group.rank()
+
+
 def device_backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
     """Which backend carries the tensors of which device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_hybrid.context_parallel.attention import whole_keys
+from lightning_hybrid.context_parallel.attention import additive_mask, whole_keys
 from lightning_hybrid.distributed.dtensor import shard_of
 from lightning_hybrid.distributed.random import own_numbers
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
@@ -147,10 +146,3 @@ def is_same(one: Tensor, other: Tensor) -> bool:
         return True
     is_passed_on = one.grad_fn is not None and one.grad_fn is other.grad_fn
     return is_passed_on and one.data_ptr() == other.data_ptr() and one.shape == other.shape
-
-
-def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to be added to scores; ``True`` forbids."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)

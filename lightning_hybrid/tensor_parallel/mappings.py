@@ -30,25 +30,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
 from lightning_hybrid.distributed.dtensor import full_tensor
-from lightning_hybrid.distributed.process_group import GroupRef, all_gather_single, reduce_scatter_single
+from lightning_hybrid.distributed.process_group import SizedGroupRef, all_gather_single, reduce_scatter_single
 
 
-class TensorGroup(GroupRef):
-    """The ranks that share each layer: a weak reference to their process group, its size, and the rank in it.
+class TensorGroup(SizedGroupRef):
+    """The ranks that share each layer."""
 
-    Args:
-        group: The group.
-    """
-
-    __slots__ = ("rank", "size")
-
-    def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(group)
-        self.size = group.size()
-        self.rank = group.rank()
+    __slots__ = ()
 
     @property
     def feature_parts(self) -> int:

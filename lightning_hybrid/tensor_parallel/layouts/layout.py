@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_hybrid.distributed.dtensor import REPLICAS, copy_attributes
+from lightning_hybrid.distributed.mesh import AXES
 
-TENSOR, _STAGES = "tensor_parallel", "pipeline_parallel"
+TENSOR, _STAGES = AXES["tp"], AXES["pp"]
 _LETTER = re.compile(r"S\((-?\d+)\)|B|P")
 _HELP = "Write 'S(dimension)', 'B' or 'P' for each axis, such as 'S(0),S(1)' or 'data_parallel=S(0),tensor_parallel=B'."
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_hybrid.distributed.dtensor import is_zero_sharded, shard_of
+from lightning_hybrid.distributed.dtensor import full_tensor, is_zero_sharded, shard_of
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 from lightning_hybrid.tensor_parallel.layouts.layout import TENSOR
@@ -41,7 +41,7 @@ class PlacedLayer(ParallelLayer):
         with self._placed(mesh):
             result = super().forward(*args, **kwargs)  # type: ignore[misc]
         leaves, spec = flatten(result)
-        return unflatten([_plain(leaf) for leaf in leaves], spec)
+        return unflatten([full_tensor(leaf) for leaf in leaves], spec)
 
     @contextmanager
     def _placed(self, mesh: DeviceMesh) -> Iterator[None]:
@@ -64,14 +64,10 @@ class PlacedLayer(ParallelLayer):
             for part, name in shown:
                 del vars(part)[name]
                 if isinstance(part._buffers.get(name), DTensor):  # its code has set it anew
-                    part._buffers[name] = _plain(part._buffers[name])
+                    part._buffers[name] = full_tensor(part._buffers[name])
 
 
 def _replicated(leaf: Any, mesh: DeviceMesh) -> Any:
     if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
         return leaf
     return DTensor.from_local(leaf, mesh, [Replicate()], run_check=False)
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
