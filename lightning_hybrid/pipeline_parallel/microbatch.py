@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,11 @@ def sizes(total: int, num_microbatches: int) -> list[int]:
     number = max(1, min(num_microbatches, total))
     small, larger = divmod(total, number)
     return [small + 1] * larger + [small] * (number - larger)
+
+
+def signatures(microbatches: Sequence[Any]) -> list[Hashable]:
+    """The :func:`signature` of each microbatch."""
+    return [signature(microbatch) for microbatch in microbatches]
 
 
 def signature(tree: Any) -> Hashable:
@@ -77,29 +82,47 @@ def find_batch_size(batch: Any) -> int | None:
     Returns:
         The number of samples, ``None`` if nothing in the batch has a first dimension.
     """
-    listed = _listed_samples(batch)
-    return _count_samples(batch, listed, _sample_tensor(batch) if listed is None else None)
+    return _find_samples(batch).total
 
 
-def _count_samples(batch: Any, listed: int | None, samples: Tensor | None) -> int | None:
+class _Samples(NamedTuple):
+    """What tells how many samples a batch has.
+
+    Attributes:
+        total: Their number, ``None`` if nothing in the batch has a first dimension.
+        tensor: The tensor whose length it is, if it is one's.
+        fields: The level of the batch in which lists have an entry for each sample, if they tell it: its container, and
+            what is in it.
+    """
+
+    total: int | None
+    tensor: Tensor | None = None
+    fields: tuple[TreeSpec, list[Any]] | None = None
+
+
+def _find_samples(batch: Any) -> _Samples:
+    leaves, spec = flatten(batch)
+    fields = _children(batch, spec)
+    listed = _listed_samples(fields, leaves)
     if listed is not None:
-        return listed
-    return _first_list_length(batch) if samples is None else samples.shape[0]
+        return _Samples(listed, fields=(spec, fields))
+    tensor = _sample_tensor(leaves)
+    return _Samples(_first_list_length(batch) if tensor is None else tensor.shape[0], tensor)
 
 
-def _listed_samples(batch: Any) -> int | None:
+def _listed_samples(fields: list[Any], leaves: list[Any]) -> int | None:
     """The number of samples of a batch like ``((image, image), ({"boxes": ...}, {"boxes": ...}))``."""
-    lists = [field for field in _children(batch)[1] if type(field) in (list, tuple) and field]
+    lists = [field for field in fields if type(field) in (list, tuple) and field]
     tensors = {len(field) for field in lists if all(isinstance(entry, Tensor) for entry in field)}
     records = {len(field) for field in lists if all(isinstance(entry, Mapping) for entry in field)}
-    lengths = {leaf.shape[:1] for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)}
+    lengths = {leaf.shape[:1] for leaf in leaves if isinstance(leaf, Tensor)}
     # Where all tensors have the same length it is that of samples, and the lists are a container of two batches.
     return min(tensors & records, default=None) if len(lengths) > 1 else None
 
 
-def _sample_tensor(batch: Any) -> Tensor | None:
+def _sample_tensor(leaves: list[Any]) -> Tensor | None:
     """The tensor whose length is the number of samples."""
-    tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim > 0]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0]
     if not tensors:
         return None
     (length, _), *_ = Counter(len(tensor) for tensor in tensors).most_common(1)
@@ -109,7 +132,7 @@ def _sample_tensor(batch: Any) -> Tensor | None:
 def _first_list_length(tree: Any) -> int | None:
     if type(tree) is list and tree and all(isinstance(value, (str, bytes, int, float)) for value in tree):
         return len(tree)
-    lengths = (_first_list_length(child) for child in _children(tree)[1])
+    lengths = (_first_list_length(child) for child in _children(tree, flatten(tree)[1]))
     return next((length for length in lengths if length is not None), None)
 
 
@@ -128,16 +151,13 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
     Returns:
         The microbatches, and the number of samples of each.
     """
-    listed = _listed_samples(batch)
-    samples = _sample_tensor(batch) if listed is None else None
-    total = _count_samples(batch, listed, samples)
+    total, samples, listed = _find_samples(batch)
     if total is None or num_microbatches == 1:
         return [batch], [1 if total is None else total]
     counts = sizes(total, num_microbatches)
     if listed is None:
         return _split(batch, counts, samples), counts
-    spec, fields = _children(batch)
-    assert spec is not None
+    spec, fields = listed
     columns = [
         _slices(field, counts)
         if isinstance(field, (list, tuple, Tensor)) and _length(field) == total
@@ -160,17 +180,18 @@ class LengthWatch:
         self._leaves: list[weakref.ref[Tensor]] = []
         self._lengths: list[int] = []
 
-    def __call__(self, batch: Any) -> list[int]:
+    def __call__(self, batch: Any, total: int) -> list[int]:
         """Look at the next batch.
 
         Args:
             batch: A batch that is split by :func:`split_batch`.
+            total: Its samples.
 
         Returns:
             The lengths of such tensors.
         """
         tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim > 0]
-        total, lengths = find_batch_size(batch), list(map(len, tensors))
+        lengths = list(map(len, tensors))
         before = (self._total, self._lengths, self._leaves)
         self._total, self._lengths, self._leaves = total, lengths, list(map(weakref.ref, tensors))
         if len(before[1]) != len(lengths):
@@ -179,7 +200,7 @@ class LengthWatch:
             pairs = zip(lengths, before[1], strict=True)
             return [new for new, old in pairs if new == old and new in (total, before[0])]
         is_old = [old() is new for new, old in zip(tensors, before[2], strict=True) if len(new) == total]
-        return [total or 0] * sum(is_old) if not all(is_old) else []
+        return [total] * sum(is_old) if not all(is_old) else []
 
 
 def length_text(length: int, module: str) -> str:
@@ -211,9 +232,10 @@ def _split(tree: Any, counts: list[int], samples: Tensor | None) -> list[Any]:
         return [tree] * len(counts)
     if type(tree) in (list, tuple) and len(tree) == sum(counts) and _has_entry_for_each_sample(tree, samples):
         return _slices(tree, counts)
-    spec, children = _children(tree)
-    if spec is None:
+    spec = flatten(tree)[1]
+    if spec.kind is None:
         return [tree] * len(counts)
+    children = _children(tree, spec)
     parts = [_split(child, counts, samples) for child in children]
     level = _level(spec, len(children))
     return [unflatten([part[i] for part in parts], level) for i in range(len(counts))]
@@ -231,16 +253,15 @@ def _has_entry_for_each_sample(entries: list[Any] | tuple[Any, ...], samples: Te
     return alike and not any(leaf is samples for leaf in flatten(entries)[0] if samples is not None)
 
 
-def _children(tree: Any) -> tuple[TreeSpec | None, list[Any]]:
-    """One level of a tree: its container and what is directly in it."""
-    _, spec = flatten(tree)
+def _children(tree: Any, spec: TreeSpec) -> list[Any]:
+    """What is directly in a container; nothing in a leaf."""
     if spec.kind is None:
-        return None, []
+        return []
     if not spec.names:
-        return spec, list(tree)
+        return list(tree)
     if isinstance(tree, Mapping):
-        return spec, [tree[name] for name in spec.names]
-    return spec, [getattr(tree, name) for name in spec.names]
+        return [tree[name] for name in spec.names]
+    return [getattr(tree, name) for name in spec.names]
 
 
 def _level(spec: TreeSpec, num_children: int) -> TreeSpec:

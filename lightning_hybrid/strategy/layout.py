@@ -33,7 +33,6 @@ from lightning_hybrid.strategy.summary import (
     stage_table,
 )
 from lightning_hybrid.tensor_parallel.plan import Plan, make_plan
-from lightning_hybrid.trainer.module_hooks import find_hook
 
 # A larger share of the parameters outside of the body is worth a warning.
 _LARGEST_REST = 0.2
@@ -50,7 +49,7 @@ def is_cut(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module)
         module: The user's module.
     """
     _, tensor, pipeline = sizes
-    weighs = find_hook(module, "microbatch_weight") is not None
+    weighs = getattr(module, "microbatch_weight", None) is not None
     shares = max(tensor, pipeline, config.context_parallel_size, config.num_microbatches) > 1
     return shares or weighs
 
@@ -250,7 +249,7 @@ def find_layers(module: LightningModule, settings: HybridConfig, num_stages: int
         ValueError: If there is none.
         TypeError: If it cannot be divided.
     """
-    return find_body(module, settings.body or find_hook(module, "pipeline_body"), num_stages)
+    return find_body(module, settings.body or getattr(module, "pipeline_body", None), num_stages)
 
 
 def find_frames(
@@ -360,7 +359,7 @@ def find_recomputed(
 
 def requested_plan(module: LightningModule, settings: HybridConfig) -> UserPlan | str | None:
     """The plan that the user asks for, as an argument of the strategy or by a method of the module."""
-    hook = find_hook(module, "tensor_parallel_plan")
+    hook = getattr(module, "tensor_parallel_plan", None)
     if settings.tensor_parallel_plan != "auto" or hook is None:
         return settings.tensor_parallel_plan
     found: UserPlan | str | None = hook() if callable(hook) else hook

@@ -14,7 +14,6 @@ from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.microbatch import JoinError, find_batch_size, join, signature, slicing
 from lightning_hybrid.pipeline_parallel.schedules import build_forward
-from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.step_context import StepContext
 
@@ -163,7 +162,7 @@ class EvaluationStep:
 
     def _divide(self, x: Any, total: int | None) -> tuple[list[Any], tuple[int, ...]]:
         """The input of the body in microbatches, and the number of samples of each."""
-        user_split = find_hook(self._context.module, "split_body_input")
+        user_split = getattr(self._context.module, "split_body_input", None)
         if user_split is not None:
             parts = list(user_split(x, self._num_microbatches))
             return parts, (1,) * len(parts)
@@ -188,10 +187,10 @@ class EvaluationStep:
 
         schedule = build_forward(context.num_ranks, len(counts), context.num_chunks)
         # Parts that the user made may differ in shape where they do not differ in what they count.
-        marks = range(len(counts)) if find_hook(context.module, "split_body_input") else counts
+        marks = range(len(counts)) if getattr(context.module, "split_body_input", None) else counts
         keys = context.keys((key, counts), marks)
         outputs = context.engine.run(schedule, compute, keys, profile=context.profile)
         if not context.is_last:
             return None
-        user_join = find_hook(context.module, "join_body_output")
+        user_join = getattr(context.module, "join_body_output", None)
         return join(outputs, counts, strict=strict) if user_join is None or len(outputs) == 1 else user_join(outputs)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.tensor_bytes import move
-from lightning_hybrid.trainer.module_hooks import find_hook
 
 _LOOKS = 4  # batches, from the first one on
 _IGNORED = -100  # the `ignore_index` of torch's cross-entropy
@@ -171,7 +170,7 @@ class LabelWatch:
         Returns:
             Whether the next one is to be looked at too.
         """
-        if len(counts) == 1 or find_hook(self._module, "microbatch_weight") is not None:
+        if len(counts) == 1 or getattr(self._module, "microbatch_weight", None) is not None:
             return True
         self._looks -= 1
         key = unequal_labels(microbatches, counts)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hybrid.distributed.failure import WrongUseError
 
@@ -72,12 +72,6 @@ class ModuleHooks(Protocol):
             A style by name of module, where ``*`` stands for anything between two dots; a mapping as an attribute is
             as good as a method.
         """
-
-
-def find_hook(module: nn.Module, name: str) -> Any:
-    """The hook of this name; ``None`` if the module does not define it."""
-    assert name in vars(ModuleHooks) or name in ModuleHooks.__annotations__, name
-    return getattr(module, name, None)
 
 
 def count_tokens(

@@ -289,12 +289,14 @@ class StepContext:
                 self._results(tree)
             else:
                 tree = self._results.receive()
-                assign_scalars(self.module, tree.get("changed", {}))
+                if "changed" in tree:
+                    assign_scalars(self.module, tree["changed"])
             trainer.should_stop = "stop" in tree
             if "calls" in tree and trainer.is_global_zero:
                 make_calls(tree["calls"], self.module)
         logs = unpack_logs(tree["logs"], self.device)
-        self.desync.note_logs(logs)
+        if self.desync.has_replicas and trainer.training:
+            self.desync.note_logs(logs)
         replay(self.module, logs, alone=self.mesh.data_parallel_size == 1, on_epoch=not trainer.training)
         return tree["value"]
 

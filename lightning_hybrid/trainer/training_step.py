@@ -18,6 +18,7 @@ from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
+from lightning_hybrid.pipeline_parallel.engine import Profile
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.links.step_schedules import StepSchedules
 from lightning_hybrid.pipeline_parallel.links.traffic import TrafficWatch
@@ -26,6 +27,7 @@ from lightning_hybrid.pipeline_parallel.microbatch import (
     find_batch_size,
     length_text,
     signature,
+    signatures,
     sizes,
     split_batch,
 )
@@ -34,7 +36,6 @@ from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
 from lightning_hybrid.pipeline_parallel.stage import Compute
 from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
 from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LabelWatch, LossWeights, weighted, weighted_sum
-from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.precision import SharedCasts
 from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
@@ -119,13 +120,15 @@ class TrainingStep:
             What `training_step` returned, merged over the microbatches: the same on every rank, without a graph.
         """
         context, grad_sync = self._context, self._grad_sync
-        self._find_delays(backward=backward, is_first=is_first)
+        if backward and (self.schedules.is_choosing or self._traffic.is_counting):
+            self._look_at_links(is_first=is_first)
         microbatches, counts = self._split(arguments[0])
         weights = self._weights(microbatches, accumulates=accumulated > 1)
         windowed = weights is not None and accumulated > 1 and backward
         if windowed and is_first:  # whatever came before: an epoch may have been broken off
             self._window = AccumulationWindow(context.device)
-        if context.frame.is_followed:  # its batch has to be where its parameters are
+        is_followed = context.frame.is_followed
+        if is_followed:  # its batch has to be where its parameters are
             microbatches = list(map(self._to_device, microbatches))
         shares, factors = self._shares(counts, weights, windowed=windowed)
         outputs: list[Any] = []
@@ -139,14 +142,14 @@ class TrainingStep:
 
         grad_sync.reduces = reduce
         version = context.version(gradients=backward)
-        parts: Sequence[Hashable] = list(map(signature, microbatches))
+        parts: Sequence[Hashable] = signatures(microbatches)
         context.desync.note_batch("training_step", version, parts, counts)
         find_plans = partial(self._frame_plans, microbatches, arguments[1:], step, precision, version, parts)
         if context.frame.places and not self._is_placed:
             self._place(find_plans, len(microbatches), backward=backward)
         with context.guard(), torch.set_grad_enabled(backward), grad_sync.step():
             with context.step(num_microbatches=len(counts), counts=counts) as records, _looking(self.anomaly):
-                plans = find_plans()
+                plans = find_plans() if is_followed else []
                 compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
                 with nullcontext() if self._casts is None else self._casts.schedule():
                     context.engine.run(
@@ -155,7 +158,7 @@ class TrainingStep:
                         context.keys(version, parts, plans),
                         backward_begins=grad_sync.backward_begins,
                         backward_ends=grad_sync.backward_ends,
-                        profile=self.schedules.profile(context) if backward else context.profile,
+                        profile=self._profile(backward=backward),
                     )
             # The last stage is done before the first one, and sends the result while that is at its last backward.
             value = context.share(
@@ -165,15 +168,19 @@ class TrainingStep:
                 self._reduce(accumulated, windowed=windowed)
         return value
 
-    def _find_delays(self, *, backward: bool, is_first: bool) -> None:
+    def _look_at_links(self, *, is_first: bool) -> None:
         """What first steps tell about the links between machines."""
-        if not backward:
-            return
         with self._context.guard():
-            self.schedules.begin_step()
-            text = self._traffic.begin_step() if is_first else None
+            if self.schedules.is_choosing:
+                self.schedules.begin_step()
+            text = self._traffic.begin_step() if is_first and self._traffic.is_counting else None
         if text is not None:
             rank_zero_warn(text)
+
+    def _profile(self, *, backward: bool) -> Profile | None:
+        """What is told when the actions of this step begin and end."""
+        is_timed = backward and self.schedules.is_choosing
+        return self.schedules.profile(self._context) if is_timed else self._context.profile
 
     def _to_device(self, microbatch: Any) -> Any:
         """A microbatch when it is needed. On a host the whole batch has been moved, as there is nothing to save."""
@@ -196,7 +203,7 @@ class TrainingStep:
     def _find_schedule(self, num_microbatches: int, *, backward: bool) -> Schedule:
         """What the ranks of the pipeline do in a step."""
         if backward:
-            return self.schedules(num_microbatches)
+            return self.schedules[num_microbatches]
         return build_forward(self._context.num_ranks, num_microbatches, self._context.num_chunks)
 
     def _make_compute(
@@ -211,7 +218,7 @@ class TrainingStep:
         """The forward of a stage: the user's step until the body, its layers, or the step around its last layers."""
         context, zero, user_step = self._context, self._grad_sync.zero, self._context.module.training_step
         frame, casts = context.frame, self._casts
-        fetched = frame.fetch_parameters("training_step", plans)
+        fetched = frame.fetch_parameters("training_step", plans) if plans else {}
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             if zero.is_active:
@@ -242,7 +249,7 @@ class TrainingStep:
         self._is_placed = True
         context = self._context
         with context.step(num_microbatches=num_microbatches), torch.set_grad_enabled(backward), self._grad_sync.step():
-            plans = find_plans()
+            plans = find_plans() if context.frame.is_followed else []
         self._place_parameters(context.frame.take_uses(plans))
 
     def _frame_plans(
@@ -254,10 +261,8 @@ class TrainingStep:
         version: Hashable,
         parts: Sequence[Hashable],
     ) -> list[FramePlan]:
-        """What the stages do of the user's step, for each microbatch; nothing where only the body is cut."""
+        """What the stages do of the user's step, which is followed, for each microbatch; nothing around a chain."""
         context, plans = self._context, list[FramePlan]()
-        if not context.frame.is_followed:
-            return []
         user_step, of_others = context.module.training_step, signature(arguments)
         with precision():
             for number, (microbatch, part) in enumerate(zip(microbatches, parts, strict=True)):
@@ -279,16 +284,16 @@ class TrainingStep:
         """
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
-        context, user_split = self._context, find_hook(self._context.module, "split_batch")
+        context, user_split = self._context, getattr(self._context.module, "split_batch", None)
         number = self._num_microbatches
         if self._limits:
             number = limit_microbatches(number, find_batch_size(batch), self._batch_norms)
+        microbatches, counts = split_into(batch, number, user_split)
         if user_split is None and number > 1 and self._lengths is not None:
-            found = self._lengths(batch)
+            found = self._lengths(batch, sum(counts))
             if found:
                 self._lengths = None
                 rank_zero_warn(length_text(found[0], type(context.module).__name__))
-        microbatches, counts = split_into(batch, number, user_split)
         if self._agrees:
             least = context.mesh.data_parallel_min(len(counts))
             if least < len(counts):
@@ -313,7 +318,7 @@ class TrainingStep:
                 that have a loss.
         """
         context = self._context
-        weigh = find_hook(context.module, "microbatch_weight")  # may come during a run
+        weigh = getattr(context.module, "microbatch_weight", None)  # may come during a run
         if weigh is None or self._loss_reduction == "sum" or not (context.is_last or accumulates):
             return None
         with context.guard():

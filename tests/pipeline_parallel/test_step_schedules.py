@@ -66,7 +66,7 @@ def test_a_device_has_memory_for_as_many_more_as_its_room_over_that_of_one() -> 
 
 def test_the_room_of_a_device_is_that_beside_the_peak_of_its_steps() -> None:
     """100 bytes: 10 are held, a step takes 50 more with two microbatches, and 5 stay free for fragments."""
-    schedules = object.__new__(StepSchedules)
+    schedules = StepSchedules.__new__(StepSchedules)
     for device, expected in (("cuda", 1), ("cpu", math.inf)):
         schedules._device = torch.device(device)
         with (

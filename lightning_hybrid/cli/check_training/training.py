@@ -31,7 +31,6 @@ from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from lightning_hybrid.strategy.strategy import HybridStrategy
 from lightning_hybrid.tensor_parallel.auto_plan.heads import missing_heads
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
-from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.training_step import split_into
 
 #: What makes a user's module, and the data to train it on: loaders, a data module, ``None`` if the module has loaders.
@@ -301,7 +300,7 @@ class _OneProcess(_SingleProcess):
     def process_dataloader(self, dataloader: object) -> object:
         batches = self._training.batches(dataloader, next(self._loaders), self._count)
         assert self.lightning_module is not None
-        weigh = find_hook(self.lightning_module, "microbatch_weight")
+        weigh = getattr(self.lightning_module, "microbatch_weight", None)
         if weigh is not None and self._replicas > 1:
             weights = [float(weigh(batch)) for batch in batches]
             for first in range(0, self._count, self._replicas):
@@ -342,8 +341,8 @@ class _Microbatches(_SingleProcess):
         module = self.lightning_module
         assert module is not None
         batch, *_ = self._training.batches(dataloader, 0, self._training.steps * self._training.accumulated)
-        pieces, counts = split_into(batch, self._num_microbatches, find_hook(module, "split_batch"))
-        weigh = find_hook(module, "microbatch_weight")
+        pieces, counts = split_into(batch, self._num_microbatches, getattr(module, "split_batch", None))
+        weigh = getattr(module, "microbatch_weight", None)
         weights = [float(count) for count in counts] if weigh is None else [float(weigh(piece)) for piece in pieces]
         is_sum = self._loss_reduction == "sum"
         self._used = tuple(1.0 if is_sum else weight / sum(weights) for weight in weights)

@@ -30,6 +30,7 @@ _NEW, _FAILED, _END = -1, -2, 0  # what comes, if it is no tree whose meta is kn
 _HEADER = struct.Struct("qqqq")  # of a packet: what comes, the bytes of its pickle, and of all, and what it is about
 _FIRST = 12 << 10  # bytes of the first packet: TCP sends so many at once (RFC 6928)
 _LEAST = 1 << 10  # bytes of a packet
+_ALIGNED = 16  # bytes: the longest number of torch, complex128, which can begin at its multiples
 SMALL = 1 << 20  # bytes of a tensor, up to which it is worth a second copy to save a message
 _MOST_METAS = 4096  # that are remembered
 
@@ -275,7 +276,7 @@ class TreeBroadcast:
             PeerFailedError: If the source failed; the text is the source's.
             WrongUseError: If the tree is about something else.
         """
-        code, pickled, packed = self._receive_packet()
+        code, pickled, packet = self._receive_packet()
         if code in (_END, _FAILED):
             self._messages.post_ahead(self._length)
             raise StopIteration if code == _END else PeerFailedError(pickle.loads(pickled))
@@ -290,9 +291,9 @@ class TreeBroadcast:
         comes = [self._messages.passes(each) for each in readers or ()]
         _allocate(meta, leaves, self._device, pin_memory=self._pins, comes=comes)
         tensors, selected = self._sort(leaves, readers)
-        for tensor in filter(_is_small, tensors):
-            as_bytes(tensor).copy_(packed[: tensor.nbytes])
-            packed = packed[tensor.nbytes :]
+        small = list(filter(_is_small, tensors))
+        for tensor, part in zip(small, _parts(packet, len(pickled), small), strict=True):
+            tensor.copy_(part)
         self._exchange_tensors([tensor for tensor in tensors if not _is_small(tensor)])
         self._exchange_selected(selected)
         self._messages.post_ahead(self._length)
@@ -311,22 +312,18 @@ class TreeBroadcast:
         return [leaf for leaf, to in pairs if to is None], [(leaf, to) for leaf, to in pairs if to is not None]
 
     def _send_packet(self, code: int, pickled: bytes = b"", tensors: Sequence[Tensor] = ()) -> None:
-        packed = [as_bytes(tensor).numpy().tobytes() for tensor in tensors]
-        length = _HEADER.size + len(pickled) + sum(map(len, packed))
-        parts = [
-            _HEADER.pack(code, len(pickled), length, self.about),
-            pickled,
-            *packed,
-            bytes(max(0, self._length - length)),
-        ]
-        packet = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+        length = _places(len(pickled), tensors)[-1].stop
+        first = _HEADER.pack(code, len(pickled), length, self.about) + pickled
+        packet = torch.frombuffer(bytearray(first.ljust(max(length, self._length), b"\0")), dtype=torch.uint8)
+        for tensor, part in zip(tensors, _parts(packet, len(pickled), tensors), strict=True):
+            part.copy_(tensor)
         self._messages.send(packet[: self._length])
         if length > self._length:
             self._messages.send(packet[self._length :])
         self._length = max(_LEAST, length)
 
     def _receive_packet(self) -> tuple[int, bytes, Tensor]:
-        """What comes, its pickle, and the bytes of its small tensors."""
+        """What comes, its pickle, and the packet, in which its small tensors are."""
         packet = self._messages.receive(self._length)
         code, num_pickled, length, about = _HEADER.unpack(packet[: _HEADER.size].numpy().tobytes())
         if length > self._length:
@@ -338,8 +335,7 @@ class TreeBroadcast:
                 " not. Do so on all ranks or on none."
             )
         self._length = max(_LEAST, length)
-        begin = _HEADER.size + num_pickled
-        return code, packet[_HEADER.size : begin].numpy().tobytes(), packet[begin:length]
+        return code, packet[_HEADER.size : _HEADER.size + num_pickled].numpy().tobytes(), packet
 
     def _exchange_tensors(self, tensors: list[Tensor]) -> None:
         """Send or receive those that are not in the packet, in place."""
@@ -374,6 +370,21 @@ class TreeBroadcast:
 
     def _broadcast(self, tensor: Tensor) -> None:
         broadcast(tensor, group_src=self._messages.source, group=self._group())
+
+
+def _places(num_pickled: int, tensors: Sequence[Tensor]) -> list[slice]:
+    """Where the pickle of a packet is, and its tensors, each where any dtype may begin."""
+    places = [slice(_HEADER.size, _HEADER.size + num_pickled)]
+    for tensor in tensors:
+        begin = -(-places[-1].stop // _ALIGNED) * _ALIGNED
+        places.append(slice(begin, begin + tensor.nbytes))
+    return places
+
+
+def _parts(packet: Tensor, num_pickled: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The places of tensors in a packet, as tensors like these: no backend knows every dtype, but bytes are bytes."""
+    places = _places(num_pickled, tensors)[1:]
+    return [packet[place].view(like.dtype).view(like.shape) for place, like in zip(places, tensors, strict=True)]
 
 
 def _is_small(tensor: Tensor) -> bool:

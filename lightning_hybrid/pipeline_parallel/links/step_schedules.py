@@ -77,8 +77,8 @@ class Measured:
     most: float = math.inf
 
 
-class StepSchedules:
-    """Gives the schedule of each training step.
+class StepSchedules(dict[int, Schedule]):
+    """The schedule of a training step, by its number of microbatches; made when it is first asked for.
 
     With ``extra_in_flight="auto"``, and pipeline ranks on several machines, the first steps run with no more in flight
     than the schedule's own. The second and the third one are timed. Before the fourth one messages are sent over the
@@ -95,26 +95,30 @@ class StepSchedules:
 
     Attributes:
         extra_in_flight: For each link between neighbouring pipeline ranks, what is used now.
+        is_choosing: Whether steps are timed now, or will be.
     """
 
     def __init__(self, config: HybridConfig, mesh: Mesh, engine: Engine, device: torch.device) -> None:
+        super().__init__()
         num_ranks = mesh.pipeline_parallel_size
         self.extra_in_flight = config.extra_of_links(num_ranks)
         self._config, self._mesh, self._engine, self._device = config, mesh, engine, device
         seeks = config.extra_in_flight == "auto" and config.schedule != "gpipe"
         self._links = far_links(mesh, config.num_chunks) if seeks else []
+        self.is_choosing = bool(self._links)
         self._recorder: Recorder | None = None
-        self._num_steps = self._num_timed = self._num_microbatches = 0
+        self._num_steps = self._num_timed = 0
 
-    def __call__(self, num_microbatches: int) -> Schedule:
-        """The schedule of a step of so many microbatches."""
-        self._num_microbatches = max(num_microbatches, self._num_microbatches)  # the last batch may have fewer
-        return find_schedule(self._config, self._mesh.pipeline_parallel_size, num_microbatches, self.extra_in_flight)
+    def __missing__(self, num_microbatches: int) -> Schedule:
+        size = self._mesh.pipeline_parallel_size
+        schedule = self[num_microbatches] = find_schedule(self._config, size, num_microbatches, self.extra_in_flight)
+        return schedule
 
     def begin_step(self) -> None:
-        """A step with backward is about to begin, on every rank; where enough of them have been timed, choose."""
-        if not self._links:
-            return
+        """A step with backward is about to begin, on every rank; where enough of them have been timed, choose.
+
+        To be called while it :attr:`is_choosing`.
+        """
         if self._num_timed < _MEASURED:
             self._num_steps += 1
             return
@@ -126,17 +130,20 @@ class StepSchedules:
         if self._mesh.is_first:  # alone: how far it comes in the time that it has is not the same everywhere
             chosen = choose(self._config.schedule, size, found, patience=_PATIENCE)
         self.extra_in_flight = broadcast_object(chosen, self._mesh.rank(0, 0, 0), self._mesh.decision_group)
-        self._links = []
+        self.is_choosing = False
+        self.clear()
         if self._mesh.is_first:
             _log.info(choice_text(self.extra_in_flight, found))
 
     def profile(self, records: Records) -> Profile | None:
         """What is told of the actions of this step: it is timed if it is one of the first, and nobody records it.
 
+        To be called while it :attr:`is_choosing`.
+
         Args:
             records: Who is told otherwise.
         """
-        if not self._links or self._num_steps <= _WARM_UP or records.recorder is not None:
+        if self._num_steps <= _WARM_UP or records.recorder is not None:
             return records.profile
         self._num_timed += 1
         self._recorder = Recorder(self._engine, self._device) if self._recorder is None else self._recorder
@@ -144,11 +151,11 @@ class StepSchedules:
 
     def _measure(self, seconds: Mapping[tuple[int, str], float]) -> Measured:
         """Between two steps, on every rank."""
-        rank, number = self._mesh.pipeline_rank, self._num_microbatches
+        rank, number = self._mesh.pipeline_rank, max(self)  # the last batch of an epoch may have fewer
         self._engine.retire()
         size = self._mesh.pipeline_parallel_size
         delays = measure_delays(self._engine.channels, rank, size, self._links, self._device)
-        most = self._spare(simulate(self(number)).peak_in_flight[rank])
+        most = self._spare(simulate(self[number]).peak_in_flight[rank])
         return Measured(rank, number, seconds, delays, most)
 
     def _spare(self, in_flight: float) -> float:

@@ -105,6 +105,9 @@ class TrafficWatch:
         mesh: The ranks.
         engine: Runs the schedules.
         rank_order: How ranks are numbered.
+
+    Attributes:
+        is_counting: Whether there is yet something to be found out.
     """
 
     def __init__(self, mesh: Mesh, engine: Engine, rank_order: str) -> None:
@@ -112,24 +115,22 @@ class TrafficWatch:
         sizes = mesh.data_parallel_size, mesh.pipeline_parallel_size
         is_told = not any(map(has_nccl, (mesh.data_group, mesh.tensor_group)))  # NCCL has a recorder of its own
         several = len(set(mesh.hosts)) > 1 and (mesh.tensor_parallel_size > 1 or min(sizes) > 1)
-        self._seeks = several and is_told
+        self.is_counting = several and is_told
         self._num_steps = self._last = 0
         self._before: dict[int, int] = {}
 
     def begin_step(self) -> str | None:
-        """The first batch of an optimizer step is about to run, on every rank.
+        """The first batch of an optimizer step is about to run, on every rank. To be called while it `is_counting`.
 
         Returns:
             The warning, on every rank, if there is one: at the fifth step.
         """
-        if not self._seeks:
-            return None
         self._num_steps += 1
         if self._num_steps == _COUNTED:
             self._last, self._before = read_bytes()[1], self._sent()
         if self._num_steps <= _COUNTED:
             return None
-        self._seeks = False
+        self.is_counting = False
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, self._measured(), group=self._mesh.decision_group)
         if any(each is None for each in found):

@@ -43,7 +43,6 @@ from lightning_hybrid.tensor_parallel.layers import original_classes
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.lightning_internals import set_device_mesh
-from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.precision import keeps_gradients
 from lightning_hybrid.trainer.results.logging import LogRecorder
 from lightning_hybrid.trainer.step_frame import make_chain_use, make_frame
@@ -253,7 +252,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         (data, _, pipeline), number = self.sizes, config.num_microbatches
         if config.auto_microbatches:
             number = limit_microbatches(number, find_batch_size(batch), batch_norms(module))
-        microbatches, _ = split_into(batch, number, find_hook(module, "split_batch"))
+        microbatches, _ = split_into(batch, number, getattr(module, "split_batch", None))
         self._place_outside(microbatches, args)  # first: it leaves no trace, and metrics keep what is measured
         activations = self._activations(microbatches[0], args)
         schedule = find_schedule(config, pipeline, len(microbatches))

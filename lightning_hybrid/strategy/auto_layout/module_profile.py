@@ -30,7 +30,6 @@ from lightning_hybrid.strategy.auto_layout.machine import Machine
 from lightning_hybrid.strategy.auto_layout.traces import Stopwatch, Timing, Trace, Watch, value_at, value_between
 from lightning_hybrid.strategy.summary import divided_share
 from lightning_hybrid.tensor_parallel.plan import Plan
-from lightning_hybrid.trainer.module_hooks import find_hook
 from lightning_hybrid.trainer.training_step import split_into
 
 _TIMED = 3  # forwards, of which the shortest counts
@@ -325,7 +324,7 @@ class _Recorder(DryRunStrategy):
                 f"The number of samples of a {type(batch).__name__} is not known; return tensors or lists."
             )
         self.batch_size = size
-        split = find_hook(module, "split_batch")
+        split = getattr(module, "split_batch", None)
         microbatches = [split_into(batch, number, split)[0][0] for number in ((1, 2) if size > 1 else (1,))]
         self._traces: dict[Hashable, tuple[Trace, ...] | str] = {}
         self._timings: dict[Hashable, tuple[Timing, ...]] = {}

@@ -38,6 +38,9 @@ class StepDesync:
         mesh: The ranks.
         desync: Compares.
         guard: Turns a failure inside of it into one of all ranks.
+
+    Attributes:
+        has_replicas: Whether there is something to compare of what is logged.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class StepDesync:
     ) -> None:
         self._module, self._desync, self._guard = module, desync, guard
         self._has_peers = mesh.model_group.size() > 1
-        self._has_replicas = mesh.data_parallel_size > 1
+        self.has_replicas = mesh.data_parallel_size > 1
 
     def note_batch(self, step: str, version: Hashable, parts: Sequence[Hashable], counts: Sequence[int] = ()) -> None:
         """A batch is about to run: what decides the messages in a model group is compared over it.
@@ -76,11 +79,10 @@ class StepDesync:
             self._note(self._desync.model_group, step, (version, alike, tuple(counts)), describe)
 
     def note_logs(self, logs: Sequence[Log]) -> None:
-        """A step has logged: what replicas reduce of it at once is compared over them."""
-        if self._has_replicas and self._module.trainer.training:
-            reduced = (log for log in logs if log.metric is not None or log.arguments.get("sync_dist"))
-            names = tuple([log.name for log in reduced if log.arguments.get("on_step") is not False])
-            self._note(self._desync.replicas, "training_step", names, lambda: {"what is logged": str(list(names))})
+        """A step of training has logged: what replicas reduce of it at once is compared over them."""
+        reduced = (log for log in logs if log.metric is not None or log.arguments.get("sync_dist"))
+        names = tuple([log.name for log in reduced if log.arguments.get("on_step") is not False])
+        self._note(self._desync.replicas, "training_step", names, lambda: {"what is logged": str(list(names))})
 
     def note_epoch_end(self) -> None:
         """An epoch of training or evaluation ends: what is about to be reduced of it over the replicas is compared."""
