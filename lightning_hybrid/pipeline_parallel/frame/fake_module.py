@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.pipeline_parallel.frame.attributes import Copies, find_owners, find_places, restore, tables_of
 from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
+from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, find_owners, find_places, restore, tables_of
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.pipeline_parallel.frame.attributes import StatesOfStages, copied_arguments
 from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Discovery
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, absent_text
@@ -41,6 +40,7 @@ from lightning_hybrid.pipeline_parallel.frame.running import (
     Running,
     Unwind,
 )
+from lightning_hybrid.pipeline_parallel.frame.stage_states import StatesOfStages, copied_arguments
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 
 _log = logging.getLogger(__name__)
