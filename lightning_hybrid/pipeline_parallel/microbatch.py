@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -166,6 +166,35 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
     ]
     level = _level(spec, len(fields))
     return [unflatten(list(row), level) for row in zip(*columns, strict=True)], counts
+
+
+def split_into(
+    batch: Any, num_microbatches: int, user_split: Callable[[Any, int], Sequence[Any]] | None
+) -> tuple[list[Any], list[int]]:
+    """Split a training batch, by the module's `split_batch` if it has one.
+
+    Args:
+        batch: The batch.
+        num_microbatches: The requested number of microbatches.
+        user_split: The module's hook `split_batch`, if it has one.
+
+    Returns:
+        The microbatches, and the number of samples of each.
+
+    Raises:
+        ValueError: If `split_batch` returns none.
+    """
+    if user_split is None:
+        return split_batch(batch, num_microbatches)
+    microbatches = list(user_split(batch, num_microbatches))
+    if not microbatches:
+        raise ValueError("`split_batch` returned no microbatches; it must return a list with at least one.")
+    found = [find_batch_size(microbatch) for microbatch in microbatches]
+    counts = [count for count in found if count is not None]
+    if len(counts) == len(found):
+        return microbatches, counts
+    _, total = split_batch(batch, 1)
+    return microbatches, sizes(max(total[0], len(microbatches)), len(microbatches))
 
 
 class LengthWatch:

@@ -28,8 +28,7 @@ from lightning_hybrid.pipeline_parallel.microbatch import (
     length_text,
     signature,
     signatures,
-    sizes,
-    split_batch,
+    split_into,
 )
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
@@ -406,35 +405,6 @@ class UncutTrainingStep:
 
 def _looking(anomaly: AnomalyDetector | None) -> AbstractContextManager[None]:
     return nullcontext() if anomaly is None else anomaly.batch()
-
-
-def split_into(
-    batch: Any, num_microbatches: int, user_split: Callable[[Any, int], Sequence[Any]] | None
-) -> tuple[list[Any], list[int]]:
-    """Split a training batch, by the module's `split_batch` if it has one.
-
-    Args:
-        batch: The batch.
-        num_microbatches: The requested number of microbatches.
-        user_split: The module's hook `split_batch`, if it has one.
-
-    Returns:
-        The microbatches, and the number of samples of each.
-
-    Raises:
-        ValueError: If `split_batch` returns none.
-    """
-    if user_split is None:
-        return split_batch(batch, num_microbatches)
-    microbatches = list(user_split(batch, num_microbatches))
-    if not microbatches:
-        raise ValueError("`split_batch` returned no microbatches; it must return a list with at least one.")
-    found = [find_batch_size(microbatch) for microbatch in microbatches]
-    counts = [count for count in found if count is not None]
-    if len(counts) == len(found):
-        return microbatches, counts
-    _, total = split_batch(batch, 1)
-    return microbatches, sizes(max(total[0], len(microbatches)), len(microbatches))
 
 
 def _scaled(loss: Tensor, factor: float | Tensor, accumulated: int, scale: Callable[[Tensor], Tensor] | None) -> Tensor:

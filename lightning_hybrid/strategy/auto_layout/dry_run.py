@@ -34,7 +34,7 @@ from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
 from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedule
-from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size
+from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, split_into
 from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
@@ -46,7 +46,6 @@ from lightning_hybrid.trainer.lightning_internals import set_device_mesh
 from lightning_hybrid.trainer.precision import keeps_gradients
 from lightning_hybrid.trainer.results.logging import LogRecorder
 from lightning_hybrid.trainer.step_frame import make_chain_use, make_frame
-from lightning_hybrid.trainer.training_step import split_into
 
 Fake: Any
 try:

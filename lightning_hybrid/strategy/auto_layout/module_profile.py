@@ -15,7 +15,7 @@ from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.pipeline_parallel.body import Body
-from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size
+from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, split_into
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout as layouts
 from lightning_hybrid.strategy.auto_layout.cost_model import MOST_CHUNKS, RECOMPUTE, Layout, StageCost
@@ -30,7 +30,6 @@ from lightning_hybrid.strategy.auto_layout.machine import Machine
 from lightning_hybrid.strategy.auto_layout.traces import Stopwatch, Timing, Trace, Watch, value_at, value_between
 from lightning_hybrid.strategy.summary import divided_share
 from lightning_hybrid.tensor_parallel.plan import Plan
-from lightning_hybrid.trainer.training_step import split_into
 
 _TIMED = 3  # forwards, of which the shortest counts
 _UNCUT = StageMap(None, (), (range(0),), 1)
