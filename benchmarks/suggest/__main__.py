@@ -1,7 +1,8 @@
 """Are layouts in the order that `lightning-hybrid suggest` predicts? Its times beside those of training here.
 
-First the figures of the machine are measured, then forwards of the module in one process, as ``suggest --measure`` does
-it; from these come the predicted times. Then two ranks train under each of the layouts in turns.
+First the ranks measure the figures of the machine, as ``layout="auto"`` does it, and forwards of the module are timed
+in one process, as ``suggest --measure`` does it; from these come the predicted times. Then two ranks train under each
+of the layouts in turns.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +32,7 @@ from lightning_hybrid import HybridStrategy
 from lightning_hybrid.strategy.auto_layout.arguments import arguments
 from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, Layout, Step
 from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.strategy.auto_layout.measure import measure_machine
 from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
 
 RANKS = 2
@@ -105,41 +106,6 @@ def strategy(layout: Layout) -> HybridStrategy:
 
 
 # -- what is predicted -------------------------------------------------------------------------------------------------
-
-
-def seconds_of(function: Any, repeat: int = 20) -> float:
-    """The median time of a call, after three."""
-    times = []
-    for _ in range(repeat + 3):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return median(times[3:])
-
-
-def links() -> dict[str, float]:
-    """Bytes in a second, and seconds until a message arrives, of sums over the ranks (a ring of two: two hops).
-
-    The large one does not fit into caches, as the gradients of a model do not.
-    """
-
-    def reduce(numbers: Tensor) -> None:
-        torch.distributed.all_reduce(numbers)
-
-    small, large = (seconds_of(partial(reduce, torch.zeros(size))) for size in (256, 2**24))
-    return {"node_latency": small / 2, "node_bandwidth": 4 * 2**24 / (large - small)}
-
-
-def computing() -> dict[str, float]:
-    """Operations in a second of products, bytes in a second of copies, and the least that an operation takes."""
-    a, b, tiny = torch.randn(512, 512), torch.randn(512, 512), torch.ones(1)
-    source = torch.zeros(2**23)
-    target = torch.empty_like(source)
-    return {
-        "flops": 2 * 512**3 / seconds_of(lambda: a @ b),
-        "memory_bandwidth": 2 * source.nbytes / seconds_of(lambda: target.copy_(source)),
-        "operation_seconds": seconds_of(lambda: tiny + tiny, 1000),
-    }
 
 
 def predict(case: Case, machine: Machine) -> dict[str, float]:
@@ -220,11 +186,11 @@ def measure(case: Case, rounds: int) -> dict[str, list[float]]:
 
 
 def work(kind: str, case: str, rounds: int) -> Any:
-    """What a rank does that was started for it: measure the links, or train."""
+    """What a rank does that was started for it: measure the machine, or train."""
     warnings.filterwarnings("ignore")
-    if kind == "links":
+    if kind == "machine":
         torch.distributed.init_process_group("gloo")
-        return links()
+        return asdict(measure_machine(torch.device("cpu"), torch.float32, 1, Machine.memory))
     return measure(CASES[case], rounds)
 
 
@@ -255,8 +221,7 @@ def main() -> None:
             print(f"RESULT {json.dumps(result)}")
         return
     warnings.filterwarnings("ignore")
-    # Messages travel while a core has nothing else to do: nothing is hidden beside backward where each rank has one.
-    machine = Machine(ranks_per_node=RANKS, overlap=0.0, **computing(), **on_ranks("links"))
+    machine = Machine(**on_ranks("machine"))
     results: dict[str, Any] = {
         "machine": asdict(machine),
         "cases": {},

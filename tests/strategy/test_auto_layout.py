@@ -443,6 +443,7 @@ def test_figures_are_measured_and_the_same_on_every_rank(ranks: Pools) -> None:
     assert 1e-7 <= first["operation_seconds"] < 1e-3
     assert 1e-7 < first["node_latency"] < 1e-1
     assert 1e6 < first["node_bandwidth"] < 1e12
+    assert 0 <= first["collective_seconds"] < 1e-1
 
 
 # -- YAML and commands -------------------------------------------------------------------------------------------------

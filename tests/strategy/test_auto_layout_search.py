@@ -65,6 +65,7 @@ class Problem:
                     output=samples * self.output,
                     tensor_sent=4 * share * samples * self.output * len(layers),
                     tensor_hops=4 * (layout.tensor - 1) * len(layers),
+                    tensor_collectives=2 * len(layers),
                     tensor_repeated=float(layout.recompute is True),
                 )
             )
@@ -113,6 +114,7 @@ def random_problem(seed: int) -> Problem:
         node_latency=10 ** draw.uniform(-7, -4),
         network_bandwidth=10 ** draw.uniform(7, 10),
         network_latency=10 ** draw.uniform(-6, -3),
+        collective_seconds=draw.choice([0.0, 10 ** draw.uniform(-5, -2)]),
         overlap=draw.choice([0.0, 0.5, 1.0]),
         max_tensor=draw.choice([None, 2, 8]),
     )
@@ -182,7 +184,9 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
     microbatch = -(-problem.step.samples // (d * m))
     stages = problem.stages(layout, microbatch)
     bandwidth, latency = naive_link(problem, layout, "tp")
-    talk = [s.tensor_sent / bandwidth + s.tensor_hops * latency if layout.tensor > 1 else 0.0 for s in stages]
+    meet = machine.collective_seconds
+    talk = [s.tensor_sent / bandwidth + s.tensor_hops * latency + s.tensor_collectives * meet for s in stages]
+    talk = talk if layout.tensor > 1 else [0.0] * len(stages)
     hops = [naive_hop(problem, layout, stage) if p > 1 else (1e300, 0.0) for stage in range(len(stages))]
     # Longest paths through computations, by repeating until nothing moves. A message sets out when its receive has been
     # posted, and the one before it on its way has left.
@@ -230,7 +234,7 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
         own = stages[rank::p]
         gathers = 2 * k if m == 1 else 1
         times = {0: 2, 1: 2, 2: m * k + 1, 3: m * k + gathers}[zero]
-        sending = times * (d - 1) * (w / d / bandwidth + latency)
+        sending = times * (d - 1) * (w / d / bandwidth + latency) + (times if zero else 1) * meet
         backward = 2 * sum(s.forward for s in own) * (m * k if zero > 1 else 1)
         exposed = max(0.0, sending - machine.overlap * backward) if d > 1 else 0.0
         states = 2 * w // (d if zero else 1)
@@ -485,7 +489,8 @@ def test_products_are_counted_as_two_operations_for_each_multiplication(profile:
     assert halves.forward == pytest.approx(in_layers / 2 + around)
     # A ring of two: each rank sends half of the sum there, and half of it back; two sums in each layer.
     assert halves.tensor_sent == pytest.approx(8 * 2 * tokens * width * 4)
-    assert whole.tensor_sent == 0
+    assert halves.tensor_collectives == 8 * 2
+    assert whole.tensor_sent == whole.tensor_collectives == 0
     again = only_flops.stages(Layout(1, 1, 1, recompute=True), samples)[0]
     assert again.recomputed == pytest.approx(in_layers)
 

@@ -43,6 +43,7 @@ _SECONDS = {
     "operation_seconds": "the least that an operation takes",
     "node_latency": "seconds until a message arrives inside a node",
     "network_latency": "seconds until a message arrives in another node",
+    "collective_seconds": "what a collective takes beside its messages, until ranks that compute have met",
 }
 
 

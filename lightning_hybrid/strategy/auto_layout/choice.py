@@ -222,7 +222,8 @@ def _text(found: Suggestions, config: HybridConfig, machine: Machine, seconds: f
     ]
     lines.append(
         f"measured: {machine.flops / 1e9:,.0f} GFLOP/s, memory {machine.memory_bandwidth / 1e9:,.1f} GB/s, an operation"
-        f" {1e6 * machine.operation_seconds:,.1f} us; between ranks {_link_text(machine)}"
+        f" {1e6 * machine.operation_seconds:,.1f} us; between ranks {_link_text(machine)},"
+        f" a collective {1e6 * machine.collective_seconds:,.0f} us more"
     )
     return "\n".join(lines)
 

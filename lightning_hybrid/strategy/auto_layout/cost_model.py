@@ -16,6 +16,11 @@ A layout has ``d`` replicas, ``t`` ranks that share each layer and ``p`` pipelin
   are in several nodes. A stage boundary costs one hop in each direction, of the node or of the network as its two
   ranks are; bytes keep the link from the next message, latency does not. A gradient is as large as its activation. Of
   ranks that share layers each sends to its own neighbour what it has of a boundary.
+- *Collectives*: ``hops x latency + bytes / bandwidth + collective_seconds``. The last is what ranks that compute take
+  to meet, beside the messages: the ``l`` of a superstep ``w + g h + l`` (Valiant, 1990,
+  https://doi.org/10.1145/79173.79181). Where each rank has a device of its own it is about nothing. On a host threads
+  of the backend wait for the cores that compute, as long as slices of the scheduler last, whatever the bytes. A stage
+  boundary takes none: its sender goes on.
 - *More in flight*: where a boundary crosses nodes, as many more microbatches as hide it, and as there is memory for:
   ``extra_in_flight``, chosen as a run would (:mod:`~lightning_hybrid.pipeline_parallel.links.in_flight`).
 - *Tensor parallelism*: the sums and gathers of the forward, and as many in the backward (Shoeybi et al., 2019,
@@ -28,6 +33,7 @@ A layout has ``d`` replicas, ``t`` ranks that share each layer and ``p`` pipelin
       zero 2   m x G + x P        gradients of each microbatch
       zero 3   m x G + x P        the same; with a layer freed after each use m x G + 2 m x P
 
+  in 1, 2, ``m + 1``, and ``m + 1`` or ``3 m`` collectives.
   Of these a share ``overlap`` of the backward hides what is sent beside it: of the last backward with ZeRO 0 and 1, of
   all with 2 and 3.
 - *Optimizer*: what it reads and writes, gradients, twice parameters and states, by the bandwidth of the memory.
@@ -98,7 +104,8 @@ class StageCost:
         output: Bytes that go to the next stage.
         tensor_sent: Bytes that a rank sends to those that share its layers, in a forward.
         tensor_hops: Messages one after the other of these.
-        tensor_repeated: The share of both that backward sends once more, because it is recomputed.
+        tensor_collectives: The collectives of which these are.
+        tensor_repeated: The share of all three that backward sends once more, because it is recomputed.
     """
 
     forward: float
@@ -107,6 +114,7 @@ class StageCost:
     output: float = 0.0
     tensor_sent: float = 0.0
     tensor_hops: float = 0.0
+    tensor_collectives: float = 0.0
     tensor_repeated: float = 0.0
 
 
@@ -359,7 +367,13 @@ class CostModel:
 
     def tensor_seconds(self, layout: Layout, stage: StageCost) -> float:
         """Of the messages of tensor parallelism in a forward."""
-        return self.link(layout, "tp").seconds(stage.tensor_sent, stage.tensor_hops) if layout.tensor > 1 else 0.0
+        if layout.tensor == 1:
+            return 0.0
+        return self.collectives(layout, "tp", stage.tensor_sent, stage.tensor_hops, stage.tensor_collectives)
+
+    def collectives(self, layout: Layout, axis: str, sent: float, hops: float, number: float) -> float:
+        """Of so many collectives along an axis, which send so many bytes in so many hops."""
+        return self.link(layout, axis).seconds(sent, hops) + number * self.machine.collective_seconds
 
     def boundary(self, layout: Layout, stage: int) -> Link:
         """Between a stage and the next one."""
@@ -407,9 +421,9 @@ class _Rank:
         recomputing = number * sum(stage.recomputed for stage in own)
         messages = number * sum((2 + stage.tensor_repeated) * model.tensor_seconds(layout, stage) for stage in own)
         self.optimizer = self._optimizer_seconds(model, layout, rank)
-        data_sent, hops = self._data_volume(model, layout, rank, number)
+        data_sent, hops, collectives = self._data_volume(model, layout, rank, number)
         backward = sum(_BACKWARD * stage.forward for stage in own) * (number if layout.zero_stage > 1 else 1)
-        waiting = model.link(layout, "dp").seconds(data_sent, hops) - model.machine.overlap * backward
+        waiting = model.collectives(layout, "dp", data_sent, hops, collectives) - model.machine.overlap * backward
         self.exposed = max(0.0, waiting) if layout.data > 1 else 0.0
         self.parts = {
             "computing": computing,
@@ -428,19 +442,20 @@ class _Rank:
             "data": data_sent,
         }
 
-    def _data_volume(self, model: CostModel, layout: Layout, rank: int, number: int) -> tuple[float, float]:
-        """Bytes that a rank sends to its replicas in a step, and hops one after the other."""
+    def _data_volume(self, model: CostModel, layout: Layout, rank: int, number: int) -> tuple[float, float, int]:
+        """Bytes that a rank sends to its replicas in a step, hops one after the other, and collectives."""
         parameters, grads = model.profile.weights(layout)[rank]
         replicas, share = layout.data, (layout.data - 1) / layout.data
         if layout.zero_stage == 0:
-            return 2 * share * grads, 2 * (replicas - 1)
+            return 2 * share * grads, 2 * (replicas - 1), 1
         backwards = number if layout.zero_stage > 1 else 1
         gathers = 1
         if layout.zero_stage == 3 and model.step.zero_frees == "microbatch":
             gathers = 2 * number
         elif layout.zero_stage == 3 and model.step.zero_frees == "auto" and layout.num_microbatches == 1:
             gathers = 2 * model.step.accumulations(layout.data)
-        return share * (backwards * grads + gathers * parameters), (backwards + gathers) * (replicas - 1)
+        collectives = backwards + gathers
+        return share * (backwards * grads + gathers * parameters), collectives * (replicas - 1), collectives
 
     def _optimizer_seconds(self, model: CostModel, layout: Layout, rank: int) -> float:
         parameters, grads = model.profile.weights(layout)[rank]

@@ -24,6 +24,8 @@ class Machine:
         node_latency: Seconds until a message arrives inside a node.
         network_bandwidth: Bytes in a second that a rank sends to another node.
         network_latency: Seconds until a message arrives in another node.
+        collective_seconds: What a collective takes beside its messages, until ranks that compute have met: about
+            nothing where each has a device of its own, milliseconds where its threads wait for cores that compute.
         overlap: The share of a backward beside which gradients are sent.
         max_tensor: The most ranks that may share a layer; ``None`` for those of a node.
     """
@@ -37,6 +39,7 @@ class Machine:
     node_latency: float = 5e-6
     network_bandwidth: float = 25e9
     network_latency: float = 20e-6
+    collective_seconds: float = 0.0
     overlap: float = 0.5
     max_tensor: int | None = None
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from lightning_hybrid.strategy.auto_layout.machine import Machine
 
 _REPEAT = 7
 _SMALL_OPERATIONS = 200
+_MEETINGS = 20
 _LEAST_SECONDS = 1e-7  # no operation or message is taken to be shorter
 
 
@@ -27,16 +28,18 @@ class _Sizes:
     Attributes:
         product: Rows and columns of the matrices of a product.
         copied: Bytes of a tensor that is copied, larger than caches.
-        summed: Bytes of a tensor that is summed over ranks.
+        summed: Bytes of a tensor that is summed over ranks, likewise.
+        computed: Seconds between collectives: on hosts a slice of the scheduler, for which threads wait for a core.
     """
 
     product: int
     copied: int
     summed: int
+    computed: float
 
 
-_HOST = _Sizes(384, 2**25, 2**22)
-_DEVICE = _Sizes(4096, 2**28, 2**26)
+_HOST = _Sizes(384, 2**25, 2**25, 4e-3)
+_DEVICE = _Sizes(4096, 2**28, 2**26, 5e-4)
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype, num_nodes: int, memory: float) -> Machine:
@@ -52,7 +55,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype, num_nodes: int, me
     size = dist.get_world_size()
     sizes = _DEVICE if device.type == "cuda" else _HOST
     computing = _computing(device, dtype, sizes)
-    links = _links(device, sizes) if size > 1 else None
+    links = _links(device, dtype, sizes) if size > 1 else None
     figures = [median(column) for column in zip(*all_gather_values((*computing, *(links or ()))), strict=True)]
     flops, bandwidth, operation = figures[:3]
     found = Machine(
@@ -65,8 +68,8 @@ def measure_machine(device: torch.device, dtype: torch.dtype, num_nodes: int, me
     )
     if links is None:
         return found
-    latency, of_link = figures[3:]
-    values = vars(found) | {"network_latency": latency, "network_bandwidth": of_link}
+    latency, of_link, collective = figures[3:]
+    values = vars(found) | {"network_latency": latency, "network_bandwidth": of_link, "collective_seconds": collective}
     if num_nodes == 1 or device.type != "cuda":
         values |= {"node_latency": latency, "node_bandwidth": of_link}
     return Machine(**values)
@@ -74,7 +77,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype, num_nodes: int, me
 
 def _computing(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> tuple[float, float, float]:
     """Operations in a second of products, bytes in a second of copies, and the least that an operation takes."""
-    matrix = torch.ones(sizes.product, sizes.product, dtype=dtype, device=device)
+    product = _product(device, dtype, sizes)
     source = torch.zeros(sizes.copied, dtype=torch.uint8, device=device)
     target, one = torch.empty_like(source), torch.ones(1, device=device)
 
@@ -83,36 +86,57 @@ def _computing(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> tuple
             one + one
 
     return (
-        2 * sizes.product**3 / _seconds(lambda: matrix @ matrix, device),
-        2 * sizes.copied / _seconds(lambda: target.copy_(source), device),
-        _seconds(many, device) / _SMALL_OPERATIONS,
+        2 * sizes.product**3 / median(_seconds(product, device)),
+        2 * sizes.copied / median(_seconds(lambda: target.copy_(source), device)),
+        median(_seconds(many, device)) / _SMALL_OPERATIONS,
     )
 
 
-def _links(device: torch.device, sizes: _Sizes) -> tuple[float, float]:
-    """Seconds until a message arrives, and bytes in a second, of sums over all ranks in a ring."""
+def _product(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> Callable[[], object]:
+    matrix = torch.ones(sizes.product, sizes.product, dtype=dtype, device=device)
+    return lambda: matrix @ matrix
+
+
+def _links(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> tuple[float, float, float]:
+    """Seconds until a message arrives, bytes in a second, and what a collective takes more, of sums over all ranks.
+
+    The small sum counts by its shortest time, in which no thread waits for a core. How long they wait where ranks
+    compute counts as the mean: that of a few milliseconds or of nothing, as it happens, is what a step adds up.
+    """
     place = device if device.type in device_backends() else torch.device("cpu")
     ranks, small = dist.get_world_size(), 1 << 10
-    seconds = []
-    for size in (small, sizes.summed):
-        tensor = torch.zeros(size // 4, device=place)
-        seconds.append(_seconds(lambda tensor=tensor: dist.all_reduce(tensor), place))  # type: ignore[misc]
+    few, many = torch.zeros(small // 4, device=place), torch.zeros(sizes.summed // 4, device=place)
+    seconds = min(_seconds(lambda: dist.all_reduce(few), place))
+    of_many = median(_seconds(lambda: dist.all_reduce(many), place))
     sent = 2 * (ranks - 1) / ranks * (sizes.summed - small)
     # Where others disturb it, the small one may take as long: half of the time at least is that of the bytes.
-    of_bytes = max(seconds[1] - seconds[0], seconds[1] / 2)
-    return seconds[0] / (2 * (ranks - 1)), sent / of_bytes
+    of_bytes = max(of_many - seconds, of_many / 2)
+    product = _product(device, dtype, sizes)
+    number = max(all_gather_values((math.ceil(sizes.computed / min(_seconds(product, device))),)))[0]
+
+    def compute() -> None:
+        for _ in range(number):
+            product()
+
+    def compute_and_meet() -> None:
+        compute()
+        dist.all_reduce(few)
+
+    alone = median(_seconds(compute, device))
+    together = median([fmean(_seconds(compute_and_meet, device, _MEETINGS)) for _ in range(_REPEAT)])
+    return seconds / (2 * (ranks - 1)), sent / of_bytes, max(0.0, together - alone - seconds)
 
 
-def _seconds(function: Callable[[], object], device: torch.device) -> float:
-    """The median of a call, after two that warm up."""
+def _seconds(function: Callable[[], object], device: torch.device, repeat: int = _REPEAT) -> list[float]:
+    """Of calls, after two that warm up."""
     times = []
-    for _ in range(_REPEAT + 2):
+    for _ in range(repeat + 2):
         _wait(device)
         start = time.perf_counter()
         function()
         _wait(device)
-        times.append(time.perf_counter() - start)
-    return max(median(times[2:]), _LEAST_SECONDS)
+        times.append(max(time.perf_counter() - start, _LEAST_SECONDS))
+    return times[2:]
 
 
 def _wait(device: torch.device) -> None:

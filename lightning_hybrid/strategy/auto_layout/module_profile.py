@@ -226,16 +226,21 @@ class ModuleProfile:
     def _messages(
         self, samples: int, parts: Iterable[tuple[Layout, Iterable[Hashable], Sequence[Trace]]]
     ) -> dict[str, float]:
-        sent = hops = repeated = 0.0
+        sent = hops = collectives = repeated = 0.0
         for layout, labels, traces in parts:
             tensor = layout.tensor
             for label in labels:
                 for alike in _pairs([trace.counter.messages[label] for trace in traces]):
                     size = value_at(samples, traces, [message.bytes for message in alike])
                     share = alike[0].passes * (tensor - 1)
-                    sent, hops = sent + share * size / tensor, hops + share
+                    sent, hops, collectives = sent + share * size / tensor, hops + share, collectives + 1
                     repeated += share * size / tensor if isinstance(label, int) and layout.recompute is True else 0.0
-        return {"tensor_sent": sent, "tensor_hops": hops, "tensor_repeated": repeated / sent if sent else 0.0}
+        return {
+            "tensor_sent": sent,
+            "tensor_hops": hops,
+            "tensor_collectives": collectives,
+            "tensor_repeated": repeated / sent if sent else 0.0,
+        }
 
     def _find_held(self, layout: Layout, master_weights: bool) -> tuple[MemoryUsage, ...]:
         return self._recorder(layout.tensor).held(layout, self._accumulated, master_weights=master_weights)
