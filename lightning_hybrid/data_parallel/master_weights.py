@@ -116,8 +116,12 @@ class MasterWeights:
             self.close()
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
-        """Whoever steps one of these in the middle of a step computes in half precision in what follows."""
+        """Whoever steps one of these in the middle of a step, as by `optimizer.step()` of torch, steps masters.
+
+        What follows is computed in half precision.
+        """
         for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.open()))
             self._handles.append(optimizer.register_step_post_hook(lambda *_: self.close()))
 
     def drop(self, parameters: Container[int]) -> None:

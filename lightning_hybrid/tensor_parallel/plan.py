@@ -181,15 +181,7 @@ def _expand(module: nn.Module, requested: UserPlan) -> dict[str, Any]:
         style = "replicate" if given is None else given
         if isinstance(style, str) and is_layout(style):
             for owner, dims in _placed_parameters(module, pattern, style).items():
-                before = styles.get(owner)
-                if isinstance(before, str) and before.startswith(f"{LAYOUT}:"):
-                    dims = layout_dims(before) | dims
-                elif before is not None:
-                    raise ValueError(
-                        f"tensor_parallel_plan gives {owner!r} the style {before!r}, and a layout to its parameter"
-                        f" {next(iter(dims))!r}. A style says itself how parameters are divided: leave one of them out."
-                    )
-                styles[owner] = layout_style(dims)
+                _add_layouts(styles, owner, dims)
             continue
         if not isinstance(style, ParallelStyle) and not _is_known(style):
             raise ValueError(
@@ -208,9 +200,26 @@ def _expand(module: nn.Module, requested: UserPlan) -> dict[str, Any]:
     return styles
 
 
-def _placed_parameters(module: nn.Module, pattern: str, layout: str) -> dict[str, dict[str, int]]:
-    """The parameters that a pattern matches, by the modules that have them, and the dimensions that are divided."""
-    found: dict[str, dict[str, int]] = {}
+def _add_layouts(styles: dict[str, Any], owner: str, dims: Mapping[str, int | None]) -> None:
+    """Let parameters of a module lie as they are to, whatever layouts were said before."""
+    before = styles.get(owner, "")
+    is_layout_too = isinstance(before, str) and before.startswith(f"{LAYOUT}:")
+    if before and not is_layout_too:
+        raise ValueError(
+            f"tensor_parallel_plan gives {owner!r} the style {before!r}, and a layout to its parameter"
+            f" {next(iter(dims))!r}. A style says itself how parameters are divided: leave one of them out."
+        )
+    every = {**(layout_dims(before) if is_layout_too else {}), **dims}
+    divided = {name: dim for name, dim in every.items() if dim is not None}
+    if divided:
+        styles[owner] = layout_style(divided)
+    else:
+        styles.pop(owner, None)
+
+
+def _placed_parameters(module: nn.Module, pattern: str, layout: str) -> dict[str, dict[str, int | None]]:
+    """The parameters that a pattern matches, by the modules that have them; and the dimensions that are divided."""
+    found: dict[str, dict[str, int | None]] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     matching = [name for name in parameters if name_matches(name, pattern)]
     if not matching:
@@ -226,9 +235,8 @@ def _placed_parameters(module: nn.Module, pattern: str, layout: str) -> dict[str
             raise ValueError(
                 f"tensor_parallel_plan makes {name!r} a sum of parameters (P), which no optimizer can step."
             )
-        if isinstance(placement, Shard):
-            owner, _, leaf = name.rpartition(".")
-            found.setdefault(owner, {})[leaf] = placement.dim
+        owner, _, leaf = name.rpartition(".")
+        found.setdefault(owner, {})[leaf] = placement.dim if isinstance(placement, Shard) else None
     return found
 
 

@@ -599,6 +599,23 @@ def test_an_optimizer_may_give_a_parameter_other_memory() -> None:
         assert torch.equal(layer.weight, torch.full((3, 4), 1 + 2**-20))
 
 
+def test_who_steps_an_optimizer_of_torch_by_hand_steps_masters() -> None:
+    layer = nn.Linear(4, 3)
+    masters = MasterWeights(layer)
+    layer.bfloat16()
+    with masters.opened():
+        optimizer, before = torch.optim.Adam(layer.parameters(), lr=2**-12), layer.weight.detach().clone()
+    masters.follow([optimizer])
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(torch.ones(2, 4).bfloat16()).sum().backward()
+        optimizer.step()
+        assert {each.dtype for each in layer.parameters()} == {torch.bfloat16}
+    assert optimizer.state[layer.weight]["exp_avg"].dtype == torch.float32
+    with masters.opened():
+        torch.testing.assert_close(layer.weight, before - 2**-11, rtol=0, atol=1e-6)
+
+
 class OwnHalf(HalfPrecision):
     """A class of the user."""
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -31,6 +32,7 @@ from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
 from lightning_hybrid.strategy.auto_layout.process_copy import run_in_copy
 from lightning_hybrid.strategy.auto_layout.request import search_space
 from lightning_hybrid.strategy.auto_layout.search import FOUND_UNSEEN, SearchSpace, layouts, search
+from lightning_hybrid.trainer.precision import scale_half
 from tests.pool import Pools
 from tests.strategy.test_auto_layout_search import Blocks, make_profile, random_problem
 from tests.strategy.test_auto_layout_search import Profile as MadeUp
@@ -80,6 +82,7 @@ def test_open_is_what_is_left_at_its_default_or_auto(arguments: dict[str, Any], 
         ({"recompute": 0.5, **AUTO}, "recompute=0.5 cannot be weighed"),
         ({"num_chunks": 9, "schedule": "interleaved_1f1b", **AUTO}, "num_chunks=9 cannot be weighed"),
         ({"tensor_parallel_size": 0, **AUTO}, "tensor_parallel_size must be at least 1"),
+        ({"tensor_parallel_mode": "2d", **AUTO}, "tensor_parallel_mode='2d' has no estimates"),
     ],
 )
 def test_what_does_not_go_with_a_search_is_refused(arguments: dict[str, Any], text: str) -> None:
@@ -111,6 +114,7 @@ def test_what_is_given_stays_in_all_that_is_tried() -> None:
         4, 16, (2, 1, 2), num_microbatches=3, zero_stage=2, schedule="gpipe", num_chunks=2, recompute="auto"
     )[:1]
     assert only == Layout(2, 1, 2, 3, "gpipe", 2, 2)
+    assert "gpipe" not in {layout.schedule for layout in tried(4, 16, extra_in_flight=1, **AUTO)}
     usual = tried(4, 64, ("auto", 1, "auto"))
     assert {(each.pipeline, each.num_microbatches) for each in usual} == {(1, 1), (2, 8), (4, 16)}
 
@@ -362,6 +366,16 @@ def test_what_is_found_trains_as_one_process_on_every_rank(name: str, ranks: Poo
     for result in results:
         assert (result["sizes"], result["settings"]) == (sizes, results[0]["settings"])
         assert_same(result["weights"], expected, 1e-10)
+
+
+def test_steps_are_tried_on_the_host_with_the_dtypes_of_a_device() -> None:
+    half = HalfPrecision("bf16-true")
+    scale_half(half, "cuda")
+    for plugin in (half, HalfPrecision("16-true"), Precision()):
+        assert choice._on_host(plugin) is plugin
+    on_host = choice._on_host(MixedPrecision("bf16-mixed", "cuda"))
+    assert isinstance(on_host, MixedPrecision)
+    assert (on_host.precision, on_host.device) == ("bf16-mixed", "cpu")
 
 
 def fits(limit: float | None) -> Any:

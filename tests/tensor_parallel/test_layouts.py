@@ -108,8 +108,11 @@ def differing() -> tuple[dict[str, int], Tensor, Tensor, list[Tensor]]:
     whole = b.full_tensor()
     whole.square().sum().backward()
     counts = {str(operator).rpartition(".")[2]: number for operator, number in sent.get_comm_counts().items()}
-    partial: Any = distribute(torch.ones(3), "P", mesh)
-    return counts, whole.detach(), partial.full_tensor(), [leaf.grad for leaf in leaves]  # type: ignore[misc]
+    leaves.append(torch.ones(3, dtype=torch.float64, requires_grad=True))
+    partial: Any = distribute(leaves[-1], "P", mesh)
+    ones = partial.full_tensor()
+    ones.sum().backward()
+    return counts, whole.detach(), ones.detach(), [leaf.grad for leaf in leaves]  # type: ignore[misc]
 
 
 def test_operators_with_other_layouts_are_given_what_they_need(ranks: Pools) -> None:
@@ -120,8 +123,8 @@ def test_operators_with_other_layouts_are_given_what_they_need(ranks: Pools) -> 
     expected.square().sum().backward()
     for counts, whole, ones, gradients in ranks(2).run(differing):
         assert counts == {"all_gather_into_tensor": 1}
-        assert_same([whole, gradients], [expected.detach(), [leaf.grad for leaf in leaves]])
-        assert torch.equal(ones, torch.ones(3))
+        assert_same(ones, torch.ones(3, dtype=torch.float64))
+        assert_same([whole, gradients], [expected.detach(), [*(leaf.grad for leaf in leaves), ones]])
 
 
 def refusals() -> list[str]:
@@ -155,17 +158,19 @@ def test_layouts_that_cannot_be_are_refused(ranks: Pools) -> None:
 
 
 class Mixing(nn.Module):
-    """Computes with parameters of its own, as no style knows it; counts its calls in a buffer."""
+    """Computes with parameters of its own, as no style knows it; counts its calls in a buffer, and reads another."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Parameter(torch.randn(16, 8) / 4), nn.Parameter(torch.randn(8, 16) / 4)
         self.scale, self.norm = nn.Parameter(torch.ones(8)), nn.LayerNorm(8)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("gain", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls = self.calls + 1
-        return x + self.norm(torch.tanh(x @ self.up.T) @ self.down.T) * self.scale
+        self.gain = torch.full_like(self.gain, 1.5)
+        return x + self.norm(torch.tanh(x @ self.up.T) @ self.down.T) * self.scale * self.gain
 
 
 class Mixed(Regression):
@@ -247,5 +252,7 @@ def test_what_a_plan_cannot_lay_out_is_refused(plan: dict[str, str], text: str) 
 
 
 def test_the_last_pattern_counts() -> None:
-    rows = make_plan(Mixed(), {"body.*.up": "S(0)", "body.1.up": "S(-1)"}, 2, sequence_parallel=False).rows
-    assert [row.style for row in rows][:2] == ["layout:up=S(0)", "layout:up=S(1)"]
+    plan = {"body.*.up": "S(0)", "body.1.up": "S(-1)", "body.2.up": "B", "body.3.scale": "S(0)", "body.3.up": "B"}
+    rows = make_plan(Mixed(), plan, 2, sequence_parallel=False).rows
+    found = {row.name: row.style for row in rows}
+    assert found == {"body.0": "layout:up=S(0)", "body.1": "layout:up=S(1)", "body.3": "layout:scale=S(0)"}

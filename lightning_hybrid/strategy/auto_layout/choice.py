@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -186,7 +186,8 @@ def _copy_module(module: LightningModule) -> LightningModule:
 
 def _on_host(precision: Precision) -> Precision:
     """A plugin under which a step on the host has the dtypes that it has on a device."""
-    if isinstance(precision, MixedPrecision) and precision.device != "cpu":
+    is_mixed = isinstance(precision, MixedPrecision) and not isinstance(precision, HalfPrecision)
+    if is_mixed and precision.device != "cpu":  # type: ignore[attr-defined]
         return MixedPrecision("bf16-mixed", "cpu")  # numbers in float16 have as many bytes
     return precision
 

@@ -73,6 +73,12 @@ def _check_open(arguments: Mapping[str, Any], searched: Sequence[str]) -> None:
                 " layout='auto' or recompute='auto', or leave it out."
             )
         return
+    mode = arguments["tensor_parallel_mode"]
+    if mode != "1d":
+        raise ValueError(
+            f"tensor_parallel_mode={mode!r} has no estimates by which layouts could be weighed ({', '.join(searched)}"
+            " are searched). Give the layout by hand, or leave tensor_parallel_mode out."
+        )
     if {"pipeline_parallel_size", "num_chunks"} & set(searched):
         for name in ("partition", "extra_in_flight", "recompute"):
             value = arguments[name]
@@ -123,11 +129,12 @@ def search_space(config: HybridConfig, sizes: tuple[Any, Any, Any]) -> SearchSpa
         name: None if name in searched and not isinstance(size, (list, tuple)) else choices(size)
         for name, size in zip(SIZES, (tensor, pipeline), strict=True)
     }
-    given = (config.schedule, config.num_chunks)
+    given, has_extra = (config.schedule, config.num_chunks), any(config.extra_of_links(2))
     schedules = [
         pair
         for pair in SCHEDULES_TRIED
         if ("schedule" in searched or pair[0] == given[0]) and ("num_chunks" in searched or pair[1] == given[1])
+        if pair[0] != "gpipe" or not has_extra  # it has all in flight already
     ]
     return SearchSpace(
         data=None if data == "auto" else (data,),

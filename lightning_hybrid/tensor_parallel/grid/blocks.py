@@ -81,10 +81,11 @@ class Grid(TensorGroup):
 
         As in :func:`~.mappings.copy_to_tp`, several layers that take one tensor share what is sent for its gradient.
         """
-        block = shared_input(x, ("block", rows_dim))
+        how = "block", rows_dim, torch.is_grad_enabled()  # what was made without a graph has none
+        block = shared_input(x, how)
         if block is None:
             block = scatter_blocks(x, self, self.shape.outer, rows_dim)
-            share_input(x, ("block", rows_dim), block)
+            share_input(x, how, block)
         self._rows[block.shape[rows_dim]] = x.shape[rows_dim]
         return block
 
@@ -114,9 +115,7 @@ def find_tensor_group(mesh: Mesh) -> TensorGroup:
 
 def scatter_blocks(x: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int) -> Tensor:
     """This rank's block of a tensor that every rank has; rows are padded so that they can be divided."""
-    missing = -x.shape[rows_dim] % grid.shape.parts(layout.rows)
-    if missing:
-        x = torch.cat([x, x.new_zeros([*x.shape[:rows_dim], missing, *x.shape[rows_dim + 1 :]])], rows_dim)
+    x = _padded(x, grid.shape.parts(layout.rows), rows_dim)
     return _Scatter.apply(x, grid, layout, rows_dim)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -127,12 +126,19 @@ def gather_blocks(block: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int,
 
 
 def local_rows(x: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int) -> Tensor:
-    """This rank's rows of a tensor that every rank has, such as a mask, padded with zeros."""
+    """This rank's rows of a tensor that every rank has, such as a mask; padded."""
     parts = grid.shape.parts(layout.rows)
+    return _padded(x, parts, rows_dim).chunk(parts, rows_dim)[grid.shape.index(grid.rank, layout.rows)]
+
+
+def _padded(x: Tensor, parts: int, rows_dim: int) -> Tensor:
+    """With the last row again, until rows can be divided: what is computed with it is finite if one process's is."""
     missing = -x.shape[rows_dim] % parts
-    if missing:
-        x = torch.cat([x, x.new_zeros([*x.shape[:rows_dim], missing, *x.shape[rows_dim + 1 :]])], rows_dim)
-    return x.chunk(parts, rows_dim)[grid.shape.index(grid.rank, layout.rows)]
+    if not missing:
+        return x
+    sizes = [*x.shape]
+    sizes[rows_dim] = missing
+    return torch.cat([x, x.narrow(rows_dim, x.shape[rows_dim] - 1, 1).expand(sizes)], rows_dim)
 
 
 def _own_block(x: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int, features_dim: int) -> Tensor:

@@ -64,6 +64,17 @@ class GridSplit(ParamSplit):
         return replace(self, dim=1 - self.dim, over=tuple((1 - dim, axes) for dim, axes in self.over))
 
 
+class _NormStyle(Style):
+    """That of a norm over features, which are the last dimension."""
+
+    def unsupported_reason(self, layer: nn.Module, size: int) -> str | None:
+        """As of any style."""
+        assert isinstance(layer, nn.LayerNorm)
+        if len(layer.normalized_shape) > 1:
+            return f"takes its mean over the dimensions {list(layer.normalized_shape)}, and not over features alone"
+        return super().unsupported_reason(layer, size)
+
+
 def find_grid_style(name: str, layer: nn.Module, grid: GridShape | None) -> Style:
     """The style of this name for an arrangement of ranks; ``None`` is a line.
 
@@ -87,7 +98,7 @@ def find_grid_style(name: str, layer: nn.Module, grid: GridShape | None) -> Styl
         return replace(STYLES[kind], mixin=GridRegion, attributes={"rows_dim": dim, "in_region": False})
     if kind == "sequence_parallel" and isinstance(layer, nn.LayerNorm):
         splits = _features(grid.outer, grid)
-        return Style((nn.LayerNorm,), GridLayerNorm, splits, {"in_region": True, "rows_dim": 0})
+        return _NormStyle((nn.LayerNorm,), GridLayerNorm, splits, {"in_region": True, "rows_dim": 0})
     if kind == "sequence_parallel" and not any(True for _ in layer.parameters()):
         return STYLES["on_shards"]
     if kind == "sequence_gathered":

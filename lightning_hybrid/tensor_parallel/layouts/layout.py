@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +111,7 @@ def distribute(tensor: Tensor, layout: str | Mapping[str, str], mesh: DeviceMesh
             kept[index] = Replicate()
             summed.append(over.get_local_rank(index))
     if any(summed):  # the first rank has the number, and others nothing to add
-        tensor = torch.zeros_like(tensor)
+        tensor = _Nothing.apply(tensor)  # type: ignore[no-untyped-call]
     local = DTensor.from_local(tensor, over, [Replicate()] * len(kept), run_check=False).redistribute(placements=kept)
     if not summed:
         return local
@@ -118,6 +119,18 @@ def distribute(tensor: Tensor, layout: str | Mapping[str, str], mesh: DeviceMesh
     return DTensor.from_local(
         local.to_local(), over, list(placements.values()), run_check=False, shape=shape, stride=stride
     )
+
+
+class _Nothing(torch.autograd.Function):
+    """Zeros in the place of a tensor, which gets the gradient that it would have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def _check_axes(tensor: DTensor, layout: object, placements: Mapping[str, Placement]) -> None:

@@ -48,23 +48,34 @@ class PlacedLayer(ParallelLayer):
         """Inside, the code finds DTensors under the names of parameters and buffers."""
         assert isinstance(self, nn.Module)
         shown: list[tuple[nn.Module, str]] = []
+        buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         for part in self.modules():
-            for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
-                if tensor is None:
+            for name, parameter in part._parameters.items():
+                if parameter is None:
                     continue
                 if part is self and name in self.dims:
-                    placed = DTensor.from_local(shard_of(tensor), mesh, [Shard(self.dims[name])], run_check=False)
+                    placed = DTensor.from_local(shard_of(parameter), mesh, [Shard(self.dims[name])], run_check=False)
                 else:
-                    placed = _replicated(tensor, mesh)
+                    placed = _replicated(parameter, mesh)
                 vars(part)[name] = placed  # found before what the module itself keeps under this name
                 shown.append((part, name))
+            for name, buffer in part._buffers.items():  # which its code may set anew, and read again
+                if buffer is not None:
+                    part._buffers[name] = shared = _replicated(buffer, mesh)
+                    buffers.append((part, name, buffer, shared))
+        made: list[tuple[nn.Module, str, Tensor | None]] = []
         try:
             yield
         finally:
             for part, name in shown:
                 del vars(part)[name]
-                if isinstance(part._buffers.get(name), DTensor):  # its code has set it anew
-                    part._buffers[name] = full_tensor(part._buffers[name])
+            for part, name, buffer, shared in buffers:
+                value = part._buffers.get(name)
+                if value is not shared:
+                    made.append((part, name, value))
+                part._buffers[name] = buffer  # in whose memory the other one lies
+        for part, name, value in made:
+            part._buffers[name] = full_tensor(value)
 
 
 def _replicated(leaf: Any, mesh: DeviceMesh) -> Any:
