@@ -143,7 +143,9 @@ class StepContext:
         with random:
             for layer in self.layers[stage]:
                 x = layer(x)
-        return self.plain(x, to_stage=stage < self.num_stages - 1)
+        if stage < self.num_stages - 1:
+            return self.plain(x, to_stage=True)
+        return to_plain_tensors(x) if self._has_shared_layers else x  # a sequence in shares stays so around the layers
 
     def received(self, value: Any) -> Any:
         """What the stage before has sent, as layers take it."""
