@@ -118,6 +118,7 @@ class StepContext:
             self._recorder.remember_value,
             is_last=self._results.is_source,
             unfollowed=self.unfollowed,
+            plain=self.plain if self._has_shared_layers or context_parallel is not None else None,
         )
         self._keys: defaultdict[Hashable, int] = defaultdict(_KEYS.__next__)
         self._parameters = list(module.parameters())

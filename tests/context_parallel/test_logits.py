@@ -8,11 +8,14 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from torchmetrics import CatMetric
 
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.frame.operators import DispatchMode
 from tests.pool import Pools
+from tests.tensor_modules import NanoGPT
 from tests.training_jobs import make_trainer
 
 VOCABULARY, LENGTH, SAMPLES = 254, 64, 2
@@ -92,3 +95,37 @@ def test_no_rank_has_all_logits(ranks: Pools, name: str, layout: dict[str, Any],
     whole, most = found[0][0], max(largest for _, largest in found)
     assert whole == 4 * SAMPLES * LENGTH * VOCABULARY
     assert whole / parts <= most <= 1.1 * whole / parts
+
+
+# -- logits that are kept ----------------------------------------------------------------------------------------------
+
+
+class Keeping(NanoGPT):
+    """A metric, and a list, that keep logits until the end of the epoch."""
+
+    def build(self) -> None:
+        super().build()
+        self.metric = CatMetric()
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self(batch[0])
+        self.metric.update(logits)
+        self.kept = logits
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    def on_train_epoch_end(self) -> None:
+        self.at_end = self.metric.compute().sum(), self.kept.softmax(1).sum()
+
+
+def kept(layout: dict[str, Any] | None) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    module = Keeping().double()
+    make_trainer(layout, limit_train_batches=2, limit_val_batches=0).fit(module)
+    return tuple(each.detach() for each in module.at_end)
+
+
+@pytest.mark.distributed
+def test_logits_may_be_kept(ranks: Pools) -> None:
+    (expected,) = ranks(1, lightning=True).run(kept, None)
+    for found in ranks(2, lightning=True).run(kept, {"context_parallel_size": 2}, timeout=60):
+        torch.testing.assert_close(found, expected)
