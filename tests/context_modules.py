@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from examples.gpt import GPT as ExampleModel
 from tests import tensor_modules as zoo
 from tests.tensor_modules import DIM, HEADS, LENGTH, TOKENS
 
@@ -23,6 +24,19 @@ class Uneven(zoo.NanoGPT):
     def build(self) -> None:
         super().build()
         self.positions = nn.Embedding(LENGTH + 1, DIM)
+
+
+class ExampleGPT(zoo.GPT):
+    """The GPT of the examples; it shifts the labels by itself."""
+
+    def build(self) -> None:
+        self.model = ExampleModel(vocabulary=TOKENS, length=LENGTH, dim=DIM, depth=self.layers, heads=HEADS)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.model._loss(batch)
+
+    def sample(self, index: int, generator: torch.Generator) -> Any:
+        return torch.randint(TOKENS, (LENGTH + 1,), generator=generator)
 
 
 class PaddedEncoder(zoo.Words):

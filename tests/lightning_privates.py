@@ -15,6 +15,7 @@ LIBRARIES = ("lightning", "lightning_utilities", "torchmetrics")
 TORCH = {
     "_C": "the switch that turns `__torch_function__` off has its class there, as torch's guide to subclasses has it",
     "_abort_process_group": "aborts the groups of NCCL together, where torch has it",
+    "_base": "whether a tensor is a view of a parameter",
     "_backward_hooks": "whether a tensor has hooks that a new one would need",
     "_buffers": "buffers of one layer under all their names; `named_buffers` leaves shared ones out",
     "_cdata": "what tells storages apart",

@@ -494,6 +494,7 @@ def _without_cache(name: str) -> type[zoo.Example]:
 #: Models of sequences, of which ranks have shares.
 CONTEXT_SUBJECTS: dict[str, Subject] = _named(
     [
+        Subject("context_example", context_zoo.ExampleGPT),
         Subject("context_uneven", context_zoo.Uneven, trainer={"accumulate_grad_batches": 2}),
         Subject("context_encoder", context_zoo.PaddedEncoder, trainer={"gradient_clip_val": 0.1}),
         Subject("context_first", context_zoo.SequenceFirst),

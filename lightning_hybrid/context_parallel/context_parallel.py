@@ -2,9 +2,10 @@
 
 ::
 
-    the user's step    embedding      loss, labels, masks, metrics     whole sequences, the same on every rank
-                           |                  ^
-    layers              [ share ] --> [ share ]                        attention communicates
+    the user's step    embedding, labels, masks          loss, metrics     whole sequences, the same on every rank
+                           |                                ^
+    layers              [ share ] --> [ share ]             |              attention communicates
+    around them                          `--> norm, head, cross entropy    shares, as long as each position is by itself
 """
 
 from __future__ import annotations

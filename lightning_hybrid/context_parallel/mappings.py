@@ -8,6 +8,7 @@ whether a parameter is used in the layers, around them or in both. What flows ba
                        forward                     backward
     scatter_to_cp      slice                       all-gather, / size      whole sequence -> share
     shard              all-gather, when read       slice, * size           share -> whole sequence
+    reduce_from_cp     all-reduce                  * size                  sums over shares -> over the sequence
     copy_to_cp         -                           all-reduce, / size      whole -> used with every rank's share
     gather_keys        all-gather                  reduce-scatter          share -> whole, for every rank's queries
     to_heads           all-to-all                  all-to-all              share, all heads -> whole, some heads
@@ -20,6 +21,7 @@ become plain ones here.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import itemgetter
@@ -73,6 +75,33 @@ class Shares:
         self.lengths = [sum(length for _, length in of_rank) for of_rank in self.pieces]
         self.length = self.lengths[group.rank]
 
+    def is_same(self, other: Shares) -> bool:
+        """Whether another sequence is divided at the same positions."""
+        return self.total == other.total and self.pieces == other.pieces
+
+    def narrowed(self, start: int, length: int) -> tuple[Shares, int]:
+        """The shares of consecutive positions of the sequence: each rank keeps those that it has of them.
+
+        Args:
+            start: The first of them.
+            length: Their number.
+
+        Returns:
+            Their shares, which may have other lengths, and where this rank's begins in its share of the sequence.
+        """
+
+        def cut(first: int, size: int) -> tuple[int, int]:
+            begin, end = max(first, start), min(first + size, start + length)
+            return min(begin - start, length), max(end - begin, 0)
+
+        made = copy.copy(self)
+        made.total = length
+        made.pieces = [[cut(*piece) for piece in of_rank] for of_rank in self.pieces]
+        made.lengths = [sum(size for _, size in of_rank) for of_rank in made.pieces]
+        made.length = made.lengths[self.group.rank]
+        before = sum(min(max(start - first, 0), size) for first, size in self.pieces[self.group.rank])
+        return made, before
+
     def own(self, x: Tensor, dim: int) -> Tensor:
         """This rank's share of a tensor; of consecutive positions a view."""
         return self.of_rank(x, dim, self.group.rank)
@@ -108,6 +137,11 @@ def copy_to_cp(x: Tensor, group: ContextGroup) -> Tensor:
 def gather_keys(x: Tensor, dim: int, shares: Shares) -> Tensor:
     """Keys or values of the whole sequence, about to be used by every rank's queries."""
     return _GatherKeys.apply(x, dim, shares)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def reduce_from_cp(x: Tensor, group: ContextGroup) -> Tensor:
+    """The sum over the ranks of what each has made of its share."""
+    return _Reduce.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def to_heads(x: Tensor, shares: Shares) -> Tensor:
@@ -202,6 +236,20 @@ class _Copy(torch.autograd.Function):
         total = full_tensor(gradient).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group())
         return total.div_(ctx.group.size), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ContextGroup) -> Tensor:
+        ctx.size = group.size
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group())
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return full_tensor(gradient) * ctx.size, None
 
 
 class _GatherKeys(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hybrid.context_parallel.mappings import ContextGroup, Shares, all_gather_shares, scatter_to_cp
+from lightning_hybrid.context_parallel.mappings import ContextGroup, Shares, scatter_to_cp
+from lightning_hybrid.context_parallel.sequence_layout import SequenceLayout
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, map_leaves, unflatten
+from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
+
+Handler = Callable[[Callable[..., Any], Any, Any], Any]
+_HANDLED: dict[Callable[..., Any], Handler] = {}
+
+#: What speaks of a tensor's own place in the graph; others get a plain tensor.
+_WATCHES: frozenset[Any] = frozenset({Tensor.register_hook, Tensor.retain_grad})
+_IN_GRAPH: frozenset[Any] = (
+    getters("grad", "retains_grad", "output_nr", "_backward_hooks")
+    | {Tensor.requires_grad_, Tensor.backward, torch.autograd.grad, torch.autograd.backward}
+    | {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
+)
 
 
 class ShardedSequence(Tensor):
@@ -20,74 +33,165 @@ class ShardedSequence(Tensor):
 
     ::
 
-        layer --> sharded sequence --> layer          takes the share, nothing is sent
-                          `--> + 1, norm, loss        the shares are gathered, once, and it is the whole sequence
+        layer --> sharded sequence --> layer                    takes the share, nothing is sent
+                          |----------> norm, head, loss         compute on the share (`sequence_ops`): sharded sequences
+                          `----------> anything else            the shares are gathered, once, and it is an ordinary
+                                                                tensor from there on
 
-    Operators of autograd take it as they take any tensor, and its gradient leads to the share. It is read below them.
+    The graph is that of this tensor, whoever takes the share: so hooks and gradients of it mean what they always do.
+    All ranks of the group must do the same with it, as they do if they run the same code.
 
     Args:
         share: This rank's share, without a graph.
-        dim: Along which the sequence goes.
-        shares: How it is divided.
+        sequence: Where the sequence is, and how it is divided.
+        strides: Of the whole; ``None`` if it is contiguous.
+        is_gradient: Whether the share is `size` times the one of the whole, as gradients are that flow in the layers.
 
     Attributes:
-        sequence_dim: The dimension, as given.
-        shares: As given.
+        sequence: As given.
+        is_gradient: As given.
     """
 
-    sequence_dim: int
-    shares: Shares
+    sequence: SequenceLayout
+    is_gradient: bool
     _share: Tensor
-    _with_graph: Tensor | None
+    _linked: Tensor | None  # the share, in the graph of this tensor
     _written: int
     _whole: Tensor | None
+    _view: tuple[ShardedSequence, Callable[[Tensor], Tensor]] | None  # of what this is a view, and which
+    _node: Any  # of the graph, as it was made: in the end it may be what a function of the user's returned
 
-    def __new__(cls, share: Tensor, dim: int, shares: Shares) -> ShardedSequence:
+    def __new__(
+        cls,
+        share: Tensor,
+        sequence: SequenceLayout,
+        strides: Sequence[int] | None = None,
+        *,
+        is_gradient: bool = False,
+    ) -> ShardedSequence:
         """Make one."""
-        shape = list(share.shape)
-        shape[dim] = shares.total
-        made: ShardedSequence = Tensor._make_wrapper_subclass(cls, shape, dtype=share.dtype, device=share.device)
-        made._share, made.sequence_dim, made.shares = share, dim, shares
-        made._whole = made._with_graph = None
+        made: ShardedSequence = Tensor._make_wrapper_subclass(
+            cls, sequence.whole_shape(share.shape), strides, dtype=share.dtype, device=share.device
+        )
+        made._share, made.sequence, made.is_gradient = share, sequence, is_gradient
+        made._whole = made._linked = made._view = None
         return made
 
+    @property
+    def local(self) -> Tensor:
+        """This rank's share, in the graph."""
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self._share
+        if self._linked is None:
+            self._linked = _Unwrap.apply(self)  # type: ignore[no-untyped-call]
+        return self._linked
+
     def read(self) -> Tensor:
-        """All of it, always the same tensor: a collective, the first time."""
+        """All of it, without a graph, always the same tensor: a collective, the first time."""
         if self._whole is None:
-            self._whole = all_gather_shares(self._share, self.sequence_dim, self.shares)
+            share: Any = self._share  # its classes may be sharded as well
+            self._whole = self.sequence.gather(share.full_tensor() if hasattr(share, "full_tensor") else share)
+            if self.is_gradient:
+                self._whole /= self.sequence.shares.group.size
         return self._whole
 
-    def share(self, dim: int, shares: Shares) -> Tensor:
-        """This rank's share, with its graph: the one that a layer made, unless something has been written since."""
-        is_same = dim == self.sequence_dim and shares.lengths == self.shares.lengths
-        if self._with_graph is not None and is_same and not self._may_be_written():
-            return self._with_graph
-        return scatter_to_cp(self, dim, shares)
+    def plain(self) -> Tensor:
+        """An ordinary tensor that shares its memory, in the graph."""
+        if self._view is not None and self.grad_fn is self._node:
+            base, view = self._view
+            made = view(base.plain())
+            return made if self.requires_grad else made.detach()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.view(self.shape)
 
-    def _may_be_written(self) -> bool:
+    def share(self, dim: int, shares: Shares) -> Tensor:
+        """This rank's share of the sequence, in the graph: the one that a layer made, unless something was written."""
+        if self.sequence.is_same(SequenceLayout(dim, shares)) and not self.is_written():
+            return self.local
+        return scatter_to_cp(self.plain(), dim, shares)
+
+    def is_written(self) -> bool:
         """Whether something was written into it; in inference mode, where torch does not know, what was read may be."""
+        if self._view is not None and self._view[0].is_written():
+            return True
         return self._whole is not None if self.is_inference() else self._version != self._written
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A call: as of any tensor, so that autograd sees it."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        """A call: of what only looks at the shape, of what works position by position, or of anything else."""
+        kwargs = kwargs or {}
+        if func in _WATCHES and isinstance(args[0], cls):
+            args[0]._view = None  # its own place in the graph is the one that counts from here on
+        if func in METADATA or func in _IN_GRAPH or func in _WATCHES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if "input" in kwargs and not args:
+            args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
+        handler = _HANDLED.get(func)
+        if handler is not None:
+            result = handler(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        plain_args, plain_kwargs = map_leaves(plain, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        # What changes a tensor in place returns it.
+        return args[0] if args and isinstance(args[0], cls) and result is plain_args[0] else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """An operator reads it, or writes into it."""
+        """An operator reads it, or writes into it; or autograd adds up gradients, which needs no collective."""
+        if func is torch.ops.aten.add.Tensor and not kwargs and any(map(_is_unread, args)):
+            layout = next(each for each in args if _is_unread(each)).sequence
+            one, other = (_share_of_gradient(each, layout) for each in args)
+            return cls(one + other, layout, is_gradient=True)
         plain_args, plain_kwargs = map_leaves(_read, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
         first = args[0] if args else None
         return first if isinstance(first, ShardedSequence) and result is first._whole else result
 
 
+def implements(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
+    """Register what works on shares.
+
+    Args:
+        functions: Of torch.
+
+    Returns:
+        A decorator of ``handler(function, args, kwargs)``, which may return `NotImplemented`: then the shares are
+        gathered, and the function does what it always does.
+    """
+
+    def register(handler: Handler) -> Handler:
+        _HANDLED.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
+
 def shard(share: Tensor, dim: int, shares: Shares) -> ShardedSequence:
     """The whole sequence of which this is this rank's share."""
-    made: ShardedSequence = _Shard.apply(share, dim, shares)  # type: ignore[no-untyped-call]
-    made._with_graph, made._written = share, 0 if made.is_inference() else made._version
+    return wrap(share, SequenceLayout(dim, shares))
+
+
+def wrap(share: Tensor, layout: SequenceLayout, strides: Sequence[int] | None = None) -> ShardedSequence:
+    """The same of any layout; `strides` are those of the whole, if it is not contiguous."""
+    made: ShardedSequence = _Shard.apply(share, layout, strides)  # type: ignore[no-untyped-call]
+    made._written, made._node = 0 if made.is_inference() else made._version, made.grad_fn
     return made
+
+
+def on_share(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply what works position by position to a tensor, or to this rank's share of a sequence.
+
+    Args:
+        function: Makes a tensor with as many dimensions, of which it changes the last one.
+        x: The tensor.
+    """
+    if not isinstance(x, ShardedSequence):
+        return function(x)
+    if x.is_written() or x.sequence.dim == x.ndim - 1:
+        return function(x.plain())
+    return wrap(function(x.local), x.sequence)
 
 
 @dataclass(frozen=True)
@@ -129,12 +233,27 @@ def _from_shares(leaves: Iterator[Any], spec: TreeSpec, shares: Callable[[int], 
 def _to_share(leaf: Any) -> Any:
     if not isinstance(leaf, ShardedSequence):
         return leaf
-    return SequenceShare(leaf.share(leaf.sequence_dim, leaf.shares), leaf.sequence_dim, leaf.shares.total)
+    dim, before, *_ = leaf.sequence
+    shares = Shares(before.total, before.group, balanced=before.balanced)
+    if not leaf.sequence.is_same(SequenceLayout(dim, shares)):  # some positions of a longer one, or sequences in a row
+        return leaf.plain()
+    return SequenceShare(leaf.share(dim, shares), dim, shares.total)
 
 
 def plain(tensor: Any) -> Any:
     """A plain tensor in the place of a sequence that may be in shares; anything else as it is."""
-    return tensor.view(tensor.shape) if isinstance(tensor, ShardedSequence) else tensor
+    return tensor.plain() if isinstance(tensor, ShardedSequence) else tensor
+
+
+def _is_unread(gradient: Any) -> bool:
+    return isinstance(gradient, ShardedSequence) and gradient.is_gradient and gradient._whole is None
+
+
+def _share_of_gradient(gradient: Tensor, layout: SequenceLayout) -> Tensor:
+    """Of a gradient of the whole, what flows in the layers."""
+    if _is_unread(gradient) and gradient.sequence.is_same(layout):  # type: ignore[attr-defined]
+        return gradient._share  # type: ignore[attr-defined, no-any-return]
+    return layout.own(full_tensor(_read(gradient))) * layout.shares.group.size
 
 
 def _read(leaf: Any) -> Any:
@@ -143,11 +262,25 @@ def _read(leaf: Any) -> Any:
 
 class _Shard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, dim: int, shares: Shares) -> Tensor:
-        ctx.dim, ctx.shares = dim, shares
-        return ShardedSequence(share.detach(), dim, shares)
+    def forward(ctx: Any, share: Tensor, layout: SequenceLayout, strides: Sequence[int] | None) -> Tensor:
+        ctx.layout = layout
+        return ShardedSequence(share.detach(), layout, strides)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.shares.own(full_tensor(gradient), ctx.dim) * ctx.shares.group.size, None, None
+        return _share_of_gradient(gradient, ctx.layout), None, None
+
+
+class _Unwrap(torch.autograd.Function):
+    """From a sharded sequence to this rank's share; its gradient is a sharded sequence as well, until it is read."""
+
+    @staticmethod
+    def forward(ctx: Any, sequence: ShardedSequence) -> Tensor:
+        ctx.layout = sequence.sequence
+        return sequence._share.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return ShardedSequence(full_tensor(gradient), ctx.layout, is_gradient=True)

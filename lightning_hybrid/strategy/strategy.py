@@ -108,7 +108,8 @@ class HybridStrategy(ReplicaCollectives):
         sequence_parallel: Whether activations between shared layers are divided along the sequence, where the plan has
             regions for it; transformer layers of torch are some.
         context_parallel_size: The number of ranks that share each sequence: in layers of the body each has a part of
-            the positions, of the same batch. The code around them sees whole sequences.
+            the positions, of the same batch. The code around them sees whole sequences; norm, head and cross entropy
+            compute on shares all the same.
         context_parallel: How attention (`F.scaled_dot_product_attention`) communicates between them: ``"ulysses"``
             exchanges heads for positions, in a ``"ring"`` blocks of keys and values pass from rank to rank, and
             ``"all_gather"`` gathers these.

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_hybrid.context_parallel.sharded_sequence import on_share
 from lightning_hybrid.distributed.dtensor import shard_of
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
@@ -218,7 +219,10 @@ class VocabParallelHead(ParallelLayer):
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., in_features)`` to `VocabParallelLogits` of shape ``(..., out_features)``."""
+        """``(..., in_features)`` to `VocabParallelLogits` of shape ``(..., out_features)``, or a sequence of these."""
+        return on_share(self._logits, x)
+
+    def _logits(self, x: Tensor) -> Tensor:
         weight, bias = shard_of(self.weight), shard_of(self.bias)
         y = column_linear(x, weight, bias, self.tensor_group, self.sequence_dim)
         return VocabParallelLogits.from_local(y, self.tensor_group)

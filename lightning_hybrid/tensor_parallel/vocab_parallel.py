@@ -161,11 +161,15 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, group: TensorGroup, class_dim: int) -> VocabParallelLogits:
+        ctx.layout = group, class_dim
         return VocabParallelLogits._wrap(shard.detach(), group, class_dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: VocabParallelLogits) -> tuple[Tensor, None, None]:
-        return gradient._local, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if isinstance(gradient, VocabParallelLogits):
+            return gradient._local, None, None
+        group, class_dim = ctx.layout  # of a sequence whose shares were gathered, with all classes
+        return group.local_chunk(gradient, class_dim), None, None
 
 
 class _Unwrap(torch.autograd.Function):

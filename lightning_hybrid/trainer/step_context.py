@@ -118,6 +118,7 @@ class StepContext:
             self._recorder.remember_value,
             is_last=self._results.is_source,
             unfollowed=self.unfollowed,
+            plain=self.plain if self._has_shared_layers or context_parallel is not None else None,
         )
         self._keys: defaultdict[Hashable, int] = defaultdict(_KEYS.__next__)
         self._parameters = list(module.parameters())
@@ -143,7 +144,9 @@ class StepContext:
         with random:
             for layer in self.layers[stage]:
                 x = layer(x)
-        return self.plain(x, to_stage=stage < self.num_stages - 1)
+        if stage < self.num_stages - 1:
+            return self.plain(x, to_stage=True)
+        return to_plain_tensors(x) if self._has_shared_layers else x  # a sequence in shares stays so around the layers
 
     def received(self, value: Any) -> Any:
         """What the stage before has sent, as layers take it."""

@@ -60,6 +60,8 @@ class MetricsAcrossStages:
             gives the same of the whole batch once it has run: the user may log the tensor.
         is_last: Whether this rank has the last stage.
         unfollowed: Around what is no part of the user's step.
+        plain: Makes ordinary tensors of those that ranks share, which a metric may keep until one of them computes;
+            ``None`` where there are none.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class MetricsAcrossStages:
         *,
         is_last: bool,
         unfollowed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        plain: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._module = module
+        self._module, self._plain = module, plain
         self._unfollowed = unfollowed
         self._only_seen = False
         self._metrics: dict[str, Metric] = {}
@@ -144,6 +147,7 @@ class MetricsAcrossStages:
     def _count_batches(self, metric: nn.Module) -> None:
         """Let a `MeanMetric` count a number that has no weight by the part that its microbatch has in the batch."""
         if getattr(type(metric), "update", None) is not MeanMetric.update:  # of a subclass's own nothing is known
+            self._keep_plain(metric)
             return
         assert isinstance(metric, MeanMetric)
         update = metric.update
@@ -152,6 +156,22 @@ class MetricsAcrossStages:
             if weight is None and getattr(value, "ndim", 0) == 0:  # else it is one of samples
                 weight = self._batch.weight
             update(value) if weight is None else update(value, weight)
+
+        updated.original = update  # type: ignore[attr-defined]
+        metric.update = updated  # type: ignore[method-assign]
+
+    def _keep_plain(self, metric: nn.Module) -> None:
+        """Let a metric keep ordinary tensors in its lists."""
+        plain = self._plain
+        if plain is None or not isinstance(metric, Metric):
+            return
+        update = metric.update
+
+        def updated(*args: Any, **kwargs: Any) -> None:
+            update(*args, **kwargs)
+            for state in metric.metric_state.values():
+                if isinstance(state, list):
+                    state[:] = plain(state)
 
         updated.original = update  # type: ignore[attr-defined]
         metric.update = updated  # type: ignore[method-assign]

@@ -1,0 +1,93 @@
+r"""Losses over classes, of sequences in shares.
+
+For positions s with losses l and weights w (that of a position's class, 0 where it is ignored),
+
+.. math:: L = \frac{\sum_r \sum_{s \in r} l_s}{\sum_s w_s} :
+
+rank r sums over its own positions, and that sum travels, never the logits. Labels are whole on every rank, so all of
+them know the denominator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_hybrid.context_parallel.mappings import reduce_from_cp
+from lightning_hybrid.context_parallel.sequence_ops import in_shares
+from lightning_hybrid.context_parallel.sharded_sequence import ShardedSequence, implements, wrap
+
+
+@implements(F.cross_entropy, F.nll_loss)
+def _loss_of_classes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    scores, target, options = _bound(*args, **kwargs)
+    reduction, weight = options.pop("reduction", "mean"), options.get("weight")
+    if not _is_handled(scores, target, options) or reduction not in ("mean", "sum", "none"):
+        return NotImplemented
+    layout = scores.sequence
+    # Of a target without the dimension of the classes, which is the second one.
+    of_target = layout if target.ndim == scores.ndim else layout.at(max(layout.dim - 1, 0))
+    losses = func(scores.local, of_target.own(target), reduction="none", **options)
+    of_losses = layout.at(max(layout.dim - 1, 0))
+    if reduction == "none":
+        return wrap(losses, of_losses)
+    # In half precision a sum of many may be too large where their mean is not.
+    total = reduce_from_cp(losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)), layout.shares.group)
+    if reduction == "mean":
+        total = _mean(total, _denominator(scores, target, weight, options.get("ignore_index", -100)))
+    return total.to(losses.dtype)
+
+
+def _bound(
+    scores: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The arguments of both losses by their names, without those that are what they usually are."""
+    options: dict[str, Any] = {"reduction": reduction, "weight": weight, "ignore_index": ignore_index}
+    others = {"size_average": size_average, "reduce": reduce, "label_smoothing": label_smoothing or None}
+    return scores, target, options | {name: value for name, value in others.items() if value is not None}
+
+
+def _is_handled(scores: Any, target: Any, options: dict[str, Any]) -> bool:
+    """Whether each rank can take its own positions; where not, torch says of the whole sequence what is wrong."""
+    if not in_shares(scores) or scores.ndim < 2 or scores.sequence.dim == 1:
+        return False
+    is_plain = isinstance(target, Tensor) and not isinstance(target, ShardedSequence) and not target.requires_grad
+    if not is_plain or options.keys() & {"size_average", "reduce"}:  # which torch has given up
+        return False
+    classes = scores.shape[1]
+    if target.is_floating_point():
+        return bool(target.shape == scores.shape)
+    if target.shape != scores.shape[:1] + scores.shape[2:]:
+        return False
+    # On the host, where it costs no waiting for a device: every rank looks at all of them, and says the same.
+    wrong = ((target < 0) | (target >= classes)) & (target != options["ignore_index"])
+    return target.device.type != "cpu" or not bool(wrong.any())
+
+
+def _denominator(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What a mean is divided by: the weights of all classes that count; of probabilities, the number of samples."""
+    if target.is_floating_point():
+        return torch.tensor(scores.numel() // scores.shape[1], device=scores.device)
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum()
+    return weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
+
+
+def _mean(total: Tensor, denominator: Tensor) -> Tensor:
+    """If nothing counts, torch says NaN, and zero gradients."""
+    denominator = denominator.to(total.dtype)
+    tiny = torch.finfo(total.dtype).tiny
+    return (total / denominator.clamp_min(tiny)).masked_fill(denominator == 0, math.nan)
