@@ -18,10 +18,10 @@ from lightning_hybrid import HybridStrategy
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.schedules import build
-from lightning_hybrid.strategy.auto_layout import traces
 from lightning_hybrid.strategy.auto_layout.arguments import arguments
 from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, Layout, StageCost, Step
-from lightning_hybrid.strategy.auto_layout.dry_run import dry_run
+from lightning_hybrid.strategy.auto_layout.dry_run import traces
+from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
 from lightning_hybrid.strategy.auto_layout.machine import Machine
 from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
 from lightning_hybrid.strategy.auto_layout.search import search

@@ -19,15 +19,21 @@ from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, split
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout as layouts
 from lightning_hybrid.strategy.auto_layout.cost_model import MOST_CHUNKS, RECOMPUTE, Layout, StageCost
-from lightning_hybrid.strategy.auto_layout.dry_run import (
+from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import (
     DryRunStrategy,
     StopAfterFirstStepError,
-    labels_of_stages,
     run_first_step,
-    saved_bytes,
+)
+from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import labels_of_stages, saved_bytes
+from lightning_hybrid.strategy.auto_layout.dry_run.traces import (
+    Stopwatch,
+    Timing,
+    Trace,
+    Watch,
+    value_at,
+    value_between,
 )
 from lightning_hybrid.strategy.auto_layout.machine import Machine
-from lightning_hybrid.strategy.auto_layout.traces import Stopwatch, Timing, Trace, Watch, value_at, value_between
 from lightning_hybrid.strategy.summary import divided_share
 from lightning_hybrid.tensor_parallel.plan import Plan
 

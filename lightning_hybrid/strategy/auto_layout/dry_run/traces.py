@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.account import SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.body import Body
-from lightning_hybrid.strategy.auto_layout.dry_run import Saved
-from lightning_hybrid.strategy.auto_layout.operations import OperationCounter
+from lightning_hybrid.strategy.auto_layout.dry_run.operations import OperationCounter
+from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import Saved
 
 
 @dataclass(frozen=True)
