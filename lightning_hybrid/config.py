@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -257,6 +257,12 @@ class GridShape:
         for name, size in reversed(self.axes):
             rank, found[name] = divmod(rank, size)
         return found
+
+    def ranks_along(self, names: Collection[str]) -> list[int]:
+        """The tensor-parallel ranks that differ from the first one along some axes alone."""
+        coordinates = [self.coordinates(rank) for rank in range(self.size)]
+        others = [name for name, _ in self.axes if name not in names]
+        return [rank for rank, at in enumerate(coordinates) if not any(at[name] for name in others)]
 
     @property
     def mesh_axes(self) -> dict[str, tuple[str, ...]]:

@@ -30,7 +30,8 @@ from benchmarks.block import Block
 from benchmarks.ratios import interval
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.strategy.auto_layout.arguments import arguments
-from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, Layout, Step
+from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step
+from lightning_hybrid.strategy.auto_layout.cost_model import CostModel
 from lightning_hybrid.strategy.auto_layout.machine import Machine
 from lightning_hybrid.strategy.auto_layout.measure import measure_machine
 from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -171,7 +171,6 @@ def check_context_parallel(
     sequence_parallel: bool,
     recompute: object,
     tensor_parallel_mode: str,
-    searched: Sequence[str],
 ) -> None:
     """Check what goes with shares of sequences.
 
@@ -181,7 +180,6 @@ def check_context_parallel(
         sequence_parallel: Whether tensor-parallel ranks divide it too.
         recompute: What runs again in backward.
         tensor_parallel_mode: How tensor-parallel ranks are arranged.
-        searched: The arguments that are to be found at the start.
 
     Raises:
         ValueError: If something does not.
@@ -190,12 +188,6 @@ def check_context_parallel(
         raise ValueError(
             f"context_parallel_size={size} does not go with tensor_parallel_mode={tensor_parallel_mode!r}, where"
             " activations are divided already. Use tensor_parallel_mode='1d', or context_parallel_size=1."
-        )
-    if size > 1 and searched:
-        raise ValueError(
-            f"context_parallel_size={size} does not go with a layout that is found at the start"
-            f" ({', '.join(searched)}): the search does not know ranks that share sequences. Write the arguments of the"
-            " layout, or leave context_parallel_size out."
         )
     if size > 1 and kind != "ulysses" and recompute == "selective":
         raise ValueError(

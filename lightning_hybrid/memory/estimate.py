@@ -113,20 +113,3 @@ def _state_bytes(
                 return None
             total += state_bytes
     return total
-
-
-def check_estimated(config: HybridConfig) -> None:
-    """Refuse what no estimate of a step without processes knows.
-
-    Args:
-        config: The arguments of the strategy.
-
-    Raises:
-        ValueError: If ranks share sequences.
-    """
-    if config.context_parallel_size > 1:
-        raise ValueError(
-            f"Nothing is estimated yet for context_parallel_size={config.context_parallel_size}: what layers keep of"
-            " their share of a sequence is not known without processes. Leave it out to see what one rank would keep of"
-            " whole sequences."
-        )

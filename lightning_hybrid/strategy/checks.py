@@ -44,7 +44,7 @@ from lightning_hybrid.version import __version__
 
 _LEAST_LEASE = timedelta(seconds=3)
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size")  # one, or those that are allowed
-_BESIDE_CONTEXT = ("sequence_parallel", "recompute", "tensor_parallel_mode", "searched")
+_BESIDE_CONTEXT = ("sequence_parallel", "recompute", "tensor_parallel_mode")
 _AUTO = {"data_parallel_size": "auto", "num_microbatches": "auto", "global_batch_size": None}
 
 
@@ -135,11 +135,25 @@ def _check_number(name: str, value: Any, others: str) -> None:
 def _check_master_weights(arguments: Mapping[str, Any]) -> None:
     """What has been compared with the rule of master weights is data, tensor (1d) and pipeline parallelism."""
     for name, usual in (("context_parallel_size", 1), ("tensor_parallel_mode", "1d")):
-        if arguments[name] != usual:
-            raise ValueError(
-                f"master_weights=True does not go with {name}={arguments[name]!r} yet. Use {name}={usual!r}, or"
-                " precision='bf16-mixed', which keeps parameters in float32 too."
-            )
+        check_beside_master_weights(name, arguments[name], usual)
+
+
+def check_beside_master_weights(name: str, value: Any, usual: Any) -> None:
+    """Refuse an argument that master weights do not go with.
+
+    Args:
+        name: Of the argument.
+        value: Its value.
+        usual: The one that goes with them.
+
+    Raises:
+        ValueError: If it is another one.
+    """
+    if value != usual:
+        raise ValueError(
+            f"master_weights=True does not go with {name}={value!r} yet. Use {name}={usual!r}, or"
+            " precision='bf16-mixed', which keeps parameters in float32 too."
+        )
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

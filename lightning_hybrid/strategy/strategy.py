@@ -38,9 +38,9 @@ from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.strategy import checks, launch
-from lightning_hybrid.strategy.auto_layout.request import SIZES, resolve_open
+from lightning_hybrid.strategy.auto_layout.request import ALL_SIZES, resolve_open
 from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of_steps
-from lightning_hybrid.strategy.layout import is_cut
+from lightning_hybrid.strategy.layout import is_cut, sizes_by_axis
 from lightning_hybrid.strategy.meta_init import lacks_values
 from lightning_hybrid.strategy.patches import add_callbacks
 from lightning_hybrid.strategy.rendezvous import Stores, stores_of_groups
@@ -157,12 +157,13 @@ class HybridStrategy(ReplicaCollectives):
             ``"raise"`` an error on every rank, ``"skip"`` the step, so that parameters and states of the optimizer stay
             as they are, and log how many were skipped as ``"skipped_steps"``, or ``"ignore"`` it. With
             ``precision="16-mixed"`` the scaler skips such steps by itself.
-        layout: ``"auto"`` finds the sizes of tensor and pipeline parallelism, `num_microbatches`, `schedule`,
-            `num_chunks`, `extra_in_flight`, `zero_stage` and `recompute` at the start, as far as they are left at their
-            defaults: of the layouts that fit `memory_limit` that with the least time for a sample, by estimates. What
-            is given stays, and a list of sizes has those that are tried. The first process searches, measures what
-            devices and links can do, and prints what was found and why. ``"auto"`` for `tensor_parallel_size`,
-            `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` or `recompute` leaves that one open alone.
+        layout: ``"auto"`` finds the sizes of tensor, pipeline and context parallelism, `context_parallel`,
+            `num_microbatches`, `schedule`, `num_chunks`, `extra_in_flight`, `zero_stage` and `recompute` at the start,
+            as far as they are left at their defaults: of the layouts that fit `memory_limit` that with the least time
+            for a sample, by estimates. What is given stays, and a list of sizes has those that are tried. The first
+            process searches, measures what devices and links can do, and prints what was found and why. ``"auto"`` for
+            `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` or `recompute`
+            leaves that one open alone.
         memory_limit: The memory of a device that what is found may use: ``"80GiB"``, ``"24GB"`` or a number of bytes.
             By default all that a CUDA device has, and no limit on the host. Leave some for what libraries need.
 
@@ -366,10 +367,10 @@ class HybridStrategy(ReplicaCollectives):
     def _resolve(self, world_size: int) -> None:
         """Find the sizes of the axes; where they are open, nothing is divided until :meth:`_find_layout`."""
         is_found = bool(self._requested.searched) and not self.settings.searched
-        if is_found and math.prod(self.sizes) == world_size:  # by a run under another Trainer
-            return
+        if is_found and math.prod(sizes_by_axis(self.settings, self.sizes).values()) == world_size:
+            return  # by a run under another Trainer
         self.settings = self._requested
-        if set(SIZES) & set(self.settings.searched):
+        if set(ALL_SIZES) & set(self.settings.searched):
             self.sizes = (world_size, 1, 1)
         else:
             context = self.settings.context_parallel_size
@@ -434,13 +435,15 @@ class HybridStrategy(ReplicaCollectives):
         """Find the arguments that were left open, once for all runs with this mesh."""
         from lightning_hybrid.strategy.auto_layout.choice import choose_layout  # what runs steps dry takes a while
 
-        open_sizes = set(SIZES) & set(self.settings.searched)
+        open_sizes = set(ALL_SIZES) & set(self.settings.searched)
         sizes = self._requested_sizes if open_sizes else self.sizes
         given = self._module, self.root_device, self.precision_plugin, self.num_nodes
         found = choose_layout(self.settings, sizes, *given)
         self.sizes = found.sizes
         number = {"num_microbatches": usual_microbatches(self.sizes[2])} if self.settings.auto_microbatches else {}
         self.settings = replace(self.settings, **{"searched": (), **number, **found.arguments})
+        order = with_context_axis(self.settings.rank_order, self.settings.context_parallel_size)
+        self.settings = replace(self.settings, rank_order=order)
         checks.check_module(self._module, cut=is_cut(self.settings, self.sizes, self._module))
 
     def _watch_start(self, stores: Stores) -> None:

@@ -14,7 +14,8 @@ from lightning_hybrid.cli.main import main
 from lightning_hybrid.cli.suggest.configured import Configured
 from lightning_hybrid.cli.suggest.report import as_text
 from lightning_hybrid.memory.account import MemoryUsage
-from lightning_hybrid.strategy.auto_layout.cost_model import Cost, Layout, Step
+from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step
+from lightning_hybrid.strategy.auto_layout.cost_model import Cost
 from lightning_hybrid.strategy.auto_layout.machine import Machine
 from lightning_hybrid.strategy.auto_layout.search import Suggestions
 
@@ -53,9 +54,8 @@ def test_the_yaml_starts_the_ranks_on_their_nodes_with_the_strategy(capsys: pyte
 
 
 def found_with(layout: Layout, size: float) -> Suggestions:
-    cost = Cost(
-        layout, (MemoryUsage(int(size), 0, 0, 0, 0),), 1.0, {}, {"tensor": 0, "pipeline": 0, "data": 0}, 1.0, 0.0
-    )
+    sent = dict.fromkeys(("tensor", "context", "pipeline", "data"), 0.0)
+    cost = Cost(layout, (MemoryUsage(int(size), 0, 0, 0, 0),), 1.0, {}, sent, 1.0, 0.0)
     return Suggestions((cost,), (), 1, 1)
 
 
@@ -74,6 +74,14 @@ def test_what_is_not_varied_is_said_and_stays_in_the_yaml() -> None:
     assert "Not varied, as configured: zero_frees='auto', rank_order='pp-dp-tp'." in text
     assert "      sequence_parallel: true" in text
     assert "num_chunks" not in text, "which is the layout's"
+
+
+def test_shares_of_sequences_are_shown_and_written() -> None:
+    text = report_of(Layout(1, 2, 1, context=4, context_kind="ring"), 0.9)
+    assert "  4 ring  " in text
+    pasted = yaml.safe_load(text[text.index("\ntrainer:") : text.index("\n\nWhy")])["trainer"]["strategy"]["init_args"]
+    assert (pasted["context_parallel_size"], pasted["context_parallel"]) == (4, "ring")
+    assert "context_parallel" not in report_of(Layout(1, 2, 1), 0.9)
 
 
 def test_layouts_that_leave_most_layers_whole_are_told_apart() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.memory import offload
-from lightning_hybrid.strategy.auto_layout.dry_run import dry_run
+from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
 from tests.gpu.fits import PP2, Compiled, assert_alike, fit, fit_as_node, loader, no_waits
 from tests.pool import Pools
 

@@ -31,7 +31,7 @@ from lightning_hybrid.memory.account import (
     storage_bytes,
 )
 from lightning_hybrid.pipeline_parallel.schedules import build
-from lightning_hybrid.strategy.auto_layout.dry_run import dry_run
+from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
 from tests.memory.meter import MemoryMeter, printed_usages
 from tests.pool import Pools
 from tests.test_examples import CONFIGS
@@ -123,10 +123,11 @@ def estimate(
 ) -> list[MemoryUsage]:
     strategy = HybridStrategy(**arguments)
     requested = [arguments.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline")]
-    sizes = resolve_sizes(size, "auto", *requested)
+    sizes = resolve_sizes(size, "auto", *requested, strategy.settings.context_parallel_size)
     return list(dry_run(lambda: (cls(), None), strategy.settings, sizes, precision=precision).memory)
 
 
+SQUARE: dict[str, Any] = {"tensor_parallel_size": 4, "tensor_parallel_mode": "2d"}
 CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
     "dp2": (Words, 2, {}),
     "dp2 zero 1": (Words, 2, {"zero_stage": 1}),
@@ -141,12 +142,24 @@ CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
     "tp2": (Words, 2, {"tensor_parallel_size": 2}),
     "tp2 sequences": (Words, 2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
     "tp2 pp2": (Words, 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "cp2 ulysses": (Words, 2, {"context_parallel_size": 2}),
+    "cp2 ring": (Words, 2, {"context_parallel_size": 2, "context_parallel": "ring"}),
+    "cp2 all_gather": (Words, 2, {"context_parallel_size": 2, "context_parallel": "all_gather"}),
+    "cp2 pp2": (Words, 4, {"context_parallel_size": 2, "pipeline_parallel_size": 2, "recompute": True}),
+    "cp2 dp2 zero 2": (Words, 4, {"context_parallel_size": 2, "zero_stage": 2}),
+    "tp4 2d": (Words, 4, SQUARE),
+    "tp4 2d pp2": (Words, 8, {**SQUARE, "pipeline_parallel_size": 2}),
     "made later": (MadeLater, 2, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
 }
 
 
+#: Of which others know as much.
+SOME = "cp2 ulysses", "cp2 ring", "cp2 pp2", "cp2 dp2 zero 2", "tp4 2d pp2"
+EACH_CASE = [pytest.param(case, marks=pytest.mark.thorough if case in SOME else ()) for case in CASES]
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH_CASE)
 def test_a_run_holds_what_is_estimated(ranks: Pools, case: str) -> None:
     cls, size, arguments = CASES[case]
     measured, table = ranks(size, lightning=True).run(run, cls, size, arguments, "32-true")[0]

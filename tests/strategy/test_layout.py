@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
-from lightning_hybrid.strategy.auto_layout.dry_run import DryRun, dry_run
+from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRun, dry_run
 from lightning_hybrid.strategy.layout import describe, find_stages
 from tests.pool import Pools
 from tests.training_jobs import make_trainer

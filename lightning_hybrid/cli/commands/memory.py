@@ -22,7 +22,7 @@ def run(args: Sequence[str]) -> None:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config, maker
-    from lightning_hybrid.strategy.auto_layout.dry_run import dry_run
+    from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
     from lightning_hybrid.strategy.summary import memory_table
 
     world = [] if options.ranks is None else ["--trainer.devices", str(options.ranks), "--trainer.num_nodes", "1"]
@@ -31,11 +31,6 @@ def run(args: Sequence[str]) -> None:
     cli, strategy = load_config(parser, options.config, overrides)
     trainer_arguments = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
     with parser.refusing(ValueError, TypeError, MisconfigurationException):
-        if (mode := strategy.settings.tensor_parallel_mode) != "1d":
-            raise ValueError(
-                f"tensor_parallel_mode={mode!r} has no estimate of what ranks hold: take '1d' for one, or measure a run"
-                " with the callback `MemoryReport`."
-            )
         result = dry_run(
             maker(parser, options.config, overrides, cli),
             strategy.settings,
@@ -44,8 +39,10 @@ def run(args: Sequence[str]) -> None:
             **{name: getattr(cli.trainer, name) for name in trainer_arguments},
         )
     if options.json:
-        sizes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+        axes = ("data", "tensor", "pipeline", "context")
+        sizes = (*strategy.sizes, strategy.settings.context_parallel_size)
         ranks = [{**asdict(usage), "total": usage.total} for usage in result.memory]
-        print_json({**dict(zip(sizes, strategy.sizes, strict=True)), "bytes_of_pipeline_ranks": ranks})
+        of_axes = {f"{axis}_parallel_size": size for axis, size in zip(axes, sizes, strict=True)}
+        print_json({**of_axes, "bytes_of_pipeline_ranks": ranks})
     else:
         print(f"{result.layout}\n\n{memory_table(result.memory)}")

@@ -10,11 +10,11 @@ from lightning_hybrid.cli.parser import ConfigParser, positive, print_json
 from lightning_hybrid.strategy.auto_layout.machine import Machine, parse_quantity
 
 _DESCRIPTION = (
-    "Try the layouts of so many ranks: sizes, microbatches, schedule, stage of ZeRO, recomputation; what else the"
-    " configuration says holds for all of them. Print the fastest that fit, by an account of their memory and a"
-    " simulation of their steps, and why the others are not among them. Nothing is started, and no device is needed:"
-    " the step runs on shapes. What a device and its links can do are arguments; by default they are those of an A100"
-    " of 80 GiB."
+    "Try the layouts of so many ranks: sizes, context parallelism, microbatches, schedule, stage of ZeRO,"
+    " recomputation; what else the configuration says holds for all of them. Print the fastest that fit, by an account"
+    " of their memory and a simulation of their steps, and why the others are not among them. Nothing is started, and"
+    " no device is needed: the step runs on shapes. What a device and its links can do are arguments; by default they"
+    " are those of an A100 of 80 GiB."
 )
 # The sizes of the configuration give way to those that are tried.
 _UNDIVIDED = {
@@ -23,6 +23,8 @@ _UNDIVIDED = {
     "tensor_parallel_mode": "1d",
     "tensor_parallel_depth": 1,
     "pipeline_parallel_size": 1,
+    "context_parallel_size": 1,
+    "context_parallel": "ulysses",
     "num_chunks": 1,
     "schedule": "1f1b",
     "zero_stage": 0,
@@ -60,7 +62,8 @@ def run(args: Sequence[str]) -> None:
     from lightning_hybrid.cli.progress import count_progress
     from lightning_hybrid.cli.suggest.configured import find_configured
     from lightning_hybrid.cli.suggest.report import as_data, as_text
-    from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, LoaderStep, Step
+    from lightning_hybrid.strategy.auto_layout.candidates import LoaderStep, Step
+    from lightning_hybrid.strategy.auto_layout.cost_model import CostModel
     from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
     from lightning_hybrid.strategy.auto_layout.search import FOUND_UNSEEN, SearchSpace, search
 
@@ -75,12 +78,14 @@ def run(args: Sequence[str]) -> None:
         settings = replace(settings, partition="uniform")  # it is for the configuration's own number of stages
     with parser.refusing(ValueError, TypeError, MisconfigurationException):
         machine = _machine(options)
+        contexts = None if options.max_context is None else range(1, options.max_context + 1)
         with count_progress("Running the step on shapes") as progress:
             profile = ModuleProfile(
                 maker(parser, options.config, overrides, cli),
                 settings,
                 options.ranks,
                 machine,
+                contexts=contexts,
                 measure=options.measure,
                 precision=strategy.precision_plugin,
                 **trainer,
@@ -90,7 +95,7 @@ def run(args: Sequence[str]) -> None:
             if options.keep_batch:
                 step = LoaderStep(profile.batch_size, *others)
             model = CostModel(profile, machine, step)
-            space = SearchSpace(some_layers=True)
+            space = SearchSpace(context=contexts, some_layers=True)
             how = FOUND_UNSEEN if options.keep_batch else {}
             found = search(model, options.ranks, refuse=profile.refuse, space=space, progress=progress, **how)
     configured = find_configured(cli, profile.batch_size)
@@ -124,6 +129,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the most ranks that share a layer (default: those of a node)",
     )
+    parser.add_argument(
+        "--max-context",
+        type=positive,
+        metavar="N",
+        help="the most ranks that share a sequence (default: those of a node, where each gets 1024 positions or more)",
+    )
     for name, (text, unit) in _MACHINE.items():
         default = getattr(usual, name)
         shown = f"{default / 2**30:g}GiB" if name == "memory" else f"{default / 1e9:g}G{unit}"
@@ -147,7 +158,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_share,
         default=usual.overlap,
         metavar="X",
-        help="share of a backward beside which gradients are sent (default: %(default)g)",
+        help="share of computing beside which messages are sent: gradients, a ring's blocks (default: %(default)g)",
     )
     parser.add_argument(
         "--measure",

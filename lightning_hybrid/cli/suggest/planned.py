@@ -10,7 +10,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_hybrid.config import accumulated_batches
 from lightning_hybrid.pipeline_parallel.links.traffic import Traffic
-from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, Layout, Step
+from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step
+from lightning_hybrid.strategy.auto_layout.cost_model import CostModel
 from lightning_hybrid.strategy.auto_layout.machine import Machine
 from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
 from lightning_hybrid.strategy.strategy import HybridStrategy
@@ -33,10 +34,13 @@ def planned_traffic(
         ValueError, TypeError: As at the start of training, or if a step cannot be run on shapes.
     """
     config, (data, tensor, pipeline) = strategy.settings, strategy.sizes
-    num_ranks, chunks = data * tensor * pipeline, config.num_chunks if pipeline > 1 else 1
+    chunks = config.num_chunks if pipeline > 1 else 1
     recompute = "selective" if config.recompute == "selective" else bool(config.recompute)  # which layers, is no matter
     number, zero = config.num_microbatches, config.zero_stage
-    layout = Layout(data, tensor, pipeline, number, config.schedule, chunks, zero, recompute)
+    options = number, config.schedule, chunks, zero, recompute
+    context, kind = config.context_parallel_size, config.context_parallel
+    layout = Layout(data, tensor, pipeline, *options, context=context, context_kind=kind)
+    num_ranks = layout.num_ranks
     machine, precision = Machine(ranks_per_node=num_ranks // strategy.num_nodes), strategy.precision_plugin
     open_config = replace(config, global_batch_size=None)  # its accumulation is counted below
     profile = ModuleProfile(make, open_config, num_ranks, machine, only=layout, precision=precision, **trainer)

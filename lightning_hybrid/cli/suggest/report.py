@@ -16,7 +16,8 @@ from lightning_hybrid.strategy.auto_layout.arguments import (
     recompute_text,
     schedule_text,
 )
-from lightning_hybrid.strategy.auto_layout.cost_model import Cost, Layout, LoaderStep, Step
+from lightning_hybrid.strategy.auto_layout.candidates import Layout, LoaderStep, Step
+from lightning_hybrid.strategy.auto_layout.cost_model import Cost
 from lightning_hybrid.strategy.auto_layout.machine import Machine
 from lightning_hybrid.strategy.auto_layout.search import Suggestions
 from lightning_hybrid.strategy.summary import text_table
@@ -55,7 +56,8 @@ def as_text(
             _best_table(found.best, machine, step),
             "",
             "batch: what the loader of each replica gives; GiB: of the fullest rank; sent: GiB that a rank sends in a",
-            "step to ranks that share its layers (tensor), to other stages (pipeline), to its replicas (data)",
+            "step to ranks that share its layers (tensor) or sequences (context), to other stages (pipeline), and of",
+            "gradients and parameters (data)",
             *(["schedule + N,N: microbatches more on their way over each link (extra_in_flight)"] if has_extra else []),
             *([_TIGHT_TEXT] if any(_is_tight(cost, machine) for cost in found.best) else []),
             "",
@@ -88,9 +90,10 @@ def _is_tight(cost: Cost, machine: Machine) -> bool:
 
 
 def _best_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
-    titles = ("", "data", "tensor", "pipeline", "microbatches", "schedule", "zero", "recompute", "batch")
+    titles = ("", "data", "tensor", "pipeline", "context", "microbatches", "schedule", "zero", "recompute", "batch")
     rates = ("samples/s",) if isinstance(step, LoaderStep) else ()
-    rows: list[tuple[str, ...]] = [(*titles, "ms a step", *rates, "bubble", "GiB", "sent: tensor", "pipeline", "data")]
+    sent_by = ("sent: tensor", "context", "pipeline", "data")
+    rows: list[tuple[str, ...]] = [(*titles, "ms a step", *rates, "bubble", "GiB", *sent_by)]
     for number, cost in enumerate(best, 1):
         layout = cost.layout
         assert cost.seconds is not None
@@ -98,7 +101,9 @@ def _best_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
         rows.append(
             (
                 str(number),
-                *map(str, (layout.data, layout.tensor, layout.pipeline, layout.num_microbatches)),
+                *map(str, (layout.data, layout.tensor, layout.pipeline)),
+                f"{layout.context} {layout.context_kind}" if layout.context > 1 else "1",
+                str(layout.num_microbatches),
                 schedule_text(layout),
                 str(layout.zero_stage),
                 recompute_text(layout),
@@ -110,7 +115,7 @@ def _best_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
                 *(f"{sent / 2**30:,.3f}" for sent in cost.sent.values()),
             )
         )
-    return text_table(rows, left=(5, 7))
+    return text_table(rows, left=(6, 8))
 
 
 def _losers_table(found: Suggestions) -> str:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_hybrid.strategy.auto_layout.cost_model import Layout
+from lightning_hybrid.strategy.auto_layout.candidates import Layout
 
-_USUAL = {"schedule": "1f1b", "num_chunks": 1, "zero_stage": 0, "recompute": False, "extra_in_flight": []}
+_USUAL = {
+    "context_parallel_size": 1,
+    "context_parallel": "ulysses",
+    "schedule": "1f1b",
+    "num_chunks": 1,
+    "zero_stage": 0,
+    "recompute": False,
+    "extra_in_flight": [],
+}
 
 
 def arguments(layout: Layout) -> dict[str, Any]:
@@ -22,6 +30,8 @@ def every_argument(layout: Layout) -> dict[str, Any]:
         "data_parallel_size": layout.data,
         "tensor_parallel_size": layout.tensor,
         "pipeline_parallel_size": layout.pipeline,
+        "context_parallel_size": layout.context,
+        "context_parallel": layout.context_kind,
         "num_microbatches": layout.num_microbatches,
         "schedule": layout.schedule,
         "num_chunks": layout.num_chunks,
@@ -33,8 +43,10 @@ def every_argument(layout: Layout) -> dict[str, Any]:
 
 def in_words(layout: Layout) -> str:
     """What differs from one process."""
-    sizes = (("data", layout.data), ("tensor", layout.tensor), ("pipeline", layout.pipeline))
-    words = [" x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"]
+    sizes = {"data": layout.data, "tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context}
+    words = [" x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"]
+    if layout.context > 1:
+        words.append(layout.context_kind)
     if layout.pipeline > 1:
         words.append(schedule_text(layout))
     if layout.num_microbatches > 1:

@@ -21,7 +21,8 @@ from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import copy_attributes
 from lightning_hybrid.strategy.auto_layout.arguments import arguments, every_argument, in_words
-from lightning_hybrid.strategy.auto_layout.cost_model import Cost, CostModel, Layout, LoaderStep
+from lightning_hybrid.strategy.auto_layout.candidates import Layout, LoaderStep
+from lightning_hybrid.strategy.auto_layout.cost_model import Cost, CostModel
 from lightning_hybrid.strategy.auto_layout.machine import Machine
 from lightning_hybrid.strategy.auto_layout.measure import measure_machine, usable_memory
 from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
@@ -83,7 +84,7 @@ class Problem:
             ValueError, TypeError: As at the start of training, or if a step cannot be run on shapes.
         """
         config = replace(self.config, global_batch_size=None)  # what is accumulated, the step says
-        given: dict[str, Any] = {"precision": self.precision, **self.trainer}
+        given: dict[str, Any] = {"precision": self.precision, "contexts": self.space.context, **self.trainer}
         profile = ModuleProfile(self.make, config, self.num_ranks, self.machine, **given)
         step = LoaderStep(
             profile.batch_size,

@@ -1,7 +1,7 @@
 """How long a training step takes under a layout, and what each rank holds: formulas, and a machine's figures.
 
-A layout has ``d`` replicas, ``t`` ranks that share each layer and ``p`` pipeline ranks with ``v`` chunks each, and runs
-``m`` microbatches. The time of a step is that of the rank that is finished last::
+A layout has ``d`` replicas, ``t`` ranks that share each layer, ``c`` that share each sequence and ``p`` pipeline ranks
+with ``v`` chunks each, and runs ``m`` microbatches. The time of a step is that of the rank that is finished last::
 
     step = pipeline + exposed messages of its replicas + optimizer
 
@@ -25,6 +25,18 @@ A layout has ``d`` replicas, ``t`` ranks that share each layer and ``p`` pipelin
   ``extra_in_flight``, chosen as a run would (:mod:`~lightning_hybrid.pipeline_parallel.links.in_flight`).
 - *Tensor parallelism*: the sums and gathers of the forward, and as many in the backward (Shoeybi et al., 2019,
   https://arxiv.org/abs/1909.08053). The rank waits for them.
+- *Context parallelism*: for each attention over ``s`` positions with ``b`` samples, ``h`` features (``k`` of keys) and
+  ``e`` bytes of a number a rank sends in forward, and in backward::
+
+      ulysses      4 e s b h (c - 1) / c^2    the same                        four all-to-alls
+      all_gather   2 e s b k (c - 1) / c      the same                        two all-gathers, two reduce-scatters
+      ring         2 e s b k (c - 1) / c      2 e s b k (2 c - 1) / c         one block after the other
+
+  (Jacobs et al., 2023, https://arxiv.org/abs/2309.14509; Llama Team, 2024, https://arxiv.org/abs/2407.21783; Liu et
+  al., 2023, https://arxiv.org/abs/2310.01889). A share ``overlap`` of the attention's products hides what a ring sends
+  beside them; in backward they take twice as long. Where code around the layers reads what they return it is gathered,
+  and so is the gradient of what the first one is given. Gradients of parameters are summed over replicas and these
+  ranks together; where replicas have shards of them, these once more over the ``c`` ranks, after the last backward.
 - *Data parallelism and ZeRO* (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), ``G`` bytes of gradients and
   ``P`` of parameters on a rank, ``x = (d - 1) / d``, ``m`` counted over accumulated batches too::
 
@@ -53,44 +65,16 @@ from functools import cache
 from math import inf, isfinite, prod
 from typing import Protocol
 
-from lightning_hybrid.config import accumulated_batches
+from lightning_hybrid.config import with_context_axis
 from lightning_hybrid.memory.account import MemoryUsage, peak_activation_bytes
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, compute_order
 from lightning_hybrid.pipeline_parallel.timeline import simulate
-from lightning_hybrid.strategy.auto_layout.machine import Machine
-
-#: What is tried: stages on a rank, and what runs again in backward.
-MOST_CHUNKS = 4
-RECOMPUTE = (False, "selective", True)
+from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step
+from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Machine, Messages, in_ring
 
 _BACKWARD = 2.0  # forwards that a backward takes
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What is chosen. The sizes and options are arguments of `HybridStrategy`."""
-
-    data: int
-    tensor: int
-    pipeline: int
-    num_microbatches: int = 1
-    schedule: str = "1f1b"
-    num_chunks: int = 1
-    zero_stage: int = 0
-    recompute: bool | str | tuple[int, ...] = False  # or how many layers of each stage
-    extra_in_flight: tuple[int, ...] = ()
-
-    @property
-    def num_ranks(self) -> int:
-        """The processes that it needs."""
-        return self.data * self.tensor * self.pipeline
-
-    @property
-    def schedule_key(self) -> tuple[str, int, int, int, tuple[int, ...]]:
-        """What decides about the schedule, as :func:`schedule_of` wants it."""
-        return self.schedule, self.pipeline, self.num_microbatches, self.num_chunks, self.extra_in_flight
 
 
 @dataclass(frozen=True)
@@ -106,6 +90,10 @@ class StageCost:
         tensor_hops: Messages one after the other of these.
         tensor_collectives: The collectives of which these are.
         tensor_repeated: The share of all three that backward sends once more, because it is recomputed.
+        context: Messages to those that share sequences, in a forward.
+        context_back: Those of a backward, without what is recomputed.
+        context_repeated: The share of the forward's that backward sends once more, because it is recomputed.
+        context_beside: Seconds of a forward that compute beside these messages.
     """
 
     forward: float
@@ -116,6 +104,10 @@ class StageCost:
     tensor_hops: float = 0.0
     tensor_collectives: float = 0.0
     tensor_repeated: float = 0.0
+    context: Messages = NO_MESSAGES
+    context_back: Messages = NO_MESSAGES
+    context_repeated: float = 0.0
+    context_beside: float = 0.0
 
 
 class Profile(Protocol):
@@ -132,70 +124,6 @@ class Profile(Protocol):
 
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
         """The bytes of parameters and of gradients of each pipeline rank, before ZeRO shards them."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """The problem: what an optimizer step is to do, wherever.
-
-    Attributes:
-        samples: Of all replicas together, in a batch of each.
-        accumulated: Batches of an optimizer step.
-        rank_order: The axes, outermost first, as in `HybridStrategy`.
-        zero_frees: When stage 3 of ZeRO frees, as in `HybridStrategy`.
-    """
-
-    samples: int
-    accumulated: int = 1
-    rank_order: str = "pp-dp-tp"
-    zero_frees: str = "auto"
-
-    def batch(self, replicas: int) -> int:
-        """The samples of a batch of each of so many replicas, or of the largest of these batches."""
-        return -(-self.samples // replicas)
-
-    def accumulations(self, replicas: int) -> int:
-        """The batches of an optimizer step of so many replicas."""
-        return self.accumulated
-
-    def is_possible(self, replicas: int) -> bool:
-        """Whether so many replicas can do it."""
-        return self.samples % replicas == 0
-
-    def microbatch(self, layout: Layout) -> int:
-        """The samples of the largest microbatch."""
-        return -(-self.batch(layout.data) // layout.num_microbatches)
-
-    def total(self, layout: Layout) -> int:
-        """The samples of an optimizer step."""
-        return self.batch(layout.data) * layout.data * self.accumulations(layout.data)
-
-
-@dataclass(frozen=True)
-class LoaderStep(Step):
-    """A step of replicas that each get a batch as the loader gives it, whatever their number.
-
-    Attributes:
-        samples: Of each batch.
-        global_batch_size: Samples of an optimizer step, of all replicas, as in `HybridStrategy`; ``None`` for the
-            batches that `accumulated` says.
-    """
-
-    global_batch_size: int | None = None
-
-    def batch(self, replicas: int) -> int:
-        """As the loader gives it."""
-        return self.samples
-
-    def accumulations(self, replicas: int) -> int:
-        """As many as make up the samples of a step."""
-        if self.global_batch_size is None:
-            return self.accumulated
-        return accumulated_batches(self.global_batch_size, self.samples, replicas)
-
-    def is_possible(self, replicas: int) -> bool:
-        """Whether so many replicas make up the samples of a step by whole batches."""
-        return self.global_batch_size is None or self.global_batch_size % (self.samples * replicas) == 0
 
 
 @dataclass(frozen=True)
@@ -262,12 +190,13 @@ class CostModel:
 
     def __init__(self, profile: Profile, machine: Machine, step: Step) -> None:
         self.profile, self.machine, self.step = profile, machine, step
+        self._order = with_context_axis(step.rank_order, 2).split("-")  # an axis of one rank makes no difference
 
     def estimate(self, layout: Layout) -> Cost:
         """All that can be told without the simulator: memory, messages, and the least that a step takes."""
         ranks = [_Rank(self, layout, rank) for rank in range(layout.pipeline)]
         slowest = max(ranks, key=lambda rank: rank.least)
-        sent = {axis: max(rank.sent[axis] for rank in ranks) for axis in ("tensor", "pipeline", "data")}
+        sent = {axis: max(rank.sent[axis] for rank in ranks) for axis in ranks[0].sent}
         total = self.step.total(layout)
         return Cost(layout, self._memory(layout), slowest.least, slowest.parts, sent, samples=total)
 
@@ -352,12 +281,12 @@ class CostModel:
     def _times(self, layout: Layout) -> StepTimes:
         """Of forwards and backwards, with the messages of tensor parallelism that they wait for, and of boundaries."""
         stages = self.stages(layout)
-        messages = [self.tensor_seconds(layout, stage) for stage in stages]
-        forwards = [stage.forward + sent for stage, sent in zip(stages, messages, strict=True)]
-        backwards = [
-            _BACKWARD * stage.forward + stage.recomputed + sent * (1 + stage.tensor_repeated)
-            for stage, sent in zip(stages, messages, strict=True)
-        ]
+        forwards, backwards = [], []
+        for stage in stages:
+            tensor, (there, back) = self.tensor_seconds(layout, stage), self.context_seconds(layout, stage)
+            forwards.append(stage.forward + tensor + there)
+            of_tensor = tensor * (1 + stage.tensor_repeated)
+            backwards.append(_BACKWARD * stage.forward + stage.recomputed + of_tensor + back)
         if layout.pipeline == 1:
             nothing = [0.0] * (len(stages) - 1)
             return StepTimes(forwards, backwards, nothing, nothing)
@@ -367,13 +296,27 @@ class CostModel:
 
     def tensor_seconds(self, layout: Layout, stage: StageCost) -> float:
         """Of the messages of tensor parallelism in a forward."""
-        if layout.tensor == 1:
-            return 0.0
-        return self.collectives(layout, "tp", stage.tensor_sent, stage.tensor_hops, stage.tensor_collectives)
+        messages = Messages(stage.tensor_sent, stage.tensor_hops, stage.tensor_collectives)
+        return self.seconds(self.link(layout, "tp"), messages) if layout.tensor > 1 else 0.0
 
-    def collectives(self, layout: Layout, axis: str, sent: float, hops: float, number: float) -> float:
-        """Of so many collectives along an axis, which send so many bytes in so many hops."""
-        return self.link(layout, axis).seconds(sent, hops) + number * self.machine.collective_seconds
+    def context_seconds(self, layout: Layout, stage: StageCost) -> tuple[float, float]:
+        """Of the messages of context parallelism in a forward, and in a backward, that no computing hides."""
+        if layout.context == 1:
+            return 0.0, 0.0
+        link, hidden = self.link(layout, "cp"), self.machine.overlap * stage.context_beside
+        there = max(0.0, self.seconds(link, stage.context) - hidden)
+        back = max(0.0, self.seconds(link, stage.context_back) - _BACKWARD * hidden)
+        return there, back + stage.context_repeated * there
+
+    def seconds(self, link: Link, messages: Messages) -> float:
+        """Of messages over a link, with what collectives take beside these."""
+        return link.seconds(messages.sent, messages.hops) + messages.collectives * self.machine.collective_seconds
+
+    def gradient_link(self, layout: Layout) -> Link:
+        """Between replicas and the ranks that share their sequences: over the network, if any of these are."""
+        sizes, number = layout.sizes, layout.num_ranks
+        is_far = self.machine.crosses_nodes(self._stride(layout, "cp"), sizes["cp"], number, (0, sizes["cp"] - 1))
+        return self.link(layout, "cp" if is_far else "dp")
 
     def boundary(self, layout: Layout, stage: int) -> Link:
         """Between a stage and the next one."""
@@ -382,14 +325,11 @@ class CostModel:
 
     def _stride(self, layout: Layout, axis: str) -> int:
         """From one rank of an axis to the next."""
-        sizes = {"dp": layout.data, "tp": layout.tensor, "pp": layout.pipeline}
-        order = self.step.rank_order.split("-")
-        return prod(sizes[inner] for inner in order[order.index(axis) + 1 :])
+        return prod(layout.sizes[inner] for inner in self._order[self._order.index(axis) + 1 :])
 
     def link(self, layout: Layout, axis: str) -> Link:
-        """Between the ranks of an axis, ``"dp"``, ``"tp"`` or ``"pp"``: the slowest of them."""
-        size = {"dp": layout.data, "tp": layout.tensor, "pp": layout.pipeline}[axis]
-        return self.machine.link(self._stride(layout, axis), size, layout.num_ranks)
+        """Between the ranks of an axis, ``"dp"``, ``"tp"``, ``"pp"`` or ``"cp"``: the slowest of them."""
+        return self.machine.link(self._stride(layout, axis), layout.sizes[axis], layout.num_ranks)
 
 
 def _ends(layout: Layout, stage: int) -> tuple[int, int]:
@@ -420,34 +360,40 @@ class _Rank:
         computing = number * sum((1 + _BACKWARD) * stage.forward for stage in own)
         recomputing = number * sum(stage.recomputed for stage in own)
         messages = number * sum((2 + stage.tensor_repeated) * model.tensor_seconds(layout, stage) for stage in own)
+        of_shares = number * sum(sum(model.context_seconds(layout, stage)) for stage in own)
         self.optimizer = self._optimizer_seconds(model, layout, rank)
-        data_sent, hops, collectives = self._data_volume(model, layout, rank, number)
+        gradients, shards = self._data_volume(model, layout, rank, number)
         backward = sum(_BACKWARD * stage.forward for stage in own) * (number if layout.zero_stage > 1 else 1)
-        waiting = model.collectives(layout, "dp", data_sent, hops, collectives) - model.machine.overlap * backward
-        self.exposed = max(0.0, waiting) if layout.data > 1 else 0.0
+        # Without ZeRO ranks that share sequences are so many replicas more.
+        link = model.link(layout, "dp") if layout.zero_stage else model.gradient_link(layout)
+        waiting = max(0.0, model.seconds(link, gradients) - model.machine.overlap * backward)
+        self.exposed = waiting + model.seconds(model.link(layout, "cp"), shards)
         self.parts = {
             "computing": computing,
             "recomputing": recomputing,
             "tensor-parallel messages": messages,
+            "context-parallel messages": of_shares,
             "data-parallel messages": self.exposed,
             "optimizer": self.optimizer,
         }
         self.least = sum(self.parts.values())
         boundaries, before = [stage.output for stage in stages[:-1]], (rank - 1) % layout.pipeline
         passed = sum(boundaries[rank :: layout.pipeline]) + sum(boundaries[before :: layout.pipeline])  # and gradients
-        shared = sum((2 + stage.tensor_repeated) * stage.tensor_sent for stage in own) if layout.tensor > 1 else 0.0
+        shared = sum((2 + stage.tensor_repeated) * stage.tensor_sent for stage in own)
+        of_sequences = sum((1 + each.context_repeated) * each.context.sent + each.context_back.sent for each in own)
         self.sent = {
-            "tensor": number * shared,
+            "tensor": number * shared if layout.tensor > 1 else 0.0,
+            "context": number * of_sequences if layout.context > 1 else 0.0,
             "pipeline": number * passed if layout.pipeline > 1 else 0.0,
-            "data": data_sent,
+            "data": gradients.sent + shards.sent,
         }
 
-    def _data_volume(self, model: CostModel, layout: Layout, rank: int, number: int) -> tuple[float, float, int]:
-        """Bytes that a rank sends to its replicas in a step, hops one after the other, and collectives."""
+    def _data_volume(self, model: CostModel, layout: Layout, rank: int, number: int) -> tuple[Messages, Messages]:
+        """What a rank sends in a step of gradients and parameters, and for shards among those that share sequences."""
         parameters, grads = model.profile.weights(layout)[rank]
-        replicas, share = layout.data, (layout.data - 1) / layout.data
         if layout.zero_stage == 0:
-            return 2 * share * grads, 2 * (replicas - 1), 1
+            return in_ring(layout.data * layout.context, 2, grads), NO_MESSAGES
+        replicas, share = layout.data, (layout.data - 1) / layout.data
         backwards = number if layout.zero_stage > 1 else 1
         gathers = 1
         if layout.zero_stage == 3 and model.step.zero_frees == "microbatch":
@@ -455,7 +401,8 @@ class _Rank:
         elif layout.zero_stage == 3 and model.step.zero_frees == "auto" and layout.num_microbatches == 1:
             gathers = 2 * model.step.accumulations(layout.data)
         collectives = backwards + gathers
-        return share * (backwards * grads + gathers * parameters), collectives * (replicas - 1), collectives
+        sent = share * (backwards * grads + gathers * parameters)
+        return Messages(sent, collectives * (replicas - 1), collectives), in_ring(layout.context, 2, grads / replicas)
 
     def _optimizer_seconds(self, model: CostModel, layout: Layout, rank: int) -> float:
         parameters, grads = model.profile.weights(layout)[rank]

@@ -26,7 +26,8 @@ class Machine:
         network_latency: Seconds until a message arrives in another node.
         collective_seconds: What a collective takes beside its messages, until ranks that compute have met: about
             nothing where each has a device of its own, milliseconds where its threads wait for cores that compute.
-        overlap: The share of a backward beside which gradients are sent.
+        overlap: The share of computing beside which messages are sent: gradients beside a backward, blocks of a ring
+            beside attention.
         max_tensor: The most ranks that may share a layer; ``None`` for those of a node.
     """
 
@@ -71,6 +72,40 @@ class Machine:
         here, there = (end * stride for end in ends)
         firsts = (rank for rank in range(num_ranks) if rank % (stride * size) < stride)
         return any((rank + here) // self.ranks_per_node != (rank + there) // self.ranks_per_node for rank in firsts)
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What a rank sends to others.
+
+    Attributes:
+        sent: Bytes.
+        hops: Messages one after the other of these.
+        collectives: The collectives of which these are; each block of a ring is one.
+    """
+
+    sent: float = 0.0
+    hops: float = 0.0
+    collectives: float = 0.0
+
+    def __add__(self, other: Messages) -> Messages:
+        return Messages(self.sent + other.sent, self.hops + other.hops, self.collectives + other.collectives)
+
+
+NO_MESSAGES = Messages()
+
+
+def in_ring(size: int, passes: int, num_bytes: float) -> Messages:
+    """What a rank of a group sends of a tensor.
+
+    Args:
+        size: The ranks of the group.
+        passes: How often a ring sends the tensor: 2 for a sum, 1 to gather, to reduce-scatter or to exchange.
+        num_bytes: Of the full tensor; of what is exchanged, of a rank's own.
+    """
+    if size == 1:
+        return NO_MESSAGES
+    return Messages(passes * (size - 1) / size * num_bytes, passes * (size - 1), 1)
 
 
 def parse_quantity(text: str) -> float:

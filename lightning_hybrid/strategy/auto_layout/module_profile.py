@@ -2,69 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.context_parallel.attention import KINDS
+from lightning_hybrid.context_parallel.context_parallel import check_context_parallel
 from lightning_hybrid.memory.account import MemoryUsage
-from lightning_hybrid.memory.estimate import estimate
-from lightning_hybrid.pipeline_parallel.body import Body
-from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, split_into
-from lightning_hybrid.pipeline_parallel.stage_map import StageMap
-from lightning_hybrid.strategy import layout as layouts
-from lightning_hybrid.strategy.auto_layout.cost_model import MOST_CHUNKS, RECOMPUTE, Layout, StageCost
-from lightning_hybrid.strategy.auto_layout.dry_run import (
-    DryRunStrategy,
-    StopAfterFirstStepError,
-    labels_of_stages,
-    run_first_step,
-    saved_bytes,
-)
-from lightning_hybrid.strategy.auto_layout.machine import Machine
-from lightning_hybrid.strategy.auto_layout.traces import Stopwatch, Timing, Trace, Watch, value_at, value_between
-from lightning_hybrid.strategy.summary import divided_share
-from lightning_hybrid.tensor_parallel.plan import Plan
+from lightning_hybrid.strategy.auto_layout.candidates import RECOMPUTE, Layout
+from lightning_hybrid.strategy.auto_layout.cost_model import StageCost
+from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import run_first_step
+from lightning_hybrid.strategy.auto_layout.dry_run.operations import Message
+from lightning_hybrid.strategy.auto_layout.dry_run.recorder import WHOLE, Recorder, Way, way_of
+from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import labels_of_stages, saved_bytes
+from lightning_hybrid.strategy.auto_layout.dry_run.traces import Trace, value_at, value_between
+from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Machine, Messages
+from lightning_hybrid.strategy.checks import check_beside_master_weights
 
-_TIMED = 3  # forwards, of which the shortest counts
-_UNCUT = StageMap(None, (), (range(0),), 1)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How layers go to stages.
-
-    Attributes:
-        body: Of the layers; ``None`` if there is none, and no pipeline.
-        stage_map: As in a run, where nothing is cut without a pipeline.
-    """
-
-    body: Body | None
-    stage_map: StageMap
-
-    @property
-    def key(self) -> Hashable:
-        """What is equal where the layers are the same."""
-        return self.body.names if self.body else None
-
-    @property
-    def undivided(self) -> StageMap:
-        """All layers on one stage."""
-        if self.body is None:
-            return _UNCUT
-        return StageMap(self.body.name, self.body.names, (range(len(self.body.layers)),), 1)
-
-    @property
-    def positions(self) -> tuple[range, ...]:
-        """The layers of each stage; all of them without a pipeline."""
-        if self.stage_map.body is not None:
-            return self.stage_map.stages
-        return (range(len(self.body.layers) if self.body else 0),)
+#: Positions: where ranks would have fewer of a sequence, nobody shares it unasked.
+LEAST_SHARE = 1024
 
 
 class ModuleProfile:
@@ -79,6 +41,8 @@ class ModuleProfile:
         config: The arguments of `HybridStrategy`: what a layout leaves open.
         num_ranks: Of the run.
         machine: Says how long an operation takes.
+        contexts: The numbers of ranks that may share a sequence; ``None`` for those up to the ranks of a node where
+            each would have :data:`LEAST_SHARE` positions.
         measure: Whether forwards are timed here, on the processor, and the machine's figures only say how much faster
             a share of a layer is than all of it.
         only: The one layout that will be asked for; ``None`` for any.
@@ -93,6 +57,7 @@ class ModuleProfile:
         num_ranks: int,
         machine: Machine,
         *,
+        contexts: Collection[int] | None = None,
         measure: bool = False,
         only: Layout | None = None,
         precision: Precision,
@@ -101,11 +66,13 @@ class ModuleProfile:
         self._machine, self._config, self._is_measured = machine, config, measure
         self._accumulated = int(trainer.get("accumulate_grad_batches", 1))
         self._least_tensor = only.tensor if only else 1
-        open_config = replace(config, recompute=False, num_chunks=1)
+        open_config = replace(config, recompute=False, num_chunks=1, context_parallel_size=1)
 
-        def run(tensor: int) -> _Recorder:
+        def run(tensor: int) -> Recorder:
             sizes = (num_ranks // tensor, tensor, 1)
-            make_strategy = partial(_Recorder, open_config, sizes, only=only, measure=measure and tensor == 1)
+            ways = [way_of(only)] if only else self._ways(num_ranks // tensor)
+            here = {"only": only, "ways": ways, "least_share": least_share, "measure": measure and tensor == 1}
+            make_strategy: Callable[..., Recorder] = partial(Recorder, open_config, sizes, **here)  # type: ignore[arg-type]
             return run_first_step(make, make_strategy, precision=precision, **trainer)
 
         self._recorder = lru_cache(maxsize=None)(run)
@@ -113,6 +80,28 @@ class ModuleProfile:
         self._held_by = lru_cache(maxsize=None)(self._find_held)
         self._seconds_of = lru_cache(maxsize=None)(self._find_seconds)
         self._errors: dict[int, str] = {}
+        self._contexts = range(1, machine.ranks_per_node + 1) if contexts is None else contexts
+        least_share = LEAST_SHARE if contexts is None else 0
+
+    def _ways(self, num_ranks: int) -> list[Way]:
+        """How layers may run where they, and then sequences, are shared by so many ranks."""
+        sizes = [size for size in self._contexts if size > 1 and num_ranks % size == 0]
+        ways: list[Way] = [(recompute, *WHOLE) for recompute in RECOMPUTE]
+        return ways + [each for each in product(RECOMPUTE, sizes, KINDS) if not self._refusal(*each)]
+
+    def _refusal(self, recompute: Any, size: int, kind: str) -> str:
+        """Why sequences are not shared so, whatever the module is; nothing if they may be."""
+        config = self._config
+        mode, divides = config.tensor_parallel_mode, config.sequence_parallel
+        try:
+            check_context_parallel(
+                size, kind, sequence_parallel=divides, recompute=recompute, tensor_parallel_mode=mode
+            )
+            if config.master_weights:
+                check_beside_master_weights("context_parallel_size", size, 1)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     @property
     def batch_size(self) -> int:
@@ -130,6 +119,8 @@ class ModuleProfile:
         if error := self._errors[layout.tensor]:
             return "layers cannot be shared", error
         recorder = self._recorder(layout.tensor)
+        if layout.context > 1 and (error := self._share_error(layout)):
+            return "sequences cannot be shared", error
         if error := recorder.cut_error(layout):
             return "layers cannot be divided into so many stages", error
         if error := recorder.trace_error(layout):
@@ -142,6 +133,14 @@ class ModuleProfile:
             size: self._recorder(size).divided_share for size, error in self._errors.items() if size > 1 and not error
         }
 
+    def _share_error(self, layout: Layout) -> str:
+        refused = self._refusal(*way_of(layout))
+        if refused or layout.tensor == self._least_tensor:
+            return refused or self._recorder(layout.tensor).share_error(layout)
+        # Layers that are divided are not tried, as what their ranks send has no numbers.
+        whole = replace(layout, tensor=self._least_tensor)
+        return self._recorder(whole.tensor).share_error(whole) or self._recorder(layout.tensor).share_error(layout)
+
     def _find_error(self, tensor: int) -> str:
         if tensor == 1:
             return ""
@@ -153,7 +152,7 @@ class ModuleProfile:
 
     def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
-        key = Layout(1, layout.tensor, layout.pipeline, num_chunks=layout.num_chunks, recompute=layout.recompute)
+        key = replace(layout, data=1, num_microbatches=1, schedule="1f1b", zero_stage=0, extra_in_flight=())
         return self._stages_of(key, samples)
 
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
@@ -163,7 +162,7 @@ class ModuleProfile:
     def _held(self, layout: Layout, *, master_weights: bool) -> tuple[MemoryUsage, ...]:
         number = min(layout.num_microbatches, 2)  # one, or several
         layout = replace(layout, num_microbatches=number, schedule="1f1b", recompute=False, extra_in_flight=())
-        return self._held_by(layout, master_weights)
+        return self._held_by(replace(layout, context=WHOLE[0], context_kind=WHOLE[1]), master_weights)
 
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
@@ -190,30 +189,32 @@ class ModuleProfile:
             traces = of_parts[0][2]
             costs.append(
                 StageCost(
-                    forward=sum(forward for forward, _ in seconds),
-                    recomputed=sum(again for _, again in seconds),
+                    forward=sum(forward for forward, _, _ in seconds),
+                    recomputed=sum(again for _, again, _ in seconds),
                     saved=sum(saved),
                     output=value_at(samples, traces, [trace.outputs.get(last, 0) for trace in traces]),
+                    context_beside=sum(beside for _, _, beside in seconds),
                     **self._messages(samples, of_parts),
                 )
             )
         return tuple(costs)
 
-    def _find_seconds(self, layout: Layout, samples: int, label: Hashable) -> tuple[float, float]:
-        """Of the forward of one place in the step, and of what of it runs again."""
-        forward, again = self._count_seconds(layout, samples, label)
+    def _find_seconds(self, layout: Layout, samples: int, label: Hashable) -> tuple[float, float, float]:
+        """Of the forward of one place in the step, of what of it runs again, and of what a ring sends beside."""
+        seconds = self._count_seconds(layout, samples, label)
         if self._is_measured:
-            whole = replace(layout, tensor=1)
+            whole = replace(layout, tensor=1, context=WHOLE[0], context_kind=WHOLE[1])
             timings = self._recorder(1).timings(whole)
             measured = value_between(samples, [(each.samples, each.seconds.get(label, 0.0)) for each in timings])
-            counted, _ = self._count_seconds(whole, samples, label)
+            counted, _, _ = self._count_seconds(whole, samples, label)
             factor = measured / counted if counted else 0.0
-            forward, again = factor * forward, factor * again
-        return forward, again
+            forward, again, beside = (factor * each for each in seconds)
+            return forward, again, beside
+        return seconds
 
-    def _count_seconds(self, layout: Layout, samples: int, label: Hashable) -> tuple[float, float]:
+    def _count_seconds(self, layout: Layout, samples: int, label: Hashable) -> tuple[float, float, float]:
         traces, machine = self._recorder(layout.tensor).traces(layout), self._machine
-        forward = again = 0.0
+        forward = again = beside = 0.0
         for alike in _pairs([trace.counter.operations[label] for trace in traces]):
             flops = value_at(samples, traces, [operation.flops for operation in alike])
             moved = value_at(samples, traces, [operation.bytes for operation in alike])
@@ -221,25 +222,33 @@ class ModuleProfile:
             forward += seconds
             if isinstance(label, int) and (layout.recompute is True or (layout.recompute and not alike[0].is_kept)):
                 again += seconds
-        return forward, again
+            if layout.context_kind == "ring" and alike[0].flops and not alike[0].is_kept:  # products of its blocks
+                beside += seconds
+        return forward, again, beside
 
     def _messages(
         self, samples: int, parts: Iterable[tuple[Layout, Iterable[Hashable], Sequence[Trace]]]
-    ) -> dict[str, float]:
-        sent = hops = collectives = repeated = 0.0
+    ) -> dict[str, Any]:
+        """What a stage sends, as attributes of its cost."""
+        tensor = context = back = NO_MESSAGES
+        tensor_again = context_again = 0.0
         for layout, labels, traces in parts:
-            tensor = layout.tensor
             for label in labels:
-                for alike in _pairs([trace.counter.messages[label] for trace in traces]):
-                    size = value_at(samples, traces, [message.bytes for message in alike])
-                    share = alike[0].passes * (tensor - 1)
-                    sent, hops, collectives = sent + share * size / tensor, hops + share, collectives + 1
-                    repeated += share * size / tensor if isinstance(label, int) and layout.recompute is True else 0.0
+                runs_again = isinstance(label, int) and bool(layout.recompute)
+                messages, _ = _sums(samples, traces, [trace.counter.messages[label] for trace in traces])
+                tensor += messages
+                tensor_again += messages.sent if runs_again and layout.recompute is True else 0.0
+                messages, of_back = _sums(samples, traces, [trace.counter.context_messages[label] for trace in traces])
+                context, back = context + messages, back + of_back
+                context_again += messages.sent if runs_again else 0.0
         return {
-            "tensor_sent": sent,
-            "tensor_hops": hops,
-            "tensor_collectives": collectives,
-            "tensor_repeated": repeated / sent if sent else 0.0,
+            "tensor_sent": tensor.sent,
+            "tensor_hops": tensor.hops,
+            "tensor_collectives": tensor.collectives,
+            "tensor_repeated": tensor_again / tensor.sent if tensor.sent else 0.0,
+            "context": context,
+            "context_back": back,
+            "context_repeated": context_again / context.sent if context.sent else 0.0,
         }
 
     def _find_held(self, layout: Layout, master_weights: bool) -> tuple[MemoryUsage, ...]:
@@ -259,172 +268,17 @@ def _parts(
     ]
 
 
+def _sums(samples: int, traces: Sequence[Trace], rows: list[list[Message]]) -> tuple[Messages, Messages]:
+    """Of a forward, and of its backward, what is sent for so many samples."""
+    there = back = NO_MESSAGES
+    for alike in _pairs(rows):
+        there += replace(alike[0].there, sent=value_at(samples, traces, [each.there.sent for each in alike]))
+        back += replace(alike[0].back, sent=value_at(samples, traces, [each.back.sent for each in alike]))
+    return there, back
+
+
 def _pairs(rows: list[list[Any]]) -> list[tuple[Any, ...]]:
     """The same operation in each of the traces; in the first one alone, if they are not alike."""
     if len({len(row) for row in rows}) == 1:
         return list(zip(*rows, strict=True))
     return [(each,) * len(rows) for each in rows[0]]
-
-
-class _Recorder(DryRunStrategy):
-    """A strategy that records the first training step, and answers questions about it afterwards.
-
-    Attributes:
-        batch_size: The samples of the loader's batch.
-        divided_share: The share of the parameters that tensor parallelism divides.
-    """
-
-    def __init__(self, *args: Any, only: Layout | None, measure: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._only, self._is_measured = only, measure
-        self._recompute: Sequence[bool | str] = RECOMPUTE
-        if only is not None:
-            assert not isinstance(only.recompute, tuple), "what is said of some layers is known from two runs"
-            self._recompute = (only.recompute,)
-
-    def setup(self, trainer: Any) -> None:
-        """Find all cuts before layers are shared: they are those of the whole module."""
-        module, config, (data, tensor, _) = self._module, self._config, self.sizes
-        plan = layouts.find_plan(module, config, tensor, None) if tensor > 1 else None
-        self.divided_share = 0.0 if plan is None else divided_share(plan, module)
-        self._cuts: dict[tuple[int, int], Cut | str] = {}
-        sizes = (size for size in range(1, data + 1) if data % size == 0)
-        numbers = [(size, chunks) for size in sizes for chunks in range(1, (MOST_CHUNKS if size > 1 else 1) + 1)]
-        for pipeline, chunks in numbers if self._only is None else [(self._only.pipeline, self._only.num_chunks)]:
-            self._cuts[pipeline, chunks] = self._find_cut(replace(config, num_chunks=chunks), pipeline, plan)
-        super().setup(trainer)
-
-    def _find_cut(self, config: HybridConfig, pipeline: int, plan: Plan | None) -> Cut | str:
-        module, tensor = self._module, self.sizes[1]
-        try:
-            if pipeline > 1:
-                body, stage_map = layouts.find_stages(module, config, pipeline)
-                if tensor > 1 and body.chain is None:
-                    layouts.find_plan(module, config, tensor, body)
-                return Cut(body, layouts.expect_outside(module, layouts.with_plan(stage_map, body, plan, module)))
-        except (ValueError, TypeError) as error:
-            return str(error)
-        try:
-            return Cut(layouts.find_layers(module, config, 1), _UNCUT)
-        except (ValueError, TypeError):
-            return Cut(None, _UNCUT)
-
-    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keep two microbatches of different size.
-
-        Raises:
-            StopAfterFirstStepError: Always.
-            ValueError: If the module optimizes by hand, or the batch does not say how many samples it has.
-        """
-        module = self._module
-        if not module.automatic_optimization:
-            raise ValueError(
-                f"{type(module).__name__} optimizes by hand (automatic_optimization=False): what it computes in a step"
-                " cannot be told apart, so no layout can be suggested."
-            )
-        size = find_batch_size(batch)
-        if not size:
-            raise ValueError(
-                f"The number of samples of a {type(batch).__name__} is not known; return tensors or lists."
-            )
-        self.batch_size = size
-        split = getattr(module, "split_batch", None)
-        microbatches = [split_into(batch, number, split)[0][0] for number in ((1, 2) if size > 1 else (1,))]
-        self._traces: dict[Hashable, tuple[Trace, ...] | str] = {}
-        self._timings: dict[Hashable, tuple[Timing, ...]] = {}
-        for cut in {cut.key: cut for cut in self._cuts.values() if isinstance(cut, Cut)}.values():
-            for recompute in self._recompute:
-                self._traces[cut.key, recompute] = self._trace(cut, recompute, microbatches, args)
-            if self._is_measured:
-                halved = [split_into(batch, 2**power, split)[0][0] for power in range(size.bit_length())]
-                self._timings[cut.key] = tuple(self._time(each, args, cut) for each in halved)
-        raise StopAfterFirstStepError
-
-    def _trace(
-        self, cut: Cut, recompute: bool | str, microbatches: Sequence[Any], args: Sequence[Any]
-    ) -> tuple[Trace, ...] | str:
-        """The step with each of the microbatches, or why it cannot be run so."""
-        if cut.body is None and recompute:
-            return "there are no layers to run again: the module has no lists of layers"
-        config = replace(self._config, recompute=recompute)
-        traces = []
-        for microbatch in microbatches:
-            watch = Watch(cut.body)
-            saved = self._follow(microbatch, args, config, cut.body, cut.undivided, watch)
-            size = find_batch_size(microbatch)
-            assert size is not None
-            traces.append(Trace(size, watch.counter, saved, watch.outputs))
-        return tuple(traces)
-
-    def _time(self, microbatch: Any, args: Sequence[Any], cut: Cut) -> Timing:
-        """The seconds of each place in a forward with numbers: the shortest of some, after one that warms up."""
-        if not self._has_values:
-            raise ValueError(
-                f"{type(self._module).__name__} has no values to be measured with."
-            )  # made, and tried again
-        config = replace(self._config, recompute=False)
-        runs = []
-        for _ in range(_TIMED + 1):
-            watch = Stopwatch()
-            self._measure(microbatch, args, config, cut.body, cut.undivided, watch, nullcontext())
-            runs.append(watch.seconds)
-        size = find_batch_size(microbatch)
-        assert size is not None
-        return Timing(size, {label: min(seconds.get(label, 0.0) for seconds in runs[1:]) for label in runs[-1]})
-
-    def cut_error(self, layout: Layout) -> str:
-        """Why layers cannot be divided into so many stages; nothing if they can."""
-        found = self._cuts[layout.pipeline, layout.num_chunks]
-        return found if isinstance(found, str) else ""
-
-    def trace_error(self, layout: Layout) -> str:
-        """Why the layers cannot run again; nothing if they can."""
-        found = self._traces[self.cut(layout).key, layout.recompute]
-        return found if isinstance(found, str) else ""
-
-    def cut(self, layout: Layout) -> Cut:
-        """How layers go to stages."""
-        found = self._cuts[layout.pipeline, layout.num_chunks]
-        assert isinstance(found, Cut)
-        return found
-
-    def traces(self, layout: Layout) -> tuple[Trace, ...]:
-        """The forwards with a larger and a smaller microbatch; the larger one alone, if it has a single sample."""
-        found = self._traces[self.cut(layout).key, layout.recompute]
-        assert not isinstance(found, str)
-        return found
-
-    def timings(self, layout: Layout) -> tuple[Timing, ...]:
-        """What forwards took, from the largest microbatch to the smallest."""
-        return self._timings[self.cut(layout).key]
-
-    def held(self, layout: Layout, accumulated: int, *, master_weights: bool) -> tuple[MemoryUsage, ...]:
-        """What each pipeline rank holds, apart from activations.
-
-        Args:
-            layout: The layout.
-            accumulated: Batches of an optimizer step.
-            master_weights: Whether master copies count.
-        """
-        cut = self.cut(layout)
-        body = cut.body if cut.stage_map.body is not None else None
-        config = replace(
-            self._config,
-            num_microbatches=layout.num_microbatches,
-            num_chunks=layout.num_chunks,
-            zero_stage=layout.zero_stage,
-            master_weights=master_weights,
-        )
-        return tuple(
-            estimate(
-                self._module,
-                cut.stage_map,
-                layouts.find_own_layers(self._module, body, cut.stage_map, rank),
-                self.optimizers,
-                config,
-                rank=rank,
-                num_replicas=layout.data,
-                num_backwards=layout.num_microbatches * accumulated,
-            )
-            for rank in range(layout.pipeline)
-        )

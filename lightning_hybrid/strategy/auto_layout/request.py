@@ -6,14 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_hybrid.config import HybridConfig, choices, usual_microbatches
-from lightning_hybrid.strategy.auto_layout.cost_model import MOST_CHUNKS, RECOMPUTE
+from lightning_hybrid.context_parallel.attention import KINDS
+from lightning_hybrid.strategy.auto_layout.candidates import MOST_CHUNKS, RECOMPUTE
 from lightning_hybrid.strategy.auto_layout.machine import parse_quantity
 from lightning_hybrid.strategy.auto_layout.search import SCHEDULES_TRIED, SearchSpace
 
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+#: All that say how many ranks do what: with one of them open, so is the number of replicas.
+ALL_SIZES = (*SIZES, "context_parallel_size")
+_CONTEXT = {"context_parallel_size": 1, "context_parallel": KINDS[0]}
 #: What may be left open, with its default.
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(SIZES, 1),
+    **_CONTEXT,
     "num_microbatches": "auto",
     "schedule": "1f1b",
     "num_chunks": 1,
@@ -21,6 +26,8 @@ _DEFAULTS: dict[str, Any] = {
     "zero_stage": 0,
     "recompute": False,
 }
+#: Where these are not as by default, sequences cannot be shared.
+_NO_SHARES = {"tensor_parallel_mode": "1d", "sequence_parallel": False, "master_weights": False}
 #: What ``"auto"`` opens alone: with the others it means something else.
 _ALONE = (*SIZES, "schedule", "num_chunks", "zero_stage", "recompute")
 
@@ -47,7 +54,8 @@ def _open_arguments(arguments: Mapping[str, Any]) -> tuple[str, ...]:
         raise ValueError(f"layout must be 'auto' or None, got {layout!r}.")
     found = [name for name in _ALONE if isinstance(arguments[name], str) and arguments[name] == "auto"]
     if layout == "auto":
-        found += [name for name, usual in _DEFAULTS.items() if _is(arguments[name], usual)]
+        closed = _CONTEXT if any(not _is(arguments[name], usual) for name, usual in _NO_SHARES.items()) else ()
+        found += [name for name, usual in _DEFAULTS.items() if name not in closed and _is(arguments[name], usual)]
         found += [name for name in SIZES if isinstance(arguments[name], (list, tuple))]
     return tuple(name for name in _DEFAULTS if name in found)
 
@@ -140,6 +148,8 @@ def search_space(config: HybridConfig, sizes: tuple[Any, Any, Any]) -> SearchSpa
         data=None if data == "auto" else (data,),
         tensor=tried["tensor_parallel_size"],
         pipeline=tried["pipeline_parallel_size"],
+        context=None if "context_parallel_size" in searched else (config.context_parallel_size,),
+        context_kinds=KINDS if "context_parallel" in searched else (config.context_parallel,),
         num_microbatches=None if "num_microbatches" in searched else _numbers(config),
         schedules=schedules or [given],
         zero_stages=range(4) if "zero_stage" in searched else (config.zero_stage,),

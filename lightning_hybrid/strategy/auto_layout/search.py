@@ -9,7 +9,9 @@ from itertools import product
 from math import inf
 from typing import Any
 
-from lightning_hybrid.strategy.auto_layout.cost_model import MOST_CHUNKS, RECOMPUTE, Cost, CostModel, Layout, Step
+from lightning_hybrid.context_parallel.attention import KINDS
+from lightning_hybrid.strategy.auto_layout.candidates import MOST_CHUNKS, RECOMPUTE, Layout, Step
+from lightning_hybrid.strategy.auto_layout.cost_model import Cost, CostModel
 
 DOES_NOT_FIT = "does not fit"
 #: How a layout is found that nobody looks at before it runs: an option that saves less of the time is not taken, as
@@ -66,6 +68,8 @@ class SearchSpace:
         data: Numbers of replicas.
         tensor: Ranks that share a layer.
         pipeline: Pipeline ranks.
+        context: Ranks that share a sequence.
+        context_kinds: How attention communicates between these.
         num_microbatches: Gives the number of microbatches for so many pipeline ranks.
         schedules: Schedules, with the chunks of a rank.
         zero_stages: Stages of ZeRO, where there are replicas.
@@ -76,26 +80,36 @@ class SearchSpace:
     data: Collection[int] | None = None
     tensor: Collection[int] | None = None
     pipeline: Collection[int] | None = None
+    context: Collection[int] | None = None
+    context_kinds: Sequence[str] = KINDS
     num_microbatches: Callable[[int], int] | None = None
     schedules: Sequence[tuple[str, int]] | None = None
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     recompute: Sequence[bool | str] = RECOMPUTE
     some_layers: bool = False
 
-    def sizes(self, num_ranks: int, max_tensor: int) -> Iterator[tuple[int, int, int]]:
-        """(data, tensor, pipeline) parallel sizes of so many ranks.
+    def sizes(self, num_ranks: int, max_tensor: int, max_context: int) -> Iterator[tuple[int, int, int, int]]:
+        """(data, tensor, pipeline, context) parallel sizes of so many ranks.
 
         Args:
             num_ranks: Their product.
             max_tensor: The most ranks that share a layer, unless it is said which.
+            max_context: The most ranks that share a sequence, likewise.
         """
         for tensor in _divisors(num_ranks):
             if tensor not in self.tensor if self.tensor is not None else tensor > max_tensor:
                 continue
-            for pipeline in _divisors(num_ranks // tensor):
-                data = num_ranks // tensor // pipeline
-                if _is_in(pipeline, self.pipeline) and _is_in(data, self.data):
-                    yield data, tensor, pipeline
+            for context in _divisors(num_ranks // tensor):
+                if context not in self.context if self.context is not None else context > max_context:
+                    continue
+                for pipeline in _divisors(num_ranks // tensor // context):
+                    data = num_ranks // tensor // context // pipeline
+                    if _is_in(pipeline, self.pipeline) and _is_in(data, self.data):
+                        yield data, tensor, pipeline, context
+
+    def kinds_of(self, context: int) -> Sequence[str]:
+        """How attention may communicate between so many ranks that share a sequence."""
+        return KINDS[:1] if context == 1 else self.context_kinds
 
     def schedules_of(self, pipeline: int) -> Sequence[tuple[str, int]]:
         """Schedules of so many pipeline ranks, with the chunks of a rank."""
@@ -109,20 +123,24 @@ def _is_in(value: int, allowed: Collection[int] | None) -> bool:
     return allowed is None or value in allowed
 
 
-def layouts(num_ranks: int, step: Step, max_tensor: int, space: SearchSpace = EVERYTHING) -> Iterator[Layout]:
+def layouts(
+    num_ranks: int, step: Step, max_tensor: int, max_context: int, space: SearchSpace = EVERYTHING
+) -> Iterator[Layout]:
     """Every layout.
 
     Sizes whose product is the number of ranks; as many replicas as can do the step; microbatches ``p``, ``2 p``,
     ``4 p``, ... up to one for each sample of a replica; 1F1B and GPipe with one chunk on a rank, interleaved 1F1B with
-    2 to 4; each stage of ZeRO where there are replicas; every kind of recomputation.
+    2 to 4; each stage of ZeRO where there are replicas; every kind of recomputation; where ranks share sequences every
+    way in which attention communicates.
 
     Args:
         num_ranks: Of the run.
         step: What is to be done.
         max_tensor: The most ranks that may share a layer.
+        max_context: The most ranks that may share a sequence.
         space: What is tried of all that.
     """
-    for data, tensor, pipeline in space.sizes(num_ranks, max_tensor):
+    for data, tensor, pipeline, context in space.sizes(num_ranks, max_tensor, max_context):
         if not step.is_possible(data):
             continue
         batch = step.batch(data)
@@ -135,9 +153,11 @@ def layouts(num_ranks: int, step: Step, max_tensor: int, space: SearchSpace = EV
             space.schedules_of(pipeline),
             space.zero_stages if data > 1 else (0,),
             space.recompute,
+            space.kinds_of(context),
         )
-        for microbatches, (schedule, chunks), zero, recompute in options:
-            yield Layout(data, tensor, pipeline, microbatches, schedule, chunks, zero, recompute)
+        for microbatches, (schedule, chunks), zero, recompute, kind in options:
+            chosen = microbatches, schedule, chunks, zero, recompute
+            yield Layout(data, tensor, pipeline, *chosen, context=context, context_kind=kind)
 
 
 def microbatch_numbers(pipeline: int, samples: int) -> list[int]:
@@ -186,11 +206,11 @@ def search(
         progress: Gets what is done to layouts, to how many it has been done, and how many there are.
     """
     machine, step = model.machine, model.step
-    max_tensor = machine.max_tensor or machine.ranks_per_node
+    most = machine.max_tensor or machine.ranks_per_node, machine.ranks_per_node
     refused: dict[str, list[tuple[Layout, str]]] = {}
     too_big: list[Cost] = []
     fitting: list[Cost] = []
-    every = list(layouts(num_ranks, step, max_tensor, space))
+    every = list(layouts(num_ranks, step, *most, space))
     for number, layout in enumerate(every):
         progress("Weighing layouts", number, len(every))
         reason = refuse(layout)
@@ -277,7 +297,7 @@ def _rank(cost: Cost) -> tuple[float, int]:
     """The fastest first; of equally fast ones, what is simpler to say."""
     layout = cost.layout
     options = layout.zero_stage + layout.num_chunks + bool(layout.recompute) + bool(layout.extra_in_flight)
-    return cost.seconds_of_sample, options
+    return cost.seconds_of_sample, options + (layout.context > 1)
 
 
 def _preference(cost: Cost, fastest: Cost, as_good: float) -> tuple[int, int, float]:

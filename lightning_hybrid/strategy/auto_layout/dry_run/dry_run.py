@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,26 +18,39 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_hybrid.config import HybridConfig, accumulated_batches
+from lightning_hybrid.config import HybridConfig, accumulated_batches, grid_shape
+from lightning_hybrid.context_parallel.mappings import ContextGroup
 from lightning_hybrid.data_parallel.zero.param import find_owners, set_parameter
 from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
+from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import AXES
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
-from lightning_hybrid.memory.estimate import check_estimated, estimate
+from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
 from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedule
 from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, split_into
-from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
+from lightning_hybrid.strategy.auto_layout.dry_run.real_draws import RealDraws
+from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import (
+    AFTER,
+    BEFORE,
+    Activations,
+    Saved,
+    labelled_layers,
+    labels_of_stages,
+    saved_bytes,
+)
+from lightning_hybrid.strategy.auto_layout.dry_run.sequence_shares import AloneContextParallel
 from lightning_hybrid.strategy.summary import plan_table
+from lightning_hybrid.tensor_parallel.grid.blocks import Grid
 from lightning_hybrid.tensor_parallel.layers import original_classes
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
@@ -59,10 +71,6 @@ except ImportError:
     Store = None
 
 _S = TypeVar("_S", bound="DryRunStrategy")
-BEFORE, AFTER = "before the body", "after the body"
-
-Saved = dict[Hashable, dict[int, int]]
-"""What a step saves for its backward: the bytes of each storage, by position of the layer, `BEFORE` or `AFTER`."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +146,7 @@ def run_first_step(
     def attempt(module: LightningModule, data: Any, *, with_values: bool) -> _S:
         strategy = make_strategy(with_values=with_values)
         dry = Trainer(accelerator="cpu", devices=1, strategy=strategy, **trainer)
-        with _fake_process_group(math.prod(strategy.sizes)), warnings.catch_warnings():
+        with _fake_process_group(strategy.num_ranks), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a run says them too
             try:
                 dry.fit(module, data)
@@ -184,11 +192,17 @@ class DryRunStrategy(SingleDeviceStrategy):
 
     def __init__(self, config: HybridConfig, sizes: tuple[int, int, int], *, with_values: bool) -> None:
         super().__init__(device="cpu")
-        check_estimated(config)
         self._config, self.sizes, self._with_values = config, sizes, with_values
         self._mode = Fake(allow_non_fake_inputs=True) if Fake is not None else None
         self._plan_table = self.layout = ""
         self.memory: list[MemoryUsage] = []
+        self._tried: set[Hashable] = set()
+        self._context_groups: dict[int, dist.ProcessGroup] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of the run."""
+        return math.prod(layout.sizes_by_axis(self._config, self.sizes).values())
 
     @property
     def _module(self) -> LightningModule:
@@ -210,8 +224,8 @@ class DryRunStrategy(SingleDeviceStrategy):
     def setup_environment(self) -> None:
         """Give the module the mesh that it has in a run."""
         super().setup_environment()
-        names = tuple(AXES[axis] for axis in ("dp", "tp", "pp"))
-        self._mesh = init_device_mesh("cpu", self.sizes, mesh_dim_names=names)
+        sizes = layout.sizes_by_axis(self._config, self.sizes)
+        self._mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(AXES[axis] for axis in sizes))
         set_device_mesh(self._module, self._mesh)
 
     def setup(self, trainer: Trainer) -> None:
@@ -226,14 +240,25 @@ class DryRunStrategy(SingleDeviceStrategy):
             if not self._has_values:
                 _replace_meta_tensors(module)
             if self.sizes[1] > 1:
-                mesh, device = self._mesh[AXES["tp"]], torch.device("cpu")
-                group = TensorGroup(mesh.get_group())
                 plan = layout.find_plan(module, self._config, self.sizes[1], self._body)
                 self._plan_table = plan_table(plan, module)
                 self._stage_map = layout.with_plan(self._stage_map, self._body, plan, module)
-                plan.apply(module, mesh, group, device)
+                plan.apply(module, *self._tensor_ranks(), torch.device("cpu"))
             self.setup_optimizers(trainer)
             self.setup_precision_plugin()
+
+    def _tensor_ranks(self) -> tuple[DeviceMesh, TensorGroup]:
+        """The ranks that share layers, as a mesh and as a group; which numbers they have does not matter here."""
+        config, size = self._config, self.sizes[1]
+        grid = grid_shape(config.tensor_parallel_mode, size, config.tensor_parallel_depth)
+        line = self._mesh[AXES["tp"]]
+        if grid is None:
+            return line, TensorGroup(line.get_group())
+        along = {axes: dist.new_group(grid.ranks_along(axes)) for axes in grid.groups()}
+        axes = {name: grid.parts(of_name) for name, of_name in grid.mesh_axes.items()}
+        shape, names = (self.num_ranks // size, *axes.values()), ("replicas", *axes)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)[tuple(axes)]
+        return mesh, Grid(line.get_group(), grid, along)
 
     def _without_memory(self) -> AbstractContextManager[Any]:
         if self._mode is None:
@@ -289,11 +314,10 @@ class DryRunStrategy(SingleDeviceStrategy):
                 text = " ".join(f"{type(error).__name__}: {error}".split())
                 where = "stays on the first and the last stage" if self._stage_map.is_chain else "is an estimate"
                 reason = f"The step cannot be followed, so what is outside {where}. {text}"
-        sizes = dict(zip(("dp", "tp", "pp"), self.sizes, strict=True))
         table = layout.stages_text(
             module,
             self._config,
-            sizes,
+            layout.sizes_by_axis(self._config, self.sizes),
             self._body,
             self._stage_map,
             is_followed=not reason,
@@ -322,7 +346,7 @@ class DryRunStrategy(SingleDeviceStrategy):
             with frame():
                 return stages_by_parameter([frame.find_plan(0, *step).parameters])
 
-    def _activations(self, microbatch: Any, args: Sequence[Any]) -> _Activations | None:
+    def _activations(self, microbatch: Any, args: Sequence[Any]) -> Activations | None:
         """The bytes that autograd saves of a microbatch, and of a step."""
         if not self._module.automatic_optimization:
             return None  # its step is forward and backward, as often as it likes
@@ -340,7 +364,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         own = {label: {k: size for k, size in each.items() if k not in casts} for label, each in saved.items()}
         stages = labels_of_stages(self._stage_map.stages)
         copies = [saved_bytes(shared, labels) if shared else 0 for labels in stages]
-        return _Activations([saved_bytes(own, labels) for labels in stages], copies)
+        return Activations([saved_bytes(own, labels) for labels in stages], copies)
 
     def _follow(
         self,
@@ -366,6 +390,8 @@ class DryRunStrategy(SingleDeviceStrategy):
         if self._mode is not None:
             try:
                 return run(self._mode)
+            except WrongUseError:  # numbers make no difference
+                raise
             except Exception as error:
                 if not self._has_values:
                     raise ValueError(
@@ -387,65 +413,44 @@ class DryRunStrategy(SingleDeviceStrategy):
         module = self._module
         layers = layout.find_recomputed(module, config, body, stage_map)
         recompute = ActivationCheckpointing(layers, torch.device("cpu"), selective=config.recompute == "selective")
-        with mode, LogRecorder(module)(), recompute():
+        around_layers = self._with_shares(config, body, layers, recompute)
+        with mode, RealDraws(), LogRecorder(module)(), around_layers():
             leaves, spec = flatten(microbatch)
             leaves = [_in_mode(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             held = [to_local(tensor) for tensor in (*module.parameters(), *module.buffers())]
             inputs = (leaf for leaf in leaves if isinstance(leaf, Tensor))
             meter = SavedTensorMeter([*held, *(_in_mode(tensor, mode) for tensor in held), *inputs])
             step = self.precision_plugin.train_step_context()
-            with step, meter(), _labelled_layers(body, meter), around(meter):
+            with step, meter(), labelled_layers(body, meter), around(meter):
                 output = to_plain_tensors(module.training_step(unflatten(leaves, spec), *args))
             labels = (BEFORE, *range(len(body.layers) if body else 0), AFTER)
             saved: Saved = {label: meter.storages(label) for label in labels}
             del output
         return saved
 
+    def _context_group(self, size: int) -> dist.ProcessGroup:
+        """The ranks that share a sequence; which numbers they have does not matter here."""
+        if size not in self._context_groups:
+            self._context_groups[size] = dist.new_group(range(size))
+        return self._context_groups[size]
 
-@dataclass(frozen=True)
-class _Activations:
-    """What autograd saves.
-
-    Attributes:
-        per_microbatch: Its bytes in each stage.
-        copies: The bytes of the weights of each stage that autocast has cast, which microbatches share: all but the
-            first one of a run (see :class:`SharedCasts`).
-    """
-
-    per_microbatch: Sequence[int]
-    copies: Sequence[int]
-
-    def peak(self, schedule: Schedule, rank: int) -> int:
-        """The most bytes that a pipeline rank holds at a time."""
-        current = peak = 0
-        begun: Counter[int] = Counter()
-        for action in schedule.actions[rank]:
-            own = self.copies[action.stage] if action.microbatch == 0 else 0
-            if action.kind is Kind.F:
-                begun[action.stage] += 1
-                shared = self.copies[action.stage] if begun[action.stage] == 2 else 0
-                current += self.per_microbatch[action.stage] + own + shared
-                peak = max(peak, current)
-            elif action.kind is Kind.B:
-                current -= self.per_microbatch[action.stage] + own
-        return peak
-
-
-def labels_of_stages(stages: Sequence[range]) -> list[list[Hashable]]:
-    """What each stage runs of a step, by label.
-
-    Args:
-        stages: The layers of each stage.
-    """
-    labels: list[list[Hashable]] = [list(layers) for layers in stages]
-    labels[0].insert(0, BEFORE)
-    labels[-1] += [BEFORE, AFTER] if len(labels) > 1 else [AFTER]  # the last stage runs a step from its beginning, too
-    return labels
-
-
-def saved_bytes(saved: Saved, labels: Iterable[Hashable]) -> int:
-    """The bytes of what is saved under any of these labels; a storage counts once."""
-    return sum({key: size for label in labels for key, size in saved[label].items()}.values())
+    def _with_shares(
+        self,
+        config: HybridConfig,
+        body: Body | None,
+        recomputed: Sequence[nn.Module],
+        recompute: ActivationCheckpointing,
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """What is entered around forwards: as in a run, layers get their share of a sequence around what runs again."""
+        size = config.context_parallel_size
+        if size == 1:
+            return recompute
+        body = body or layout.find_layers(self._module, config, 1)
+        layers = dict(zip(body.names, body.layers, strict=True))
+        group = ContextGroup(self._context_group(size))
+        given = self._module, layers, recomputed, group, config.context_parallel, torch.device("cpu")
+        context = AloneContextParallel(*given, tried=self._tried)
+        return lambda: context.around(recompute)
 
 
 @contextmanager
@@ -466,24 +471,6 @@ def _in_mode(tensor: Tensor, mode: Any) -> Tensor:
     """What a step in this mode computes with in the place of a tensor."""
     fake: Tensor = tensor if isinstance(mode, nullcontext) else mode.from_tensor(tensor)
     return fake
-
-
-@contextmanager
-def _labelled_layers(body: Body | None, meter: SavedTensorMeter) -> Iterator[None]:
-    """While this is entered, what is saved is labelled with the position of the layer of the body that needs it."""
-    meter.label = BEFORE
-
-    def begin(index: int) -> Callable[[nn.Module, Any], None]:
-        return lambda layer, args: setattr(meter, "label", index)
-
-    def end(layer: nn.Module, args: Any, output: Any) -> None:
-        meter.label = AFTER
-
-    with ExitStack() as hooks:
-        for index, layer in enumerate(body.layers if body else ()):
-            hooks.enter_context(layer.register_forward_pre_hook(begin(index)))
-            hooks.enter_context(layer.register_forward_hook(end))
-        yield
 
 
 def _replace_meta_tensors(module: nn.Module) -> None:

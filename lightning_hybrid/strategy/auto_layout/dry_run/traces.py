@@ -10,14 +10,17 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lightning_hybrid.context_parallel.division import sequence_dim_of
+from lightning_hybrid.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.account import SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.body import Body
-from lightning_hybrid.strategy.auto_layout.dry_run import Saved
-from lightning_hybrid.strategy.auto_layout.operations import OperationCounter
+from lightning_hybrid.strategy.auto_layout.dry_run.operations import OperationCounter
+from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import Saved
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,14 @@ class Trace:
         counter: Operations and messages, by label of the place.
         saved: What it saves for backward.
         outputs: The bytes that each layer of the body returns, by position.
+        length: The positions of the longest sequence that a layer of the body is given; 0 if there are none.
     """
 
     samples: int
     counter: OperationCounter
     saved: Saved
     outputs: dict[Hashable, int]
+    length: int
 
 
 @dataclass(frozen=True)
@@ -80,25 +85,60 @@ class Watch:
     """Counts what a step does; a step that is tried again is counted anew.
 
     Args:
-        body: Whose outputs are noted.
+        body: Whose inputs and outputs are noted.
+        context_group: The ranks that share sequences; ``None`` if there are none.
 
     Attributes:
         counter: Operations and messages.
         outputs: The bytes that each layer returns, by position.
+        length: The positions of the longest sequence that a layer is given; 0 if there are none.
     """
 
     counter: OperationCounter
 
-    def __init__(self, body: Body | None) -> None:
-        self._body = body
+    def __init__(self, body: Body | None, context_group: dist.ProcessGroup | None) -> None:
+        self._body, self._context_group = body, context_group
         self.outputs: dict[Hashable, int] = {}
+        self.length = 0
 
     @contextmanager
     def __call__(self, meter: SavedTensorMeter) -> Iterator[None]:
         """Enter it around the step."""
-        self.counter = OperationCounter(lambda: meter.label)
-        with self.counter(), _measured_outputs(self._body, self.outputs):
+        self.counter = OperationCounter(lambda: meter.label, self._context_group)
+        with self.counter(), self._noted_layers():
             yield
+
+    @contextmanager
+    def _noted_layers(self) -> Iterator[None]:
+        """While this is entered, what each layer of the body is given, and the bytes that it returns, are noted."""
+        size = self._context_group.size() if self._context_group is not None else 1
+
+        def begin(position: int) -> Callable[..., None]:
+            def hook(layer: nn.Module, args: Any, kwargs: Any) -> None:
+                tensors = _tensors((args, kwargs))
+                hidden = [each.shape for each in tensors if each.is_floating_point() and each.ndim == 3]
+                self.length = max(self.length, *(shape[sequence_dim_of(layer)] for shape in hidden[:1]), 0)
+                self.counter.enter_layer(position, tensors)
+
+            return hook
+
+        def end(position: int) -> Callable[..., None]:
+            def hook(layer: nn.Module, args: Any, output: Any) -> None:
+                # Of a sequence in shares each rank sends its own.
+                bytes_of = [x.nbytes // size if isinstance(x, ShardedSequence) else x.nbytes for x in _tensors(output)]
+                self.outputs[position] = sum(bytes_of)
+
+            return hook
+
+        with ExitStack() as hooks:
+            for position, layer in enumerate(self._body.layers if self._body else ()):
+                hooks.enter_context(layer.register_forward_pre_hook(begin(position), with_kwargs=True))
+                hooks.enter_context(layer.register_forward_hook(end(position)))
+            yield
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 class Stopwatch:
@@ -135,19 +175,3 @@ class Stopwatch:
         finally:
             before.remove()
             after.remove()
-
-
-@contextmanager
-def _measured_outputs(body: Body | None, outputs: dict[Hashable, int]) -> Iterator[None]:
-    """While this is entered, the bytes that each layer of the body returns are noted, by position."""
-
-    def note(position: int) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: Any, output: Any) -> None:
-            outputs[position] = sum(leaf.nbytes for leaf in flatten(output)[0] if isinstance(leaf, Tensor))
-
-        return hook
-
-    with ExitStack() as hooks:
-        for position, layer in enumerate(body.layers if body else ()):
-            hooks.enter_context(layer.register_forward_hook(note(position)))
-        yield

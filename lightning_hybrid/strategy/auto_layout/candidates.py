@@ -1,0 +1,108 @@
+"""A layout that may be chosen, and the step that it is to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from lightning_hybrid.config import accumulated_batches
+
+#: What is tried: stages on a rank, and what runs again in backward.
+MOST_CHUNKS = 4
+RECOMPUTE: tuple[bool | str, ...] = (False, "selective", True)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is chosen. The sizes and options are arguments of `HybridStrategy`."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    num_chunks: int = 1
+    zero_stage: int = 0
+    recompute: bool | str | tuple[int, ...] = False  # or how many layers of each stage
+    extra_in_flight: tuple[int, ...] = ()
+    context: int = 1
+    context_kind: str = "ulysses"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the axes, by their short names."""
+        return {"dp": self.data, "tp": self.tensor, "pp": self.pipeline, "cp": self.context}
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes that it needs."""
+        return prod(self.sizes.values())
+
+    @property
+    def schedule_key(self) -> tuple[str, int, int, int, tuple[int, ...]]:
+        """What decides about the schedule, as :func:`schedule_of` wants it."""
+        return self.schedule, self.pipeline, self.num_microbatches, self.num_chunks, self.extra_in_flight
+
+
+@dataclass(frozen=True)
+class Step:
+    """The problem: what an optimizer step is to do, wherever.
+
+    Attributes:
+        samples: Of all replicas together, in a batch of each.
+        accumulated: Batches of an optimizer step.
+        rank_order: The axes, outermost first, as in `HybridStrategy`.
+        zero_frees: When stage 3 of ZeRO frees, as in `HybridStrategy`.
+    """
+
+    samples: int
+    accumulated: int = 1
+    rank_order: str = "pp-dp-tp"
+    zero_frees: str = "auto"
+
+    def batch(self, replicas: int) -> int:
+        """The samples of a batch of each of so many replicas, or of the largest of these batches."""
+        return -(-self.samples // replicas)
+
+    def accumulations(self, replicas: int) -> int:
+        """The batches of an optimizer step of so many replicas."""
+        return self.accumulated
+
+    def is_possible(self, replicas: int) -> bool:
+        """Whether so many replicas can do it."""
+        return self.samples % replicas == 0
+
+    def microbatch(self, layout: Layout) -> int:
+        """The samples of the largest microbatch."""
+        return -(-self.batch(layout.data) // layout.num_microbatches)
+
+    def total(self, layout: Layout) -> int:
+        """The samples of an optimizer step."""
+        return self.batch(layout.data) * layout.data * self.accumulations(layout.data)
+
+
+@dataclass(frozen=True)
+class LoaderStep(Step):
+    """A step of replicas that each get a batch as the loader gives it, whatever their number.
+
+    Attributes:
+        samples: Of each batch.
+        global_batch_size: Samples of an optimizer step, of all replicas, as in `HybridStrategy`; ``None`` for the
+            batches that `accumulated` says.
+    """
+
+    global_batch_size: int | None = None
+
+    def batch(self, replicas: int) -> int:
+        """As the loader gives it."""
+        return self.samples
+
+    def accumulations(self, replicas: int) -> int:
+        """As many as make up the samples of a step."""
+        if self.global_batch_size is None:
+            return self.accumulated
+        return accumulated_batches(self.global_batch_size, self.samples, replicas)
+
+    def is_possible(self, replicas: int) -> bool:
+        """Whether so many replicas make up the samples of a step by whole batches."""
+        return self.global_batch_size is None or self.global_batch_size % (self.samples * replicas) == 0

@@ -1,0 +1,168 @@
+"""What a step computes and sends, counted operation by operation on tensors without numbers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import ScriptObject, Tensor
+
+from lightning_hybrid.context_parallel.sharded_sequence import ShardedSequence
+from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Messages, in_ring
+
+Mode: Any
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode as Mode
+except ImportError:
+    Mode = object
+FLOPS: dict[Any, Callable[..., int]]
+try:
+    from torch.utils.flop_counter import flop_registry as FLOPS
+except ImportError:
+    FLOPS = {}
+
+_FUSED_ATTENTION = "_scaled_dot_product_flash_attention"
+# The share of a tensor that a rank of a group of n sends, and its hops, in units of (n - 1) / n and n - 1.
+_COLLECTIVES = {"allreduce_": 2, "_allgather_base_": 1, "_reduce_scatter_base_": 1, "alltoall_base_": 1}
+_OF_SUMS = torch.float32.itemsize  # at least, of gradients that are added up
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a forward.
+
+    Attributes:
+        flops: Of products of matrices and convolutions: two for each multiplication.
+        bytes: Of tensors that it reads and writes.
+        is_kept: Whether selective recomputation saves its result.
+    """
+
+    flops: float
+    bytes: float
+    is_kept: bool
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective of a forward, or one message to a neighbour.
+
+    Attributes:
+        there: What a rank sends.
+        back: What it sends for it in backward; of tensor parallelism as much as in forward, which is not noted.
+    """
+
+    there: Messages = NO_MESSAGES
+    back: Messages = NO_MESSAGES
+
+
+class OperationCounter:
+    """Records the operations of a step, by the label of the place where they are called.
+
+    Args:
+        place: Says where the step is.
+        context_group: The ranks that share sequences; ``None`` if there are none.
+
+    Attributes:
+        operations: In order, by label.
+        messages: Among the ranks that share a layer, in order, by label.
+        context_messages: Among those that share sequences, likewise.
+    """
+
+    def __init__(self, place: Callable[[], Hashable], context_group: dist.ProcessGroup | None) -> None:
+        self._place, self._context_group = place, context_group
+        self.operations: dict[Hashable, list[Operation]] = defaultdict(list)
+        self.messages: dict[Hashable, list[Message]] = defaultdict(list)
+        self.context_messages: dict[Hashable, list[Message]] = defaultdict(list)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Enter it around the step."""
+        if Mode is object:
+            raise ValueError(f"torch {torch.__version__} does not let operations be counted; measure them instead.")
+        with _CountingMode(self._record, self._record_read):
+            yield
+
+    def enter_layer(self, place: Hashable, tensors: list[Tensor]) -> None:
+        """A layer is about to get its share of what it is given whole: for these tensors gradients have to be sent.
+
+        Args:
+            place: The layer's.
+            tensors: What it is given; the first one of three dimensions is divided, and others are not.
+        """
+        if self._context_group is None:
+            return
+        hidden = next((each for each in tensors if each.is_floating_point() and each.ndim == 3), None)
+        for tensor in tensors:
+            if tensor.requires_grad and not isinstance(tensor, ShardedSequence):
+                back = in_ring(self._context_group.size(), 1 if tensor is hidden else 2, tensor.nbytes)
+                self.context_messages[place].append(Message(back=back))
+
+    def _record_read(self, sequence: ShardedSequence) -> None:
+        """A sequence in shares is gathered, now if it has not been; its gradient needs no message."""
+        messages = self.context_messages[self._place()]
+        before = len(messages)
+        sequence.read()
+        messages[before:] = [Message(each.there) for each in messages[before:]]
+
+    def _record(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        namespace, _, name = function._schema.name.partition("::")
+        tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        if namespace == "c10d":
+            self._record_message(name, args, tensors)
+        elif not function.is_view:
+            made = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+            moved = sum(tensor.nbytes for tensor in (*tensors, *made))
+            flops = _count_flops(function, args, kwargs, result)
+            is_kept = flops > 0 and name not in ("bmm", "baddbmm")
+            if moved:
+                self.operations[self._place()].append(Operation(flops, moved, is_kept))
+
+    def _record_message(self, name: str, args: Any, tensors: list[Tensor]) -> None:
+        group = dist.ProcessGroup.unbox(next(each for each in args if isinstance(each, ScriptObject)))
+        is_context = group is self._context_group
+        messages = (self.context_messages if is_context else self.messages)[self._place()]
+        if name in _COLLECTIVES:
+            there = in_ring(group.size(), _COLLECTIVES[name], max(tensor.nbytes for tensor in tensors))
+            # What is exchanged goes back in backward, and what was gathered is reduce-scattered.
+            goes_back = is_context and name != "allreduce_"
+            messages.append(Message(there, there if goes_back else NO_MESSAGES))
+        elif name == "send" and is_context:
+            messages.append(_hop(group.size(), tensors[0]))
+
+
+def _hop(size: int, block: Tensor) -> Message:
+    """One of a ring's ``size - 1`` for keys and values; in backward they go round again, and gradients come home."""
+    share = size / (size - 1)
+    gradients = block.nbytes * max(1.0, _OF_SUMS / block.itemsize)
+    return Message(Messages(block.nbytes, 1, 1), Messages(block.nbytes + share * gradients, 1 + share, 1 + share))
+
+
+def _count_flops(function: Any, args: Any, kwargs: Any, result: Any) -> int:
+    packet = function.overloadpacket
+    if packet not in FLOPS and function._schema.name.startswith(f"aten::{_FUSED_ATTENTION}"):
+        packet = getattr(torch.ops.aten, _FUSED_ATTENTION)  # the kernel of the CPU
+    return FLOPS[packet](*args, **kwargs, out_val=result) if packet in FLOPS else 0
+
+
+class _CountingMode(Mode):  # type: ignore[misc]
+    def __init__(
+        self, record: Callable[[Any, Any, Any, Any], None], record_read: Callable[[ShardedSequence], None]
+    ) -> None:
+        super().__init__()
+        self._record, self._record_read = record, record_read
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, ShardedSequence) for kind in types):
+            with self:  # what an operator of such a sequence does is not seen here
+                for leaf in flatten((args, kwargs))[0]:
+                    if isinstance(leaf, ShardedSequence):
+                        self._record_read(leaf)
+        result = function(*args, **(kwargs or {}))
+        self._record(function, args, kwargs or {}, result)
+        return result

@@ -1,0 +1,84 @@
+"""What autograd saves in a step for its backward, by the place where the step is, and how much of it at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_hybrid.memory.account import SavedTensorMeter
+from lightning_hybrid.pipeline_parallel.body import Body
+from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
+
+BEFORE, AFTER = "before the body", "after the body"
+
+Saved = dict[Hashable, dict[int, int]]
+"""What a step saves for its backward: the bytes of each storage, by position of the layer, `BEFORE` or `AFTER`."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What autograd saves.
+
+    Attributes:
+        per_microbatch: Its bytes in each stage.
+        copies: The bytes of the weights of each stage that autocast has cast, which microbatches share: all but the
+            first one of a run (see :class:`SharedCasts`).
+    """
+
+    per_microbatch: Sequence[int]
+    copies: Sequence[int]
+
+    def peak(self, schedule: Schedule, rank: int) -> int:
+        """The most bytes that a pipeline rank holds at a time."""
+        current = peak = 0
+        begun: Counter[int] = Counter()
+        for action in schedule.actions[rank]:
+            own = self.copies[action.stage] if action.microbatch == 0 else 0
+            if action.kind is Kind.F:
+                begun[action.stage] += 1
+                shared = self.copies[action.stage] if begun[action.stage] == 2 else 0
+                current += self.per_microbatch[action.stage] + own + shared
+                peak = max(peak, current)
+            elif action.kind is Kind.B:
+                current -= self.per_microbatch[action.stage] + own
+        return peak
+
+
+def labels_of_stages(stages: Sequence[range]) -> list[list[Hashable]]:
+    """What each stage runs of a step, by label.
+
+    Args:
+        stages: The layers of each stage.
+    """
+    labels: list[list[Hashable]] = [list(layers) for layers in stages]
+    labels[0].insert(0, BEFORE)
+    labels[-1] += [BEFORE, AFTER] if len(labels) > 1 else [AFTER]  # the last stage runs a step from its beginning, too
+    return labels
+
+
+def saved_bytes(saved: Saved, labels: Iterable[Hashable]) -> int:
+    """The bytes of what is saved under any of these labels; a storage counts once."""
+    return sum({key: size for label in labels for key, size in saved[label].items()}.values())
+
+
+@contextmanager
+def labelled_layers(body: Body | None, meter: SavedTensorMeter) -> Iterator[None]:
+    """While this is entered, what is saved is labelled with the position of the layer of the body that needs it."""
+    meter.label = BEFORE
+
+    def begin(index: int) -> Callable[[nn.Module, Any], None]:
+        return lambda layer, args: setattr(meter, "label", index)
+
+    def end(layer: nn.Module, args: Any, output: Any) -> None:
+        meter.label = AFTER
+
+    with ExitStack() as hooks:
+        for index, layer in enumerate(body.layers if body else ()):
+            hooks.enter_context(layer.register_forward_pre_hook(begin(index)))
+            hooks.enter_context(layer.register_forward_hook(end))
+        yield

@@ -1,0 +1,169 @@
+"""Layers that get their share of a sequence where the other ranks do not exist: on shapes, as the first rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.context_parallel import attention
+from lightning_hybrid.context_parallel.attention import MULTI_HEAD
+from lightning_hybrid.context_parallel.context_parallel import ContextParallel
+from lightning_hybrid.context_parallel.division import Division
+from lightning_hybrid.context_parallel.trial import _copied, _is_close
+from lightning_hybrid.distributed.dtensor import is_tensor_parallel
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
+from lightning_hybrid.strategy.auto_layout.dry_run.real_draws import without_modes
+
+_POSITIONS = 4  # so many for each rank are enough to tell
+
+
+class AloneContextParallel(ContextParallel):
+    """As the first of some ranks, without the others: what they would send has no numbers.
+
+    So what layers compute cannot be compared as in a run. Whether they mix positions elsewhere than in attention can be
+    found out alone: with an attention in which each position attends to itself, a share of the result has to be the
+    result of the share. That is tried with numbers, where layers are not divided among tensor-parallel ranks, too.
+
+    Args:
+        tried: What has been tried before; it grows.
+        given: As for :class:`ContextParallel`.
+    """
+
+    def __init__(self, *given: Any, tried: set[Hashable]) -> None:
+        super().__init__(*given)
+        self._tried_alone = tried
+
+    @contextmanager
+    def around(self, between: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Enter it around forwards, as there."""
+        names = vars(attention)
+        make = names["causal_lower_right"]
+
+        def make_without_modes(*size: int) -> Tensor:
+            with without_modes():  # torch cannot make such a tensor where a mode sees all operations
+                bias: Tensor = make(*size)
+                return bias
+
+        names["causal_lower_right"] = make_without_modes
+        try:
+            with super().around(between):
+                yield
+        finally:
+            names["causal_lower_right"] = make
+
+    def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division) -> None:
+        group = self._group
+        key = id(layer), group.size
+        if key in self._tried_alone or any(map(is_tensor_parallel, layer.parameters())):
+            return
+        name, dim = self._layers[layer], self._dims[layer]
+        total = division.shares.total
+        with torch.no_grad(), without_modes(), _with_numbers(layer), _ByPosition():
+            for length in sorted({min(total, _POSITIONS * group.size), total}):
+                args, kwargs = _numbers(division.cropped(length))
+                try:
+                    whole = _made(forward, *_copied((args, kwargs)))
+                except Exception:  # it is made for sequences of another length, or cannot run with these numbers
+                    continue
+                # Of two pieces: what mixes earlier positions alone makes the same of a first piece.
+                own_args, own_kwargs = _copied((args, kwargs))
+                share = Division(name, dim, own_args, own_kwargs, group, balanced=True)
+                if not _is_share(share, forward, whole):
+                    raise WrongUseError(
+                        f"context_parallel_size={group.size} divides the sequence in {name!r}"
+                        f" ({type(layer).__name__}), which mixes positions in another way than by"
+                        " `F.scaled_dot_product_attention`: on a share it gives other numbers than on the whole"
+                        " sequence. Leave this layer out of the body (HybridStrategy(body=[...])), or use"
+                        " context_parallel_size=1."
+                    )
+                break
+        self._tried_alone.add(key)
+
+
+def _is_share(division: Division, forward: Callable[..., Any], whole: Sequence[Tensor]) -> bool:
+    """Whether a layer makes of this rank's share what it has of the whole results."""
+    args, kwargs = division.local()
+    try:
+        found = division.result_dims(forward(*args, **kwargs))
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if isinstance(error, WrongUseError):
+            raise
+        return False
+    if len(found) != len(whole):
+        return False
+    pairs = zip(found, whole, strict=True)
+    return all(_is_close(each, division.shares.own(all_of_it, dim)) for (each, dim), all_of_it in pairs)
+
+
+class _ByPosition(TorchFunctionMode):
+    """Each position attends to itself, and nothing is dropped."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            return _attend(*[*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)][:3])
+        if func is F.multi_head_attention_forward:
+            given = MULTI_HEAD.bind(*args, **kwargs).arguments
+            query = given["query"]
+            mixed = sum((each for each in (given["key"], given["value"]) if each.shape == query.shape), query)
+            return F.linear(mixed, given["out_proj_weight"], given["out_proj_bias"]), None
+        return func(*args, **kwargs)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Something of the own query, key and value of each position, in the shape of an attention's result."""
+    mixed = query.mean(-1, keepdim=True)
+    if key.shape[-2] == query.shape[-2] and query.ndim == 4:
+        mixed = mixed + key.mean((1, 3), keepdim=True) + value.mean(1, keepdim=True)
+    return mixed.expand(*query.shape[:-1], value.shape[-1])
+
+
+@contextmanager
+def _with_numbers(layer: nn.Module) -> Iterator[None]:
+    """Parameters and buffers without values have some inside; buffers that a forward writes are as they were after."""
+    tables: list[dict[str, Any]] = [
+        vars(part)[kind] for part in layer.modules() for kind in ("_parameters", "_buffers")
+    ]
+    before = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.update({name: _number(tensor) for name, tensor in table.items() if tensor is not None})
+        yield
+    finally:
+        for table, values in zip(tables, before, strict=True):
+            table.update(values)
+
+
+def _numbers(tree: Any) -> Any:
+    """The same tree with tensors that have values; what comes twice is one tensor again."""
+    leaves, spec = flatten(tree)
+    made = {id(leaf): _number(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves}
+    return unflatten([made[id(leaf)] for leaf in leaves], spec)
+
+
+def _number(tensor: Tensor) -> Any:
+    """A copy; of what has no values one with small random numbers, or zeros if it is an index."""
+    if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
+        made = tensor.detach().clone()
+    elif tensor.is_floating_point():
+        made = torch.randn(tensor.shape, dtype=tensor.dtype) / max(1, tensor.shape[-1] if tensor.ndim else 1) ** 0.5
+    else:
+        made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _made(forward: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a layer makes, each once."""
+    given = set(map(id, flatten((args, kwargs))[0]))
+    leaves = {id(leaf): leaf for leaf in flatten(forward(*args, **kwargs))[0]}
+    return [leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor) and key not in given]
