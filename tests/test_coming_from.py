@@ -327,7 +327,7 @@ def skip_without_libraries(row: Row) -> None:
 
 
 #: Every day a third of the lines.
-LINES = [pytest.param(row, id=str(row), marks=pytest.mark.thorough if i % 3 else ()) for i, row in enumerate(RUNNING)]
+LINES = [pytest.param(row, id=str(row), marks=pytest.mark.thorough if i % 4 else ()) for i, row in enumerate(RUNNING)]
 
 
 @pytest.mark.parametrize("row", LINES)

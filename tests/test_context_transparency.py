@@ -31,7 +31,6 @@ UNCACHED = {f"context_{name}" for name in ("gpt2", "llama", "mistral")}
 DAILY = {
     ("context_example", "cp2_ulysses"),
     ("hf_llama", "cp2_all_gather"),
-    ("context_encoder", "cp2_ring"),
     ("context_used_twice", "cp2_pp2_ring"),
 }
 

@@ -31,9 +31,9 @@ SINGLE = [Case(*triple, double=False) for triple in cover(SINGLE_SUBJECTS, SINGL
 
 
 def _marked(case: Case) -> Any:
-    """Every day a twelfth of the list: a layout for each module, or none."""
+    """Every day a small part of the list: a layout for each module, or none."""
     number = list(SUBJECTS).index(case.subject) + list(LAYOUTS).index(case.layout)
-    return pytest.param(case, id=str(case), marks=() if number % 30 == 0 else pytest.mark.thorough)
+    return pytest.param(case, id=str(case), marks=() if number % 45 == 0 else pytest.mark.thorough)
 
 
 @pytest.mark.rows(6, 59, 60, 61, 64)
