@@ -269,7 +269,10 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
                     previous = before[s, kind, i]
                     begin = max(end.get((s + step, kind, i), 0.0), posted[s, kind, i])
                     begin = max(begin, left.get(previous, 0.0) if previous else 0.0)
-                    left[s, kind, i] = begin + microbatch * problem.output / bandwidth
+                    share = (
+                        microbatch * problem.output / layout.context
+                    )  # of ranks that share sequences each sends its own
+                    left[s, kind, i] = begin + share / bandwidth
                     ready = max(ready, left[s, kind, i] + latency)
                 forward = stages[s].forward + talk[s] + of_shares[s][0]
                 backward = 2 * stages[s].forward + stages[s].recomputed + talk[s] * (1 + stages[s].tensor_repeated)
