@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 from lightning_hybrid.context_parallel.mappings import reduce_from_cp
 from lightning_hybrid.context_parallel.sequence_ops import in_shares
 from lightning_hybrid.context_parallel.sharded_sequence import ShardedSequence, implements, wrap
+
+_ARGUMENTS = signature(F.cross_entropy)  # `nll_loss` has the same without the last one
 
 
 @implements(F.cross_entropy, F.nll_loss)
@@ -43,20 +46,10 @@ def _loss_of_classes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return total.to(losses.dtype)
 
 
-def _bound(
-    scores: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> tuple[Any, Any, dict[str, Any]]:
-    """The arguments of both losses by their names, without those that are what they usually are."""
-    options: dict[str, Any] = {"reduction": reduction, "weight": weight, "ignore_index": ignore_index}
-    others = {"size_average": size_average, "reduce": reduce, "label_smoothing": label_smoothing or None}
-    return scores, target, options | {name: value for name, value in others.items() if value is not None}
+def _bound(*args: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Scores, target, and the other arguments that were given, of either loss."""
+    given = dict(_ARGUMENTS.bind(*args, **kwargs).arguments)
+    return given.pop("input"), given.pop("target"), {name: each for name, each in given.items() if each is not None}
 
 
 def _is_handled(scores: Any, target: Any, options: dict[str, Any]) -> bool:
@@ -72,7 +65,7 @@ def _is_handled(scores: Any, target: Any, options: dict[str, Any]) -> bool:
     if target.shape != scores.shape[:1] + scores.shape[2:]:
         return False
     # On the host, where it costs no waiting for a device: every rank looks at all of them, and says the same.
-    wrong = ((target < 0) | (target >= classes)) & (target != options["ignore_index"])
+    wrong = ((target < 0) | (target >= classes)) & (target != options.get("ignore_index", -100))
     return target.device.type != "cpu" or not bool(wrong.any())
 
 

@@ -82,14 +82,14 @@ class Trial:
 
     def _run_whole(self, division: Division, length: int) -> tuple[list[Tensor], _Seen]:
         """The tensors that the layer makes, and what its parts make."""
-        args, kwargs = _copied(division.cropped(length))
+        args, kwargs = copied(division.cropped(length))
         given = set(map(id, flatten((args, kwargs))[0]))
         with _Quiet(), self._watched() as by_part:
             leaves = {id(leaf): leaf for leaf in flatten(self._forward(*args, **kwargs))[0]}
         return [leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor) and key not in given], by_part
 
     def _compare(self, division: Division, length: int, expected: Sequence[Tensor], by_part: _Seen) -> None:
-        args, kwargs = _copied(division.cropped(length))
+        args, kwargs = copied(division.cropped(length))
         short = Division(self._name, self._dim, args, kwargs, self._group, balanced=is_balanced(self._kind))
         region = Region(self._name, short.shares, self._kind, drops=False)
         local_args, local_kwargs = short.local()
@@ -105,7 +105,7 @@ class Trial:
                 " What it is given for the whole sequence, and does not go to an attention, must go by positions."
             ) from error
         pairs = [(each, short.shares.own(whole, dim)) for whole, (each, dim) in zip(expected, found, strict=True)]
-        differs = torch.tensor([not all(_is_close(*pair) for pair in pairs)], dtype=torch.int32, device=self._device)
+        differs = torch.tensor([not all(is_close(*pair) for pair in pairs)], dtype=torch.int32, device=self._device)
         dist.all_reduce(differs, dist.ReduceOp.MAX, group=self._group())
         if differs.item():
             raise region.refuse(self._text(self._culprit(short, by_part, of_share)))
@@ -141,7 +141,7 @@ class Trial:
         dims = [dim for dim in range(share.ndim) if share.shape[dim] != whole.shape[dim]]
         if len(dims) != 1 or whole.shape[dims[0]] != short.shares.total:
             return False
-        return _is_close(share, short.shares.own(whole, dims[0]))
+        return is_close(share, short.shares.own(whole, dims[0]))
 
     @contextmanager
     def _watched(self) -> Iterator[_Seen]:
@@ -194,10 +194,10 @@ class _Quiet(torch.overrides.TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _copied(tree: Any) -> Any:
+def copied(tree: Any) -> Any:
     """With copies of tensors, which a layer may write, and of objects that are no plain values, such as caches."""
 
-    def copied(leaf: Any) -> Any:
+    def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.clone()
         if isinstance(leaf, _PLAIN) or callable(leaf):
@@ -205,7 +205,7 @@ def _copied(tree: Any) -> Any:
         return copy.deepcopy(leaf, {id(tensor): tensor.detach().clone() for tensor in _tensors_in(leaf, set())})
 
     leaves, spec = flatten(tree)
-    made = {id(leaf): copied(leaf) for leaf in leaves}
+    made = {id(leaf): of_leaf(leaf) for leaf in leaves}
     return unflatten([made[id(leaf)] for leaf in leaves], spec)
 
 
@@ -220,7 +220,7 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors_in(each, seen)
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
+def is_close(one: Tensor, other: Tensor) -> bool:
     """Up to rounding, relative to the largest number."""
     if one.shape != other.shape:
         return False

@@ -430,7 +430,10 @@ def fits(limit: float | None) -> Any:
     module = Blocks(width=16, depth=4)
     strategy: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 4, "recompute": "auto"}
     trainer = make_trainer({**strategy, "memory_limit": limit}, max_steps=1)
-    known = lambda device, dtype, num_nodes, memory: Machine(memory=memory, ranks_per_node=2)  # noqa: E731
+
+    def known(device: torch.device, dtype: torch.dtype, num_nodes: int, memory: float) -> Machine:
+        return Machine(memory=memory, ranks_per_node=2)
+
     with patch.object(choice, "measure_machine", known):
         try:
             trainer.fit(module)

@@ -91,7 +91,7 @@ class PostedBroadcast:
             data: Contiguous. It must not be changed any more.
             readers: The ranks of the group that it is for; ``None`` for all.
         """
-        group: Any = self._group.weak()
+        group: Any = self._group.weak()  # at every message: no call of Python
         for child, branch in self._children.items():
             if readers is None or not branch.isdisjoint(readers):
                 self._num_sent[child] += 1
@@ -105,7 +105,7 @@ class PostedBroadcast:
             data: Into this tensor, which is contiguous and as long as what is sent.
             readers: The ranks of the group that it is for; ``None`` for all.
         """
-        group: Any = self._group.weak()
+        group: Any = self._group.weak()  # at every message: no call of Python
         self._num_posted += 1
         self._posted.append((group.recv([data], self._parent, self._tag), data, readers))
 

@@ -161,17 +161,19 @@ class MetricsAcrossStages:
         metric.update = updated  # type: ignore[method-assign]
 
     def _keep_plain(self, metric: nn.Module) -> None:
-        """Let a metric keep ordinary tensors in its lists."""
+        """Let a metric keep ordinary tensors in its lists: each is looked at once, when it has come."""
         plain = self._plain
         if plain is None or not isinstance(metric, Metric):
             return
         update = metric.update
 
         def updated(*args: Any, **kwargs: Any) -> None:
+            lengths = {name: len(state) for name, state in metric.metric_state.items() if isinstance(state, list)}
             update(*args, **kwargs)
-            for state in metric.metric_state.values():
+            for name, state in metric.metric_state.items():
                 if isinstance(state, list):
-                    state[:] = plain(state)
+                    begin = lengths.get(name, 0)
+                    state[begin:] = plain(state[begin:])
 
         updated.original = update  # type: ignore[attr-defined]
         metric.update = updated  # type: ignore[method-assign]

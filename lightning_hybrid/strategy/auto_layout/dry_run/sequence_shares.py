@@ -15,7 +15,7 @@ from lightning_hybrid.context_parallel import attention
 from lightning_hybrid.context_parallel.attention import MULTI_HEAD
 from lightning_hybrid.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.context_parallel.division import Division
-from lightning_hybrid.context_parallel.trial import _copied, _is_close
+from lightning_hybrid.context_parallel.trial import copied, is_close
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
@@ -70,11 +70,11 @@ class AloneContextParallel(ContextParallel):
             for length in sorted({min(total, _POSITIONS * group.size), total}):
                 args, kwargs = _numbers(division.cropped(length))
                 try:
-                    whole = _made(forward, *_copied((args, kwargs)))
+                    whole = _made(forward, *copied((args, kwargs)))
                 except Exception:  # it is made for sequences of another length, or cannot run with these numbers
                     continue
                 # Of two pieces: what mixes earlier positions alone makes the same of a first piece.
-                own_args, own_kwargs = _copied((args, kwargs))
+                own_args, own_kwargs = copied((args, kwargs))
                 share = Division(name, dim, own_args, own_kwargs, group, balanced=True)
                 if not _is_share(share, forward, whole):
                     raise WrongUseError(
@@ -100,7 +100,7 @@ def _is_share(division: Division, forward: Callable[..., Any], whole: Sequence[T
     if len(found) != len(whole):
         return False
     pairs = zip(found, whole, strict=True)
-    return all(_is_close(each, division.shares.own(all_of_it, dim)) for (each, dim), all_of_it in pairs)
+    return all(is_close(each, division.shares.own(all_of_it, dim)) for (each, dim), all_of_it in pairs)
 
 
 class _ByPosition(TorchFunctionMode):
