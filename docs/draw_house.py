@@ -27,7 +27,6 @@ WINGS = (
     "data_parallel",
     "tensor_parallel",
     "pipeline_parallel",
-    "context_parallel",
     "distributed",
     "config",
 )

@@ -35,12 +35,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.context_parallel.attention import KINDS
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.random import derive_seed, seed_generators
 from lightning_hybrid.distributed.tensor_metadata import METADATA
 from lightning_hybrid.pipeline_parallel.body import find_body
 from lightning_hybrid.strategy.layout import find_stages
+from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from tests import context_modules as context_zoo
 from tests import frame_modules as frame_zoo
 from tests import hf_modules as hf_zoo

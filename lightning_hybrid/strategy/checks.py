@@ -30,8 +30,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.config import TENSOR_PARALLEL_MODES, HybridConfig, check_grid, choices
-from lightning_hybrid.context_parallel.attention import KINDS
-from lightning_hybrid.context_parallel.context_parallel import check_context_parallel
 from lightning_hybrid.distributed.agreement import RankInfo, agree, check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.mesh import AXES, USUAL_AXES, Mesh
@@ -40,6 +38,8 @@ from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute
 from lightning_hybrid.memory.offload import check_offload
 from lightning_hybrid.pipeline_parallel.partition import is_numbered, numbered
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES
+from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
+from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import check_context_parallel
 from lightning_hybrid.version import __version__
 
 _LEAST_LEASE = timedelta(seconds=3)

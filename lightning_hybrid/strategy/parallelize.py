@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.weights.weights import Source, Weights
 from lightning_hybrid.config import HybridConfig
-from lightning_hybrid.context_parallel.context_parallel import ContextParallel
-from lightning_hybrid.context_parallel.mappings import ContextGroup
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.data_parallel.zero.shard_module import shard_module, unshard_module
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
@@ -36,6 +34,8 @@ from lightning_hybrid.strategy import layout
 from lightning_hybrid.strategy.gather import check_gathering, gather_module
 from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from lightning_hybrid.strategy.summary import divided_share, plan_table
+from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
 from lightning_hybrid.tensor_parallel.grid.blocks import find_tensor_group
 from lightning_hybrid.tensor_parallel.plan import Plan, check_names
 

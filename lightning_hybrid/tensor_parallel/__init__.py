@@ -1,4 +1,4 @@
-"""Layers sharded over the tensor-parallel ranks: plans, styles, sequence parallelism and losses over sharded classes.
+"""Layers, sequences and losses over classes, sharded over ranks; and the plans and styles that say how.
 
 Parameters are DTensors, so that optimizers, norms and checkpoints know every shard; activations stay plain tensors.
 """

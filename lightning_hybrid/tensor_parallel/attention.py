@@ -8,9 +8,9 @@ from contextlib import nullcontext
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_hybrid.context_parallel.attention import additive_mask, whole_keys
 from lightning_hybrid.distributed.dtensor import shard_of
 from lightning_hybrid.distributed.random import own_numbers
+from lightning_hybrid.tensor_parallel.context_parallel.attention import additive_mask, whole_keys
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 from lightning_hybrid.tensor_parallel.mappings import copy_to_tp, gather_from_tp, reduce_from_tp
 

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_hybrid.context_parallel.sharded_sequence import on_share
 from lightning_hybrid.distributed.dtensor import shard_of
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.random import own_numbers
 from lightning_hybrid.tensor_parallel import mappings
 from lightning_hybrid.tensor_parallel.async_linear import column_linear
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import on_share
 from lightning_hybrid.tensor_parallel.vocab_parallel import VocabParallelLogits
 
 

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
-from lightning_hybrid.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.dtensor import plain_factories
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
@@ -25,6 +24,7 @@ from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.p2p import MOST_FORMATS
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.tensor_parallel.layers import original_classes
 from lightning_hybrid.tensor_parallel.shape_errors import explain_shape_error
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors

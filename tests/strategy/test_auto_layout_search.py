@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.config import HybridConfig
-from lightning_hybrid.context_parallel.attention import KINDS
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.schedules import build
 from lightning_hybrid.strategy.auto_layout.arguments import arguments
@@ -28,6 +27,7 @@ from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
 from lightning_hybrid.strategy.auto_layout.machine import Machine, Messages
 from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
 from lightning_hybrid.strategy.auto_layout.search import SearchSpace, search
+from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from tests.context_modules import Convolution
 
 # -- the search against all layouts, evaluated one by one by other code ------------------------------------------------

@@ -12,8 +12,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_hybrid.config import HybridConfig
-from lightning_hybrid.context_parallel.attention import KINDS
-from lightning_hybrid.context_parallel.context_parallel import check_context_parallel
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.strategy.auto_layout.candidates import RECOMPUTE, Layout
 from lightning_hybrid.strategy.auto_layout.cost_model import StageCost
@@ -24,6 +22,8 @@ from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import labels_o
 from lightning_hybrid.strategy.auto_layout.dry_run.traces import Trace, value_at, value_between
 from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Machine, Messages
 from lightning_hybrid.strategy.checks import check_beside_master_weights
+from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
+from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import check_context_parallel
 
 #: Positions: where ranks would have fewer of a sequence, nobody shares it unasked.
 LEAST_SHARE = 1024

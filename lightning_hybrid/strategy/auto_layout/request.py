@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_hybrid.config import HybridConfig, choices, usual_microbatches
-from lightning_hybrid.context_parallel.attention import KINDS
 from lightning_hybrid.strategy.auto_layout.candidates import MOST_CHUNKS, RECOMPUTE
 from lightning_hybrid.strategy.auto_layout.machine import parse_quantity
 from lightning_hybrid.strategy.auto_layout.search import SCHEDULES_TRIED, SearchSpace
+from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 #: All that say how many ranks do what: with one of them open, so is the number of replicas.

@@ -9,9 +9,9 @@ from itertools import product
 from math import inf
 from typing import Any
 
-from lightning_hybrid.context_parallel.attention import KINDS
 from lightning_hybrid.strategy.auto_layout.candidates import MOST_CHUNKS, RECOMPUTE, Layout, Step
 from lightning_hybrid.strategy.auto_layout.cost_model import Cost, CostModel
+from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 
 DOES_NOT_FIT = "does not fit"
 #: How a layout is found that nobody looks at before it runs: an option that saves less of the time is not taken, as

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.context_parallel.attention import additive_mask
 from lightning_hybrid.distributed.dtensor import shard_of
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.tensor_parallel.attention import ParallelAttention, is_same
+from lightning_hybrid.tensor_parallel.context_parallel.attention import additive_mask
 from lightning_hybrid.tensor_parallel.grid.blocks import (
     Grid,
     block_linear,

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_hybrid.config import HybridConfig, accumulated_batches, grid_shape
-from lightning_hybrid.context_parallel.mappings import ContextGroup
 from lightning_hybrid.data_parallel.zero.param import find_owners, set_parameter
 from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
 from lightning_hybrid.distributed.failure import WrongUseError
@@ -50,6 +49,7 @@ from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import (
 )
 from lightning_hybrid.strategy.auto_layout.dry_run.sequence_shares import AloneContextParallel
 from lightning_hybrid.strategy.summary import plan_table
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
 from lightning_hybrid.tensor_parallel.grid.blocks import Grid
 from lightning_hybrid.tensor_parallel.layers import original_classes
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import ScriptObject, Tensor
 
-from lightning_hybrid.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Messages, in_ring
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
 
 Mode: Any
 try:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_hybrid.config import HybridConfig
-from lightning_hybrid.context_parallel.attention import KINDS
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.estimate import estimate
@@ -20,6 +19,7 @@ from lightning_hybrid.strategy.auto_layout.candidates import MOST_CHUNKS, Layout
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRunStrategy, StopAfterFirstStepError
 from lightning_hybrid.strategy.auto_layout.dry_run.traces import Stopwatch, Timing, Trace, Watch
 from lightning_hybrid.strategy.summary import divided_share
+from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from lightning_hybrid.tensor_parallel.plan import Plan
 
 _TIMED = 3  # forwards, of which the shortest counts

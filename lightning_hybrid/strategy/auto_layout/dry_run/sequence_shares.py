@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.context_parallel import attention
-from lightning_hybrid.context_parallel.attention import MULTI_HEAD
-from lightning_hybrid.context_parallel.context_parallel import ContextParallel
-from lightning_hybrid.context_parallel.division import Division
-from lightning_hybrid.context_parallel.trial import copied, is_close
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.strategy.auto_layout.dry_run.real_draws import without_modes
+from lightning_hybrid.tensor_parallel.context_parallel import attention
+from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HEAD
+from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
+from lightning_hybrid.tensor_parallel.context_parallel.division import Division
+from lightning_hybrid.tensor_parallel.context_parallel.trial import copied, is_close
 
 _POSITIONS = 4  # so many for each rank are enough to tell
 

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lightning_hybrid.context_parallel.division import sequence_dim_of
-from lightning_hybrid.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.account import SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.strategy.auto_layout.dry_run.operations import OperationCounter
 from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import Saved
+from lightning_hybrid.tensor_parallel.context_parallel.division import sequence_dim_of
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
 
 
 @dataclass(frozen=True)

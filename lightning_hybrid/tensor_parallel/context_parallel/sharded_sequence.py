@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hybrid.context_parallel.mappings import ContextGroup, Shares, scatter_to_cp
-from lightning_hybrid.context_parallel.sequence_layout import SequenceLayout
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, map_leaves, unflatten
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares, scatter_to_cp
+from lightning_hybrid.tensor_parallel.context_parallel.sequence_layout import SequenceLayout
 
 Handler = Callable[[Callable[..., Any], Any, Any], Any]
 _HANDLED: dict[Callable[..., Any], Handler] = {}

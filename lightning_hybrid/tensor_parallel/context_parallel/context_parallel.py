@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hybrid.context_parallel.attention import Region, is_balanced
-from lightning_hybrid.context_parallel.division import Division, sequence_dim_of
-from lightning_hybrid.context_parallel.mappings import ContextGroup
-from lightning_hybrid.context_parallel.sharded_sequence import from_shares, plain, to_shares
-from lightning_hybrid.context_parallel.trial import Trial
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import own_draws
+from lightning_hybrid.tensor_parallel.context_parallel.attention import Region, is_balanced
+from lightning_hybrid.tensor_parallel.context_parallel.division import Division, sequence_dim_of
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import from_shares, plain, to_shares
+from lightning_hybrid.tensor_parallel.context_parallel.trial import Trial
 
 _REGION = "context_parallel_region"  # the argument by which a layer that runs again in backward knows its region
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import irecv, isend  # those of torch, whatever takes their places in a step
 
-from lightning_hybrid.context_parallel.mappings import Shares
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.random import derive_seed
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import Shares
 
 _ROWS = 1024  # positions of a block, so that its scores take little memory
 

@@ -25,15 +25,15 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
-from lightning_hybrid.context_parallel.mappings import (
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import (
     Shares,
     all_gather_shares,
     gather_keys,
     to_heads,
     to_sequence,
 )
-from lightning_hybrid.context_parallel.ring import Ring, ring_attention
-from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.tensor_parallel.context_parallel.ring import Ring, ring_attention
 
 #: How attention communicates.
 KINDS = ("ulysses", "ring", "all_gather")

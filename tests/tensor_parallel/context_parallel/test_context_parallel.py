@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hybrid.context_parallel import mappings
-from lightning_hybrid.context_parallel.attention import KINDS, Region, is_balanced
-from lightning_hybrid.context_parallel.context_parallel import ContextParallel
-from lightning_hybrid.context_parallel.mappings import ContextGroup, Shares
-from lightning_hybrid.context_parallel.sharded_sequence import ShardedSequence, plain, shard
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
+from lightning_hybrid.tensor_parallel.context_parallel import mappings
+from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS, Region, is_balanced
+from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, plain, shard
 from tests import context_modules as zoo
 from tests.pool import Pools, RankError
 from tests.tensor_modules import DIM, NanoBlock

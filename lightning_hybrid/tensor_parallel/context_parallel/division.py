@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.context_parallel.mappings import ContextGroup, Shares, copy_to_cp, scatter_to_cp
-from lightning_hybrid.context_parallel.sharded_sequence import ShardedSequence, plain, shard
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares, copy_to_cp, scatter_to_cp
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, plain, shard
 
 # A share has two positions at least: of a single one models believe that it is the next word.
 _LEAST = 2

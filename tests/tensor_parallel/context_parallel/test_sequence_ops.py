@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid.context_parallel.mappings import Shares
-from lightning_hybrid.context_parallel.sharded_sequence import ShardedSequence, plain, shard
-from tests.context_parallel.test_context_parallel import counted, group_of_all
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import Shares
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, plain, shard
 from tests.pool import Pools
+from tests.tensor_parallel.context_parallel.test_context_parallel import counted, group_of_all
 
 BATCH, LENGTH, DIM, CLASSES = 3, 11, 6, 9
 #: Of classes.

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_hybrid.context_parallel.mappings import reduce_from_cp
-from lightning_hybrid.context_parallel.sequence_ops import in_shares
-from lightning_hybrid.context_parallel.sharded_sequence import ShardedSequence, implements, wrap
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import reduce_from_cp
+from lightning_hybrid.tensor_parallel.context_parallel.sequence_ops import in_shares
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, implements, wrap
 
 _ARGUMENTS = signature(F.cross_entropy)  # `nll_loss` has the same without the last one
 

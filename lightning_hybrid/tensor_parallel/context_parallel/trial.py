@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.context_parallel.attention import MULTI_HEAD, Region, is_balanced
-from lightning_hybrid.context_parallel.division import Division
-from lightning_hybrid.context_parallel.mappings import ContextGroup
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.random import generator_states, set_generator_states
+from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HEAD, Region, is_balanced
+from lightning_hybrid.tensor_parallel.context_parallel.division import Division
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
 
 # So many positions for each rank, if there are as many.
 _POSITIONS = 4

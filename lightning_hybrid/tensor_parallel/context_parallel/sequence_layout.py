@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hybrid.context_parallel.mappings import Shares, all_gather_shares, scatter_to_cp
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import Shares, all_gather_shares, scatter_to_cp
 
 
 class SequenceLayout(NamedTuple):

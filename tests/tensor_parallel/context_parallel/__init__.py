@@ -1,0 +1,1 @@
+"""Tests of `lightning_hybrid/tensor_parallel/context_parallel`."""
