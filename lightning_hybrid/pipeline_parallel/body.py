@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.pipeline_parallel.chain import CodeBefore
 from lightning_hybrid.pipeline_parallel.frame.units import (
     find_units,
     is_container,
@@ -252,9 +253,13 @@ class BodyCut:
     Args:
         name: The dotted name of the body.
         body: The body.
+
+    Attributes:
+        code_before: Entered around steps where this stage lacks parameters around the body; ``None`` where it has them.
     """
 
     def __init__(self, name: str, body: nn.Sequential) -> None:
+        self.code_before: CodeBefore | None = None
         self._name = name
         self._body = body
         self._call: _Call | None = None
@@ -269,14 +274,13 @@ class BodyCut:
             call.count += 1
             if call.count > 1:
                 raise BodyCallError(body_call_text(self._name, call.step, call.count))
-            given = x
-            if not call.unwinds:
-                x = call.inputs
-            x = call.layers(x)
+            inputs = x if call.unwinds else call.inputs
+            with nullcontext() if self.code_before is None else self.code_before.at_layers(inputs):
+                y = call.layers(inputs)
             if call.unwinds:
-                raise _Unwind(x)
-            call.refuse_derivatives(self._name, given, x)
-            return x
+                raise _Unwind(y)
+            call.refuse_derivatives(self._name, x, y)
+            return y
 
         self._body.forward = redirected  # type: ignore[method-assign]
         try:
@@ -284,68 +288,46 @@ class BodyCut:
         finally:
             del self._body.forward
 
-    def until_body(
+    def run(
         self,
         step: Callable[..., Any],
         arguments: Sequence[Any],
         layers: Callable[[Any], Any],
+        inputs: Any = None,
+        *,
+        unwinds: bool,
     ) -> Any:
-        """Run a step up to the body, and the layers of the first stage on what the body is called with.
+        """Run a step, with the call of the body answered by the layers of one stage.
 
         Args:
             step: The user's step.
             arguments: Its arguments.
-            layers: Runs the layers of the first stage.
+            layers: Runs the layers of the stage.
+            inputs: Of the first of them, whatever the step calls the body with; not on the first stage.
+            unwinds: Whether the step ends there: on the first stage, whose layers get what the body is called with.
 
         Returns:
-            The output of the last of them.
-
-        Raises:
-            BodyCallError: If the step ends without having called the body.
-        """
-        self._call = _Call(step.__name__, layers, unwinds=True)
-        try:
-            step(*arguments)
-        except _Unwind as unwind:
-            return unwind.value
-        finally:
-            self._call = None
-        raise BodyCallError(body_call_text(self._name, step.__name__, 0))
-
-    def around_body(
-        self,
-        step: Callable[..., Any],
-        arguments: Sequence[Any],
-        layers: Callable[[Any], Any],
-        inputs: Any,
-    ) -> Any:
-        """Run a whole step, with the body's call answered by the layers of the last stage.
-
-        Args:
-            step: The user's step.
-            arguments: Its arguments.
-            layers: Runs the layers of the last stage.
-            inputs: Of the first of them, whatever the step calls the body with.
-
-        Returns:
-            What the step returns.
+            The output of the last of these layers, or what the step returns.
 
         Raises:
             BodyCallError: If the step does not call the body exactly once.
             WrongUseError: If it differentiates through the body.
         """
-        self._call = call = _Call(step.__name__, layers, inputs)
+        self._call = call = _Call(step.__name__, layers, inputs, unwinds)
         try:
-            value = step(*arguments)
+            with nullcontext() if self.code_before is None else self.code_before:
+                value = step(*arguments)
+        except _Unwind as unwind:
+            return unwind.value
         except RuntimeError as error:
-            if _NOT_IN_GRAPH in str(error):
+            if _NOT_IN_GRAPH in str(error) and not unwinds:
                 raise WrongUseError(_derivative_text(step.__name__, self._name)) from error
             raise
         finally:
             self._call = None
             for hook in call.hooks:
                 hook.remove()
-        if call.count != 1:
+        if unwinds or call.count != 1:
             raise BodyCallError(body_call_text(self._name, step.__name__, call.count))
         return value
 
@@ -356,8 +338,8 @@ class _Call:
 
     step: str
     layers: Callable[[Any], Any]
-    inputs: Any = None
-    unwinds: bool = False
+    inputs: Any
+    unwinds: bool
     count: int = 0
     hooks: list[RemovableHandle] = field(default_factory=list)
 

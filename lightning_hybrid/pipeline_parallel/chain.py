@@ -124,17 +124,23 @@ class CodeBefore(TorchFunctionMode):
         self._device = device
         self._is_over = self._is_paused = False
 
+    def __enter__(self) -> Any:
+        """A step begins."""
+        self._is_over = False
+        vars(self).pop("_fakes", None)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
     @cached_property
     def _fakes(self) -> Any:
         """Made where something is absent: to make it takes as long as some calls."""
         return FakeMode(allow_non_fake_inputs=True)
 
-    def run(self, layers: Callable[[Any], Any], x: Any) -> Any:
+    @contextmanager
+    def at_layers(self, x: Any) -> Iterator[None]:
         """The chain is called: its layers are no code around it, and what is absent is used no more.
 
         Args:
-            layers: Runs those of this stage.
-            x: What they are given.
+            x: What the layers of this stage are given.
 
         Raises:
             WrongUseError: If that has no value.
@@ -146,9 +152,9 @@ class CodeBefore(TorchFunctionMode):
             raise WrongUseError(_text("What the chain is called with", "is computed from"))
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
-            return layers(x)
+            yield
         finally:
-            self.__enter__()  # type: ignore[no-untyped-call]
+            super().__enter__()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:

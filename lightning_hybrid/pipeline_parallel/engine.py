@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.p2p import Channel, Recv, Send
 from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule
-from lightning_hybrid.pipeline_parallel.stage import Compute, Stage
+from lightning_hybrid.pipeline_parallel.stage import Stage
 
 # Sends under way in a schedule without proofs (forward only). Waiting for the oldest cannot wait in a circle: the lists
 # of a schedule would not even if every send blocked.
@@ -19,6 +19,9 @@ _MAX_PROGRAMS = 64
 
 _RANGES = {kind: "send" if kind.is_send else "receive" if kind.is_receive else "" for kind in Kind}
 _RANGES |= {Kind.F: "forward", Kind.B: "backward"}
+
+Compute = Callable[[int, int, Any], Any]
+"""``compute(stage, microbatch, inputs) -> outputs``: runs the layers of a stage."""
 
 Profile = Callable[[str], AbstractContextManager[Any]]
 """Makes the context of a named range."""
@@ -210,19 +213,24 @@ class Engine:
 
     def _forward(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
-        step.target[step.microbatch] = step.stage.forward(run.compute, step.microbatch, message)
+        stage, microbatch = step.stage, step.microbatch
+        outputs = run.compute(stage.index, microbatch, stage.enter(microbatch, message))
+        step.target[microbatch] = stage.leave(microbatch, outputs)
 
     def _forward_loss(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
-        step.stage.forward_loss(run.compute, step.microbatch, message)
+        stage, microbatch = step.stage, step.microbatch
+        stage.leave_with_loss(microbatch, run.compute(stage.index, microbatch, stage.enter(microbatch, message)))
 
     def _evaluate(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
-        step.target[step.microbatch] = flatten(step.stage.evaluate(run.compute, step.microbatch, message))
+        stage, microbatch = step.stage, step.microbatch
+        step.target[microbatch] = flatten(run.compute(stage.index, microbatch, stage.inputs(message)))
 
     def _evaluate_last(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
-        run.results[step.microbatch] = step.stage.evaluate(run.compute, step.microbatch, message)
+        stage, microbatch = step.stage, step.microbatch
+        run.results[microbatch] = run.compute(stage.index, microbatch, stage.inputs(message))
 
     def _backward(self, step: _Step, run: _Run, message: Any) -> None:
         index = step.stage.index

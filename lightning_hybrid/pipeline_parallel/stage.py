@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, unflatten
-
-Compute = Callable[[int, int, Any], Any]
-"""``compute(stage, microbatch, inputs) -> outputs``: runs the layers of a stage."""
 
 Message = tuple[list[Any], TreeSpec]
 """What goes from stage to stage: the leaves of a tree, and the tree. Tensors that require grad get a gradient back."""
@@ -35,9 +33,9 @@ class Stage:
 
     ::
 
-        message --> inputs --> compute --> outputs --> message     the graph of one microbatch begins at its inputs
-                      :                       :                    and ends at its outputs
-        gradients <-- inputs <-- backward <-- outputs <-- gradients
+        message --> enter --> inputs --> layers --> outputs --> leave --> message     the graph of a microbatch begins
+                                :                      :                              at its inputs and ends at its
+        gradients <---------- inputs <--- backward --- outputs <--------- gradients   outputs
 
     Between forward and backward a stage keeps nothing of size but what autograd saves, neither inputs nor outputs: a
     gradient edge names an output without its data. And the inputs are no leaves of the graph but results of an
@@ -55,33 +53,42 @@ class Stage:
         """Number of microbatches that wait for their backward."""
         return len(self._kept)
 
-    def forward(self, compute: Compute, microbatch: int, message: Message | None) -> Message:
-        """Forward of one microbatch, whose backward will follow.
+    def enter(self, microbatch: int, message: Message | None) -> Any:
+        """Begin the forward of one microbatch, whose backward will follow.
 
         Args:
-            compute: Runs the layers.
             microbatch: Index of the microbatch.
             message: What the stage before made; ``None`` on the first stage.
 
         Returns:
-            The outputs. They are still attached to the graph: drop them once they are handed on.
+            The inputs of the layers.
         """
         inputs, sources = _enter(message)
-        outputs = compute(self.index, microbatch, inputs)
+        self._kept[microbatch] = _Kept(sources)
+        return inputs
+
+    def leave(self, microbatch: int, outputs: Any) -> Message:
+        """End such a forward.
+
+        Args:
+            microbatch: Index of the microbatch.
+            outputs: Of the layers.
+
+        Returns:
+            The outputs. They are still attached to the graph: drop them once they are handed on.
+        """
         leaves, spec = ([outputs], LEAF) if isinstance(outputs, Tensor) else flatten(outputs)
-        self._kept[microbatch] = _Kept(sources, [_root(leaf) for leaf in leaves], None)
+        self._kept[microbatch].roots = [_root(leaf) for leaf in leaves]
         return leaves, spec
 
-    def forward_loss(self, compute: Compute, microbatch: int, message: Message | None) -> None:
-        """Forward of one microbatch on the last stage, where ``compute`` returns the loss (a scalar)."""
-        inputs, sources = _enter(message)
-        loss = compute(self.index, microbatch, inputs)
+    def leave_with_loss(self, microbatch: int, loss: Any) -> None:
+        """End such a forward on the last stage, where the loss (a scalar) is what backward begins with."""
         # Everything may be frozen: then there is nothing to do in backward.
-        self._kept[microbatch] = _Kept(sources, [], loss if _requires_grad(loss) else None)
+        self._kept[microbatch].loss = loss if _requires_grad(loss) else None
 
-    def evaluate(self, compute: Compute, microbatch: int, message: Message | None) -> Any:
-        """Forward of one microbatch without a backward: returns the outputs and keeps nothing."""
-        return compute(self.index, microbatch, _enter(message)[0])
+    def inputs(self, message: Message | None) -> Any:
+        """The inputs of the layers for a forward without a backward, of which nothing is kept."""
+        return _enter(message)[0]
 
     def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
         """Backward of one microbatch; gradients of parameters are accumulated in their ``grad``.
@@ -96,7 +103,8 @@ class Stage:
         Raises:
             ValueError: If the loss is not a real scalar.
         """
-        sources, roots, loss = self._kept.pop(microbatch)
+        kept = self._kept.pop(microbatch)
+        sources, roots, loss = kept.sources, kept.roots, kept.loss
         if loss is not None:
             if loss.numel() != 1 or not loss.is_floating_point():
                 raise ValueError(f"the loss must be a real scalar, got {loss.dtype} of shape {list(loss.shape)}")
@@ -143,12 +151,13 @@ class _Source:
         self.grad: Tensor | None = None
 
 
-class _Kept(NamedTuple):
+@dataclass(slots=True)
+class _Kept:
     """What a microbatch leaves behind for its backward."""
 
     sources: list[Tensor | _Source | None]
-    roots: list[Root | None]
-    loss: Tensor | None
+    roots: list[Root | None] = field(default_factory=list)
+    loss: Tensor | None = None
 
 
 def _enter(message: Message | None) -> tuple[Any, list[Tensor | _Source | None]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -12,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
+from lightning_hybrid.pipeline_parallel.body import BodyCut
 from lightning_hybrid.pipeline_parallel.microbatch import JoinError, find_batch_size, join, signature, slicing
 from lightning_hybrid.pipeline_parallel.schedules import build_forward
 from lightning_hybrid.trainer.results.logging import merge_logs
@@ -86,7 +86,7 @@ class EvaluationStep:
                     return user_step(*arguments)
             with context.step(num_microbatches=1) as records, precision():
                 if context.frame.body_cut is not None:
-                    value = self._through_stages(user_step, arguments, coordinates)
+                    value = self._through_stages(context.frame.body_cut, user_step, arguments, coordinates)
                 elif context.frame.cut is not None:
                     value = self._through_frame(user_step, arguments, coordinates)
                 else:
@@ -95,7 +95,7 @@ class EvaluationStep:
             return context.share(lambda: (value, merge_logs(records, [1])))
 
     def _through_stages(
-        self, user_step: Callable[..., Any], arguments: Sequence[Any], coordinates: tuple[int, ...]
+        self, body_cut: BodyCut, user_step: Callable[..., Any], arguments: Sequence[Any], coordinates: tuple[int, ...]
     ) -> Any:
         """What the step returns, on the last stage."""
         context = self._context
@@ -108,16 +108,16 @@ class EvaluationStep:
             context.frame.note_use(user_step, arguments, *coordinates, key=key_of_use)
         (key,) = context.keys(version, [part])
         total = None if key in self._counts else find_batch_size(arguments[0])
-        around = partial(context.frame.run_around, layers=lambda x: x)
+        around = user_step, arguments, _unchanged  # evaluation runs the layers apart, for each microbatch
         x: Any = None
         if context.is_first:
             context.enter_user_code(*coordinates, keep=False)
-            x = around(0, user_step, arguments, None)
+            x = body_cut.run(*around, unwinds=True)
         y = self._body(key, x, total, coordinates)
         if not context.is_last:
             return None
         context.enter_user_code(*coordinates, keep=True)
-        return context.plain(around(context.num_stages - 1, user_step, arguments, y))
+        return context.plain(body_cut.run(*around, y, unwinds=False))
 
     def _through_frame(
         self, user_step: Callable[..., Any], arguments: Sequence[Any], coordinates: tuple[int, ...]
@@ -194,3 +194,7 @@ class EvaluationStep:
             return None
         user_join = getattr(context.module, "join_body_output", None)
         return join(outputs, counts, strict=strict) if user_join is None or len(outputs) == 1 else user_join(outputs)
+
+
+def _unchanged(x: Any) -> Any:
+    return x

@@ -121,8 +121,7 @@ class StepFrame:
         self._use: ChainUse | None = None
         self._uses: dict[Hashable, tuple[frozenset[str], ...]] = {}
         self._can_use = True
-        self._before: CodeBefore | None = None
-        self._lacks = self._lacks_parameters(stage_map)
+        self._find_code_before(stage_map)
         last = (len(stage_map.stages) - 1) % self._num_ranks
         if self.places and self.body_cut is None:
             assert body is not None
@@ -155,8 +154,8 @@ class StepFrame:
 
     def unfollowed(self) -> AbstractContextManager[None]:
         """Inside, nothing that runs is part of the user's step."""
-        if self._before is not None:
-            return self._before.paused()
+        if self.body_cut is not None and self.body_cut.code_before is not None:
+            return self.body_cut.code_before.paused()
         followed = self.cut or self._use
         return nullcontext() if followed is None else followed.unfollowed()
 
@@ -173,12 +172,14 @@ class StepFrame:
         """
         if self.cut is not None:
             self.cut.place_parameters(stage_map.outside)
-        self._lacks = self._lacks_parameters(stage_map)
+        self._find_code_before(stage_map)
 
-    def _lacks_parameters(self, stage_map: StageMap) -> bool:
-        """Whether this rank, which runs the step, lacks parameters around a chain."""
+    def _find_code_before(self, stage_map: StageMap) -> None:
+        """Whether this rank, if it runs the step, lacks parameters around a chain."""
         stage = 0 if self._mesh.pipeline_rank == 0 else len(stage_map.stages) - 1
-        return self.body_cut is not None and any(stage not in stages for stages in stage_map.outside.values())
+        if self.body_cut is not None:
+            lacks = any(stage not in stages for stages in stage_map.outside.values())
+            self.body_cut.code_before = CodeBefore(self._device) if lacks else None
 
     def note_use(self, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int, key: Hashable) -> None:
         """Before parameters around a chain have a place: find out, without values, where a step uses them.
@@ -263,40 +264,6 @@ class StepFrame:
             return None
         seeds = self._streams.of_calls(*coordinates), partial(self._streams.seed_user, *coordinates)
         return self.cut.find_plan((step.__name__, key), step, arguments, *seeds)
-
-    def run_around(
-        self,
-        stage: int,
-        step: Callable[..., Any],
-        arguments: Sequence[Any],
-        inputs: Any,
-        layers: Callable[[Any], Any],
-    ) -> Any:
-        """Run the first or the last stage's part of a step around a chain.
-
-        Args:
-            stage: The stage.
-            step: The user's step.
-            arguments: Its arguments.
-            inputs: What the stage before made.
-            layers: Runs the layers of the stage.
-        """
-        if not self._lacks:
-            return self._cut_at_body(stage, step, arguments, inputs, layers)
-        before = self._before = CodeBefore(self._device)
-        try:
-            with before:
-                return self._cut_at_body(stage, step, arguments, inputs, partial(before.run, layers))
-        finally:
-            self._before = None
-
-    def _cut_at_body(
-        self, stage: int, step: Callable[..., Any], arguments: Sequence[Any], inputs: Any, layers: Callable[[Any], Any]
-    ) -> Any:
-        assert self.body_cut is not None
-        if stage == 0:
-            return self.body_cut.until_body(step, arguments, layers)
-        return self.body_cut.around_body(step, arguments, layers, inputs)
 
     def fetch_parameters(self, step: str, plans: Sequence[FramePlan]) -> dict[str, Tensor]:
         """Values of parameters for stages that come before those that have them; only a step without gradients may.

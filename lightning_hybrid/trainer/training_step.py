@@ -18,7 +18,7 @@ from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
-from lightning_hybrid.pipeline_parallel.engine import Profile
+from lightning_hybrid.pipeline_parallel.engine import Compute, Profile
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.links.step_schedules import StepSchedules
 from lightning_hybrid.pipeline_parallel.links.traffic import TrafficWatch
@@ -32,7 +32,6 @@ from lightning_hybrid.pipeline_parallel.microbatch import (
 )
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
-from lightning_hybrid.pipeline_parallel.stage import Compute
 from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
 from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LabelWatch, LossWeights, weighted, weighted_sum
 from lightning_hybrid.trainer.precision import SharedCasts
@@ -230,11 +229,10 @@ class TrainingStep:
                     return run_layers(inputs)
                 context.enter_user_code(*coordinates, keep=is_last)
                 of_microbatch = self._to_device(microbatches[microbatch]), *arguments
-                part = stage, user_step, of_microbatch, inputs
                 if frame.body_cut is not None:
-                    value = frame.run_around(*part, run_layers)
+                    value = frame.body_cut.run(user_step, of_microbatch, run_layers, inputs, unwinds=stage == 0)
                 elif plan is not None:
-                    part = *part[:-1], context.received(inputs)
+                    part = stage, user_step, of_microbatch, context.received(inputs)
                     value = frame.run_frame(plan, *part, *coordinates, fetched=fetched)
                 else:
                     value = user_step(*of_microbatch)

@@ -136,8 +136,7 @@ class MemoryMeter(Callback):
         self._grad_sync = grad_sync = trainer.strategy.run.grad_sync
         self._is_uncut = isinstance(trainer.strategy.run.training_step, UncutTrainingStep)
         self._around(trainer.strategy, "training_step", around=self._training_step)
-        for name in ("forward", "forward_loss"):
-            self._around(Stage, name, before=lambda stage, *_: self._forward_begins(stage.index))
+        self._around(Stage, "enter", before=lambda stage, *_: self._forward_begins(stage.index))
         self._around(grad_sync, "backward_ends", before=self._look)
         self._around(grad_sync, "finish", after=self._look)
         for buckets in grad_sync._all:

@@ -180,11 +180,11 @@ def test_names_of_units_that_cannot_be_meant() -> None:
 
 
 def until_body(cut: BodyCut, step: Any, arguments: tuple[Any, ...], *layers: Any) -> Any:
-    return cut.until_body(step, arguments, lambda x: run(layers, x))
+    return cut.run(step, arguments, lambda x: run(layers, x), unwinds=True)
 
 
 def around_body(cut: BodyCut, step: Any, arguments: tuple[Any, ...], inputs: Any = None, *layers: Any) -> Any:
-    return cut.around_body(step, arguments, lambda x: run(layers, x), inputs)
+    return cut.run(step, arguments, lambda x: run(layers, x), inputs, unwinds=False)
 
 
 def run(layers: tuple[Any, ...], x: Any) -> Any:

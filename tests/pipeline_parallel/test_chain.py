@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.chain import CodeBefore
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
@@ -92,7 +93,8 @@ def test_what_has_no_value_is_of_no_use_after_the_chain() -> None:
     with before:
         hidden = module.embed(torch.ones(5, 4))
         assert module.embed.weight.device == CPU
-        assert before.run(lambda x: x + 1, torch.ones(2)).tolist() == [2, 2]
+        with before.at_layers(torch.ones(2)):
+            assert (torch.ones(2) + 1).tolist() == [2, 2]
         assert module.embed.weight.device == CPU
         with pytest.raises(WrongUseError, match="uses a value that is on another stage"):
             hidden.sum()
@@ -100,7 +102,16 @@ def test_what_has_no_value_is_of_no_use_after_the_chain() -> None:
             torch.ones(4) * module.embed.bias
 
 
+def test_the_next_step_begins_anew() -> None:
+    module, before = lacking(), CodeBefore(CPU)
+    for _ in range(2):
+        with before:
+            assert isinstance(module.embed(torch.ones(5, 4)), FakeTensor)
+            with before.at_layers(torch.ones(2)):
+                pass
+
+
 def test_the_chain_is_not_called_with_what_has_no_value() -> None:
     module, before = lacking(), CodeBefore(CPU)
     with before, pytest.raises(WrongUseError, match="What the chain is called with is computed from a parameter"):
-        before.run(lambda x: x, module.embed(torch.ones(5, 4)))
+        before.at_layers(module.embed(torch.ones(5, 4))).__enter__()

@@ -1,4 +1,4 @@
-"""How far a training step goes: the files that it enters between the strategy and the user's layers."""
+"""How far a training step goes: the files and frames between the strategy and the user's layers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -75,3 +76,37 @@ def test_a_step_enters_at_most_twenty_files(ranks: Pools) -> None:
     for entries in ranks(2, lightning=True).run(entries_of_a_step):
         assert 10 < len(entries) <= 20, entries
         assert entries.total() <= 150, entries
+
+
+class Seen(nn.Linear):
+    """A layer that counts the frames of the package between the strategy and itself.
+
+    Attributes:
+        depth: In the last step; the first one is followed before it runs.
+    """
+
+    depth: ClassVar[int] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        depth, frame = 0, sys._getframe(1)
+        while frame.f_code is not HybridStrategy.training_step.__code__:
+            depth += frame.f_code.co_filename.startswith(_PACKAGE)
+            assert frame.f_back is not None
+            frame = frame.f_back
+        Seen.depth = depth
+        return super().forward(x)
+
+
+def frames_above_layers(dynamic_shapes: bool) -> int:
+    module = Chain()
+    module.body = nn.Sequential(*[Seen(6, 6) for _ in range(4)]).double()
+    layout = {"pipeline_parallel_size": 2, "num_microbatches": 4, "dynamic_shapes": dynamic_shapes}
+    make_trainer(layout).fit(module, loader(num_samples=64))
+    return Seen.depth
+
+
+@pytest.mark.parametrize("lacks", [True, False], ids=["a head on the last stage", "a head on both"])
+def test_at_most_seven_frames_lead_to_a_layer(ranks: Pools, lacks: bool) -> None:
+    """Each is a call for every microbatch, and a line of a user's traceback."""
+    for depth in ranks(2, lightning=True).run(frames_above_layers, not lacks):
+        assert 4 < depth <= 7
