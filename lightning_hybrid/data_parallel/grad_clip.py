@@ -46,12 +46,12 @@ def total_norm(
     if device is None:
         device = gradients[0].device if gradients else torch.device("cpu")
     norms = [each.to(device, torch.float64) for each in _norms(gradients, norm_type)]
-    norm = _norm_of_norms(norms, norm_type, device)
+    norm = _norm(torch.cat(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device), norm_type)
     if group is None or group.size() == 1:
         return norm
     gathered = [torch.empty_like(norm) for _ in range(group.size())]
     dist.all_gather(gathered, norm, group=group)
-    return _norm_of_norms(gathered, norm_type, device)
+    return _norm(torch.stack(gathered), norm_type)
 
 
 @torch.no_grad()
@@ -93,7 +93,7 @@ def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """The norm of each gradient (in no particular order)."""
+    """The norms of the gradients of each device and dtype, one tensor for each."""
     # One kernel for many tensors, where torch has it; `get_total_norm` uses it too but rounds to the gradients' dtype.
     foreach = getattr(torch, "_foreach_norm", None)
     norms: list[Tensor] = []
@@ -102,14 +102,13 @@ def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
         if dtype.is_complex:
             alike = [gradient.abs() for gradient in alike]
         if foreach is not None:
-            norms += foreach(alike, norm_type, dtype=_norm_dtype(dtype))
+            each = foreach(alike, norm_type, dtype=_norm_dtype(dtype))
         else:
-            norms += [torch.linalg.vector_norm(gradient, norm_type, dtype=_norm_dtype(dtype)) for gradient in alike]
+            each = [torch.linalg.vector_norm(gradient, norm_type, dtype=_norm_dtype(dtype)) for gradient in alike]
+        norms.append(torch.stack(list(each)))
     return norms
 
 
-def _norm_of_norms(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+def _norm(values: Tensor, norm_type: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values, norm_type)
     return norm

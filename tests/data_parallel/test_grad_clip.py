@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from tests.pool import Pools
@@ -139,3 +140,21 @@ def count_collectives() -> int:
 
 def test_one_collective(ranks: Pools) -> None:
     assert ranks(2).run(count_collectives) == [1, 1]
+
+
+class Conversions(TorchDispatchMode):
+    """Counts tensors that change their dtype: a kernel each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ == "_to_copy"
+        return func(*args, **(kwargs or {}))
+
+
+def test_norms_of_one_dtype_are_converted_together() -> None:
+    parameters = whole_model(torch.float32)
+    with Conversions() as conversions:
+        norm = total_norm(parameters)
+    assert norm.dtype == torch.float64
+    assert conversions.count == 1
