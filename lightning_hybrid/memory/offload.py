@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,10 +46,11 @@ class Offload:
 
                      forwards and backwards                  optimizer step
         activations  device -> host, when autograd saves     -
-                     them; host -> device, in backward
+                     them; host -> device, before backward
+                     needs them
         optimizer    on the host                             host -> device, and back
 
-    Copies to the host overlap with what the device computes.
+    Copies of activations overlap with what the device computes.
 
     Args:
         names: Some of :data:`OFFLOADS`.
@@ -63,6 +65,7 @@ class Offload:
         self.moves_activations = self.has_effect and "activations" in names
         self._states = self.has_effect and "optimizer" in names
         self._stream: Any = None
+        self._last: Callable[[], _OffloadedTensor | None] = lambda: None  # that autograd has saved
 
     @contextmanager
     def activations(self, resident: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
@@ -83,7 +86,9 @@ class Offload:
                 return tensor
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            return _OffloadedTensor(tensor, self._stream)
+            saved = _OffloadedTensor(tensor, self._stream, self._last)
+            self._last = weakref.ref(saved)
+            return saved
 
         def unpack(saved: Any) -> Tensor:
             return saved.to_device() if isinstance(saved, _OffloadedTensor) else saved
@@ -131,23 +136,45 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
 
 
 class _OffloadedTensor:
-    """An activation on the host, or on its way there.
+    """An activation on the host, or on its way there or back.
+
+    Backward needs activations in the reverse order of forward, so when one is asked for, the one before it is fetched::
+
+        device    B3        | B2        | B1
+        copies    3, 2      | 1         |
 
     Args:
         tensor: The activation on its device.
         stream: The stream that copies it.
+        before: Gives what has been saved before it, if that still waits for its backward.
     """
 
-    def __init__(self, tensor: Tensor, stream: Any) -> None:
-        self._device = tensor.device
+    def __init__(self, tensor: Tensor, stream: Any, before: Callable[[], _OffloadedTensor | None]) -> None:
+        self._device, self._stream, self._before = tensor.device, stream, before
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
             self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
         tensor.record_stream(stream)  # its memory is free when it has been copied, not before
-        self._copied = stream.record_event()
+        self._fetched: Tensor | None = None
+        self._arrived: Any = None
+
+    def fetch(self) -> None:
+        """Begin to copy it to the device; on one stream with the copy to the host, which comes first."""
+        if self._fetched is None:
+            with torch.cuda.stream(self._stream):
+                self._fetched = self._copy.to(self._device, non_blocking=True)
+            self._arrived = self._stream.record_event()
 
     def to_device(self) -> Tensor:
         """The activation, on the device again."""
-        torch.cuda.current_stream(self._device).wait_event(self._copied)
-        return self._copy.to(self._device, non_blocking=True)
+        self.fetch()
+        before = self._before()
+        if before is not None:
+            before.fetch()
+        tensor, self._fetched = self._fetched, None
+        assert tensor is not None
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(self._arrived)
+        tensor.record_stream(current)  # made on the other stream, and used on this one
+        return tensor

@@ -22,7 +22,7 @@ class HostCopy:
 
     made: ClassVar[list[int]] = []
 
-    def __init__(self, tensor: Tensor, stream: Any) -> None:
+    def __init__(self, tensor: Tensor, stream: Any, before: Any) -> None:
         self.made.append(tensor.nbytes)
         self.copy = tensor.clone()
 
