@@ -82,7 +82,7 @@ class Recv:
             if work is not None:
                 work.wait()
             if wire.moves:
-                tensor = self._channel.to_device(tensor, on_host=wire.on_host)
+                tensor = self._channel.to_device(tensor)
             leaves[wire.index] = tensor.requires_grad_() if wire.requires_grad else tensor
         return leaves, meta.spec
 
@@ -117,7 +117,8 @@ class Channel:
         dynamic_shapes: Send the meta with every message, because shapes (or values) depend on data.
         tag: Of the messages; nothing else in this direction between the two ranks has it in ``group``, so the k-th send
             meets the k-th receive.
-        metas: How metas travel: a group over gloo, the peer's rank inside it, and a tag; by default as tensors do.
+        of_host: How metas and tensors of the host travel: a group over gloo, the peer's rank inside it, and a tag; by
+            default as other tensors do. On the device, the host would wait until they are copied from there.
 
     Attributes:
         num_messages: How many have been sent, or posted.
@@ -131,7 +132,7 @@ class Channel:
         device: torch.device,
         dynamic_shapes: bool = False,
         tag: int = 0,
-        metas: tuple[ProcessGroup, int, int] | None = None,
+        of_host: tuple[ProcessGroup, int, int] | None = None,
     ) -> None:
         self.num_messages = self.num_bytes = 0
         self._group = GroupRef(group)
@@ -139,10 +140,9 @@ class Channel:
         self._device = device
         self._wire = _wire_device(group, device)
         self._dynamic = dynamic_shapes
-        # A meta on the device would have to be read from there, which waits for all that it computes.
-        meta_group, self._meta_peer, self._meta_tag = metas or (group, peer, tag)
-        self._meta_group = GroupRef(meta_group)
-        self._meta_wire = self._wire if metas is None else torch.device("cpu")
+        host_group, self._host_peer, self._host_tag = of_host or (group, peer, tag)
+        self._host_group = GroupRef(host_group)
+        self._host_wire = self._wire if of_host is None else torch.device("cpu")
         self._formats: dict[Hashable, _Format] = {}
         # Posted receives that have not started, because a meta before them is unread.
         self._unread: deque[Recv] = deque()
@@ -202,7 +202,11 @@ class Channel:
                 tensor = leaves[wire.index].detach().contiguous().resolve_neg()
                 if wire.moves or wire.as_bytes:
                     tensor = self._to_wire(tensor)
-                send.pending.append((group.send([tensor], self._peer, self._tag), tensor))
+                if wire.of_host:
+                    work = self._host_group().send([tensor], self._host_peer, self._host_tag)
+                else:
+                    work = group.send([tensor], self._peer, self._tag)
+                send.pending.append((work, tensor))
         self.num_messages += 1
         self.num_bytes += known.num_bytes
         return send
@@ -238,10 +242,10 @@ class Channel:
             self._start(self._unread.popleft(), known)
         return recv.format
 
-    def to_device(self, tensor: Tensor, *, on_host: bool) -> Tensor:
-        """A tensor that has arrived, moved from where the backend left it to where the sender's was."""
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A tensor of the device that has arrived through the host."""
         # Pinned memory needs no wait: its allocator keeps it until the copy is done.
-        return tensor.to("cpu") if on_host else tensor.to(self._device, non_blocking=True)
+        return tensor.to(self._device, non_blocking=True)
 
     def _remember(self, key: Hashable, new: _Format) -> _Format:
         """Keep a format; the oldest one goes where there are many, at the same message on both sides."""
@@ -258,15 +262,19 @@ class Channel:
             tensor = wire.allocate()
             work = None
             if wire.has_elements:
-                work = group.recv([as_bytes(tensor) if wire.as_bytes else tensor], self._peer, self._tag)
+                parts = [as_bytes(tensor) if wire.as_bytes else tensor]
+                if wire.of_host:
+                    work = self._host_group().recv(parts, self._host_peer, self._host_tag)
+                else:
+                    work = group.recv(parts, self._peer, self._tag)
             recv.pending.append((wire, tensor, work))
 
     def _send_meta(self, meta: TreeMeta, send: Send) -> _Format:
-        payload, group = pickle.dumps(meta), self._meta_group()
+        payload, group = pickle.dumps(meta), self._host_group()
         rest = payload[room(FIRST_MESSAGE) :]
         for message in (first_message(payload, FIRST_MESSAGE), *([rest] if rest else [])):
-            tensor = bytes_tensor(message).to(self._meta_wire)
-            send.pending.append((group.send([tensor], self._meta_peer, self._meta_tag), tensor))
+            tensor = bytes_tensor(message).to(self._host_wire)
+            send.pending.append((group.send([tensor], self._host_peer, self._host_tag), tensor))
         return _Format.of(meta, self._wire)
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
@@ -274,20 +282,20 @@ class Channel:
         if tensor.dtype not in _NATIVE:
             tensor = as_bytes(tensor)
         if tensor.is_cpu or self._wire.type != "cpu":
-            return tensor.to(self._wire)
+            return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(tensor.device).synchronize()  # gloo reads the memory at once
         return host
 
     def _receive_meta(self) -> TreeMeta:
-        group = self._meta_group()
-        first = torch.empty(FIRST_MESSAGE, dtype=torch.uint8, device=self._meta_wire)
-        group.recv([first], self._meta_peer, self._meta_tag).wait()
+        group = self._host_group()
+        first = torch.empty(FIRST_MESSAGE, dtype=torch.uint8, device=self._host_wire)
+        group.recv([first], self._host_peer, self._host_tag).wait()
         payload, length = read_first(bytes(first.cpu().numpy()))
         if length:
-            rest = torch.empty(length, dtype=torch.uint8, device=self._meta_wire)
-            group.recv([rest], self._meta_peer, self._meta_tag).wait()
+            rest = torch.empty(length, dtype=torch.uint8, device=self._host_wire)
+            group.recv([rest], self._host_peer, self._host_tag).wait()
             payload += bytes(rest.cpu().numpy())
         meta: TreeMeta = pickle.loads(payload)
         return meta
@@ -330,7 +338,7 @@ def make_channels(
             else:
                 assert group is not None
                 peer = int(mesh.pipeline_rank == min(own))  # the lower rank comes first in the group
-                channels[key] = Channel(group, peer, device, dynamic_shapes, metas=control)
+                channels[key] = Channel(group, peer, device, dynamic_shapes, of_host=control)
     return channels
 
 
@@ -366,20 +374,22 @@ class _WireTensor:
         index: Its index among the leaves.
         has_elements: Whether there is anything to send.
         as_bytes: Whether the backend moves it as bytes.
-        moves: Whether it lives in another memory than the one from which, and to which, the backend moves it.
+        moves: Whether it lives on the device, and the backend moves what is on the host.
+        of_host: Whether it lives on the host, and the backend moves what is on the device: it travels with the metas.
     """
 
-    __slots__ = ("_template", "as_bytes", "has_elements", "index", "moves", "on_host", "requires_grad")
+    __slots__ = ("_template", "as_bytes", "has_elements", "index", "moves", "of_host", "requires_grad")
 
     def __init__(self, index: int, meta: TensorMeta, wire: torch.device) -> None:
         self.index = index
         self.requires_grad = meta.requires_grad
-        self.on_host = meta.on_host
         self.has_elements = meta.shape.numel() > 0
         self.as_bytes = meta.dtype not in _NATIVE
-        self.moves = meta.on_host != (wire.type == "cpu")
+        self.moves = not meta.on_host and wire.type == "cpu"
+        self.of_host = meta.on_host and wire.type != "cpu"
         # One element that stands for all: `empty_like` is faster than `empty`, which reads its arguments every time.
-        self._template = torch.empty((), dtype=meta.dtype, device=wire).expand(meta.shape)
+        where = torch.device("cpu") if self.of_host else wire
+        self._template = torch.empty((), dtype=meta.dtype, device=where).expand(meta.shape)
 
     @property
     def num_bytes(self) -> int:
