@@ -405,6 +405,28 @@ def test_one_collective_makes_all_groups_of_a_kind(
         assert all(options._timeout == timedelta(seconds=77) for options in messages)
 
 
+@pytest.mark.parametrize("rank", [0, 2047, 4095], ids=["first stage", "middle", "last stage"])
+def test_with_weights_that_both_ends_hold_a_rank_has_eight_communicators(rank: int) -> None:
+    with fake_world(rank, 64 * 8 * 8):
+        calls = Calls({"cuda": "nccl"})
+        with calls.counted():
+            mesh = Mesh(64, 8, 8)
+            make_channels(mesh, 1, torch.device("cuda"), dynamic_shapes=False)
+            for backend in (None, "gloo"):
+                for of_replica in (False, True):
+                    mesh.shared_parameter_group((0, 7), of_replica=of_replica, backend=backend)
+        assert len(calls.communicators) == 8
+        assert len(calls.splits) + len(calls.lazy) + len(calls.gloo) <= 15
+
+
+def test_torch_does_not_warn_that_messages_of_a_group_wait_for_each_other() -> None:
+    name = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+    with mock.patch.dict(os.environ):
+        os.environ.pop(name, None)
+        calls_of(0, (1, 1, 2))
+        assert os.environ[name] == "false"
+
+
 def test_of_a_world_that_takes_host_tensors_messages_need_the_device_alone() -> None:
     calls = calls_of(5, (2, 2, 4), backends={"cpu": "gloo", "cuda": "nccl"})
     assert calls.asked == [None] * 3 + ["cuda:nccl"] * 4
