@@ -545,6 +545,24 @@ def test_what_a_watch_has_read_is_known_when_the_store_is_gone() -> None:
     assert "Rank 0 failed: ArithmeticError: broken" in str(reader.cause(patience=0.0))
 
 
+def test_rank_0_stays_until_the_others_have_read_the_cause() -> None:
+    """The store may end with its process."""
+    store = dist.HashStore()
+    failures = {rank: FailureStore(store, rank=rank, size=3) for rank in range(3)}
+    failures[0].report(ArithmeticError("broken"), "Rank 0")
+    leaving = threading.Thread(target=failures[0].linger, args=[store])
+    leaving.start()
+    assert "broken" in str(failures[1].cause())
+    leaving.join(timeout=0.2)
+    assert leaving.is_alive(), "rank 2 has not read it"
+    assert "broken" in str(failures[2].cause())
+    leaving.join(timeout=1.0)
+    assert not leaving.is_alive()
+    begin = time.monotonic()
+    failures[1].linger(store)
+    assert time.monotonic() - begin < 0.1, "only whose process has the store stays"
+
+
 def test_a_rank_that_has_gone_is_named_by_the_roll_call() -> None:
     store = dist.HashStore()
     failures, _ = watched(store, 0, size=3)
