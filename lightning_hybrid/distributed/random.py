@@ -119,25 +119,30 @@ def _set_all_states(states: tuple[Any, Any, Any], device: torch.device) -> None:
 
 
 class GeneratorMarks(NamedTuple):
-    """What differs after something has been drawn.
+    """What differs after something has been drawn: hashes, as states that are kept would take 30 kB.
 
     Attributes:
-        torch: From torch's generators, of the CPU and of the device.
-        elsewhere: From those of numpy and `random`.
+        torch: Of torch's generators, of the CPU and of the device.
+        elsewhere: Of those of numpy and `random`.
     """
 
-    torch: tuple[bytes, bytes | None]
-    elsewhere: tuple[Any, Any]
+    torch: tuple[int, int | None]
+    elsewhere: tuple[int, int]
 
 
 def generator_marks(device: torch.device) -> GeneratorMarks:
     """What differs after something has been drawn; a third of the price of the states."""
     numpy = get_bit_generator()
-    cuda = _cuda_generator(device).get_state().numpy().tobytes() if device.type == "cuda" else None
     # Copying this state through Python costs 40 us.
     is_usual = isinstance(numpy, np.random.MT19937)
     state = ctypes.string_at(numpy.ctypes.state_address, _MT19937_BYTES) if is_usual else repr(numpy.state)
-    return GeneratorMarks((torch.default_generator.get_state().numpy().tobytes(), cuda), (state, random.getstate()))
+    cuda = generator_mark(_cuda_generator(device)) if device.type == "cuda" else None
+    return GeneratorMarks((generator_mark(torch.default_generator), cuda), (hash(state), hash(random.getstate())))
+
+
+def generator_mark(generator: torch.Generator) -> int:
+    """What differs after something has been drawn from a generator of torch."""
+    return hash(generator.get_state().numpy().tobytes())
 
 
 def _without_arrays(state: Any) -> Any:

@@ -68,7 +68,8 @@ class WaitWatch:
 
     After SIGTERM all ranks are to stop before the same batch. Where one of them stands still in the user's code - it
     sleeps, or waits for something that never comes - and the others wait for it, nothing moves: that is told too, after
-    a while, for it may upload a file.
+    a while, for it may upload a file. Of one that is in `time.sleep` it is known when that ends: where it is going to
+    sleep through that while, it is told at once.
 
     Args:
         failures: Of this rank.
@@ -163,8 +164,10 @@ class WaitWatch:
             )
         if waiting.collectives or waiting.message is not None:
             return waiting
-        stands = seconds_terminating is not None and not thread.is_slow
-        return waiting if stands and min(thread.seconds_still, seconds_terminating or 0.0) > _TERMINATED else None
+        if seconds_terminating is None or thread.is_slow:
+            return None
+        seconds = min(thread.seconds_still, seconds_terminating) + thread.seconds_of_sleep()
+        return waiting if seconds > _TERMINATED else None
 
     def _tell(self, waiting: Waiting | None) -> None:
         key = self._failures.key(f"waiting/{self._rank}")

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, cl
 from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.wait_watch import Meeting, Messages, WaitWatch
 from lightning_hybrid.distributed.watch.process_ends import ProcessEnds, describe_process
+from lightning_hybrid.distributed.watch.sleep import seconds_of_sleep
 from lightning_hybrid.distributed.watch.wait_graph import Waiting
 from lightning_hybrid.distributed.watch.watched_thread import StackCall, WatchedThread, may_wait
 from lightning_hybrid.distributed.watch.watcher import GUARD_NAME, THREAD_NAME, Watcher
@@ -711,9 +713,8 @@ def test_a_rank_that_talks_to_nobody_is_interrupted_and_one_that_saves_is_not() 
     """It may stand in the user's code for hours; what is written is of use although the run has failed."""
     for is_saving in (False, True):
         store, told, codes = dist.HashStore(), [], []
-        thread = Thread()
+        thread = type("Saves", (Thread,), {"is_saving": is_saving})()
         _, watch = watched(store, 0, thread=thread, interrupt=told.append, end=codes.append)
-        thread.is_saving = is_saving
         other, _ = watched(store, 1)
         other.report(ArithmeticError("broken"), "Rank 1")
         watch.look()
@@ -990,7 +991,8 @@ def test_ranks_that_wait_for_each_other_are_found_by_the_first_of_them_at_the_se
     assert "(state 1)" in texts[0]
 
 
-def test_after_sigterm_a_rank_that_stands_still_ends_all() -> None:
+@pytest.mark.parametrize("sleep", [0.0, 4.0, 600.0])
+def test_after_sigterm_a_rank_that_stands_still_ends_all(sleep: float) -> None:
     store = dist.HashStore()
 
     class Sleeps(Thread):
@@ -998,6 +1000,9 @@ def test_after_sigterm_a_rank_that_stands_still_ends_all() -> None:
 
         def look(self) -> None:
             self.seconds_still = 100.0
+
+        def seconds_of_sleep(self) -> float:
+            return sleep
 
     told: list[Exception] = []
     each = [
@@ -1010,23 +1015,54 @@ def test_after_sigterm_a_rank_that_stands_still_ends_all() -> None:
             watch.look()
         return [str(failures.cause(patience=0.0)) for failures, _ in each]
 
+    def wait(seconds: float) -> None:
+        for _, watch in each:
+            assert watch._sigterm_at is not None
+            watch._sigterm_at -= seconds
+
     for _ in range(5):
         assert look() == ["None", "None"], "it may compute"
     store.set(each[0][0].key("terminate"), "1")
     store.set(each[0][0].key("event"), "")
     assert look() == ["None", "None"]
-    for _, watch in each:
-        assert watch._sigterm_at is not None
-        watch._sigterm_at -= 15
-    assert [look() for _ in range(3)] == [["None", "None"]] * 3, "it may upload a file"
-    for _, watch in each:
-        assert watch._sigterm_at is not None
-        watch._sigterm_at -= 30
+    if sleep < 20:
+        wait(15)
+        assert [look() for _ in range(3)] == [["None", "None"]] * 3, "it may upload a file"
+        wait(30)
     look()
     look()
     text = "SIGTERM came, and the batch does not end: rank 1 stands still at"
     assert text in look()[0]
     assert text in str(told[0]), "it hears of it where it stands"
+
+
+@pytest.mark.skipif(
+    sys.version_info < (3, 11) or platform.machine() not in ("x86_64", "aarch64") or sys.platform != "linux",
+    reason="it is not told how long a thread sleeps",
+)
+def test_how_long_a_thread_sleeps_is_read_from_the_kernel() -> None:
+    does = {
+        "sleeps": lambda: time.sleep(3.0),
+        "waits": lambda: released.wait(3.0),
+        "computes": lambda: [sum(range(1000)) for _ in iter(released.is_set, True)],
+    }
+    released, numbers = threading.Event(), dict.fromkeys(does, 0)
+
+    def run(name: str) -> None:
+        numbers[name] = threading.get_native_id()
+        does[name]()
+
+    threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in does]
+    for thread in threads:
+        thread.start()
+    assert wait_for(lambda: all(numbers.values()) and seconds_of_sleep(numbers["sleeps"]) > 0.0)
+    time.sleep(0.2)
+    assert 2.0 < seconds_of_sleep(numbers["sleeps"]) < 2.9
+    assert seconds_of_sleep(numbers["waits"]) == seconds_of_sleep(numbers["computes"]) == 0.0
+    released.set()
+    for thread in threads[1:]:
+        thread.join()
+    assert seconds_of_sleep(numbers["waits"]) == 0.0, "it has ended"
 
 
 def test_a_rank_that_meets_others_over_the_store_is_part_of_a_circle() -> None:
@@ -1098,7 +1134,7 @@ def test_a_thread_that_writes_a_checkpoint_does_not_wait_for_other_ranks() -> No
         "pipeline_parallel/p2p.py": True,
     }
     for file, expected in where.items():
-        stack = [StackCall(compile("0", str(package / file), "exec"), 1, (0, 0), None)]
+        stack = [StackCall(compile("0", str(package / file), "exec"), (0, 0), None)]
         assert may_wait(stack) == expected
 
 

@@ -168,7 +168,7 @@ def lonely_watch(store: Any, position: Position | None = None) -> tuple[StallWat
 
 def stack_in(*files: str) -> list[StackCall]:
     """Calls in these files, the innermost first."""
-    return [StackCall(compile("0", file, "exec"), 1, (0, 0), None) for file in files]
+    return [StackCall(compile("0", file, "exec"), (0, 0), None) for file in files]
 
 
 TORCH, HERE, USERS = str(Path(torch.__file__).parent), str(Path(run.__file__).parents[1]), "/home/me/train.py"

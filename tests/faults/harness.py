@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.faults.fault import ALONE, Fault
 from tests.faults.forks import fork, told
 
-TIMEOUT = 120.0  # seconds after which a run hangs: SIGTERM to a rank that sleeps takes 20 of them
+TIMEOUT = 120.0  # seconds after which a run hangs
 
 
 @dataclass

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Collection
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 
@@ -26,6 +27,7 @@ def machine_of(description: str) -> str:
     return description.split()[1]
 
 
+@lru_cache(maxsize=1)
 def _machine() -> str:
     """The same text for processes that know each other's numbers: on one machine, in one container."""
     with suppress(OSError):

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.distributed.watch.sleep import seconds_of_sleep
+
 _TORCH, _PACKAGE = (f"{path}{os.sep}" for path in (Path(dist.__file__).parent, Path(__file__).parents[2]))
 _CHECKPOINT = f"{Path(__file__).parents[2] / 'checkpoint'}{os.sep}"
 _BACKWARD = str(Path(__file__).parents[2] / "pipeline_parallel" / "stage.py")  # autograd computes below it
@@ -40,13 +42,11 @@ class StackCall(NamedTuple):
 
     Attributes:
         code: What was called.
-        line: The line that runs.
-        position: Changes when it goes on.
+        position: Changes when it goes on; the second number is the place in the code.
         ranks: The global ranks of the group, if it is a function of `torch.distributed` and groups were asked for.
     """
 
     code: CodeType
-    line: int
     position: tuple[int, int]
     ranks: list[int] | None
 
@@ -54,6 +54,12 @@ class StackCall(NamedTuple):
     def file(self) -> str:
         """Where its code is."""
         return self.code.co_filename
+
+    @property
+    def line(self) -> int:
+        """The line that runs; searched for where it is told, as a look at a thread takes half as long without."""
+        place = self.position[1]
+        return next((line for begin, end, line in self.code.co_lines() if line and begin <= place < end), 0)
 
     def __str__(self) -> str:
         """For messages."""
@@ -75,7 +81,7 @@ def _read_stack(thread: int, groups: bool) -> list[StackCall]:
     frame, calls = sys._current_frames().get(thread), []
     while frame is not None:
         ranks = _ranks_of(frame) if groups and Path(frame.f_code.co_filename).name == _COLLECTIVES else None
-        calls.append(StackCall(frame.f_code, frame.f_lineno or 0, (id(frame), frame.f_lasti), ranks))
+        calls.append(StackCall(frame.f_code, (id(frame), frame.f_lasti), ranks))
         frame = frame.f_back
     return calls
 
@@ -108,8 +114,6 @@ class WatchedThread:
         in_collective: Whether it is in one of torch's functions for ranks that talk to each other.
         waits: Whether it may wait for other ranks, as :func:`may_wait` says.
         awaits: Whether it waits for what it started before, in a function of this package that is named so.
-        is_saving: Whether a checkpoint is being written.
-        is_slow: Whether it does what takes its time, as :func:`is_slow` says.
     """
 
     def __init__(self) -> None:
@@ -117,28 +121,37 @@ class WatchedThread:
 
     def watch_this(self) -> None:
         """Watch the thread that calls, which begins a run."""
-        self._ident = threading.get_ident()
+        self._ident, self._native_id = threading.get_ident(), threading.get_native_id()
+        self._stack: Sequence[StackCall] = ()
         self._position: object = None
         self._since = self._computed_before = 0.0
         self.seconds_still = 0.0
-        self.in_collective = self.waits = self.awaits = self.is_saving = self.is_slow = False
+        self.in_collective = self.waits = self.awaits = False
 
     @property
     def ident(self) -> int:
         """As `threading.get_ident` names it."""
         return self._ident
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return any(each.file.startswith(_CHECKPOINT) for each in self._stack)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it does what takes its time, as :func:`is_slow` says."""
+        return is_slow(self._stack)
+
     def look(self) -> None:
         """See where the thread is."""
-        stack = read_stack(self._ident)
+        self._stack = stack = read_stack(self._ident)
         if not stack:
             self.watch_nothing()
             return
         self.in_collective = stack[0].file.startswith(_TORCH)
         self.waits = may_wait(stack)
         self.awaits = self.waits and not self.in_collective and stack[0].code.co_name.startswith("wait")
-        self.is_saving = any(each.file.startswith(_CHECKPOINT) for each in stack)
-        self.is_slow = is_slow(stack)
         now, computed = time.monotonic(), self._computed()
         position = stack[0].position
         if position != self._position or computed > self._computed_before + _MOST_COMPUTED:
@@ -147,13 +160,17 @@ class WatchedThread:
 
     def watch_nothing(self) -> None:
         """The thread is gone."""
-        self._position, self.seconds_still = None, 0.0
-        self.in_collective = self.waits = self.awaits = self.is_saving = self.is_slow = False
+        self._stack, self._position, self.seconds_still = (), None, 0.0
+        self.in_collective = self.waits = self.awaits = False
 
     def _computed(self) -> float:
         """The seconds that a processor has worked for it; always 0 where the system does not tell."""
         clock_of = getattr(time, "pthread_getcpuclockid", None)
         return 0.0 if clock_of is None else time.clock_gettime(clock_of(self._ident))
+
+    def seconds_of_sleep(self) -> float:
+        """How long the thread is going to sleep yet; 0 if it does not, or nobody tells."""
+        return seconds_of_sleep(self._native_id)
 
     def calls(self) -> str:
         """The place where the thread is, and the calls that led there."""

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 
-from lightning_hybrid.distributed.random import generator_marks, generator_states, set_generator_states
+from lightning_hybrid.distributed.random import (
+    generator_mark,
+    generator_marks,
+    generator_states,
+    set_generator_states,
+)
 
 
 class LoaderWrapper:
@@ -238,7 +243,7 @@ class ReplayableIterator:
             recorded = self.history.generators = {event: states for event, states in recorded.items() if event == 0}
         others_drew = before != self._marks
         if others_drew and before != self._last_read[0]:
-            self._last_read = before, self._generators.states()
+            self._last_read = before, self._read(before)
         try:
             return action()
         finally:
@@ -247,6 +252,12 @@ class ReplayableIterator:
                 if others_drew:
                     recorded[self._event] = self._last_read[1]
                 self._marks = after
+
+    def _read(self, marks: tuple[Any, ...]) -> dict[str, Any]:
+        """The states; those of numpy and `random`, from which few loaders draw, are kept once where they are equal."""
+        states, (former_marks, former) = self._generators.states(), self._last_read
+        is_alike = former_marks is not None and former_marks[1] == marks[1]
+        return {**states, "numpy": former["numpy"], "python": former["python"]} if is_alike else states
 
     def _replay(self, action: Callable[[], Any]) -> Any:
         outside = self._generators.states()
@@ -271,9 +282,8 @@ class _Generators:
         self._own = _own_generators(loader)
 
     def marks(self) -> tuple[Any, ...]:
-        """What differs after something has been drawn."""
-        own = (generator.get_state().numpy().tobytes() for generator in self._own)
-        return *generator_marks(self._device), *own
+        """What differs after something has been drawn: of torch's generators, of others, of each of the loader's."""
+        return *generator_marks(self._device), *map(generator_mark, self._own)
 
     def states(self) -> dict[str, Any]:
         """The states, of tensors and plain values."""

@@ -681,6 +681,23 @@ def twice(layout: Layout, directory: str) -> None:
 CPU = torch.device("cpu")
 
 
+def test_states_of_generators_that_nobody_draws_from_are_kept_once() -> None:
+    scramble(3)
+    loader = ReplayableLoader((torch.rand(2) for _ in range(9)), CPU)
+    iterator = iter(loader)
+    for number in range(9):
+        torch.rand(1)  # as a step does
+        if number == 5:
+            np.random.rand()
+        next(iterator)
+    recorded = list(loader.record(9, 0, cycles=False)[0]["generators"].values())
+    assert len(recorded) == 9
+    assert len({states["torch"] for states in recorded}) == 9
+    assert len({id(states["python"]) for states in recorded}) == len({id(states["numpy"]) for states in recorded}) == 2
+    assert recorded[4]["numpy"] is recorded[0]["numpy"]
+    assert recorded[5]["numpy"] is recorded[8]["numpy"]
+
+
 @pytest.mark.parametrize("others_draw", [False, True])
 @pytest.mark.parametrize("kind", ["shuffled", "own generator", "stream", "silent"])
 def test_an_iterator_is_brought_back(kind: str, others_draw: bool) -> None:
