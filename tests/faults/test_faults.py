@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[2]
 DAILY = [2, 3, 7, 15, 19, 25, 31, 36, 57, 85, 86, 96, 107, 174, 231, 289, 759]
 
 
-def run(*arguments: str) -> str:
+def run(*arguments: str, program: str = "tests.faults", timeout: float = 300) -> str:
     """Run the list in a process of its own: ranks are forked from it."""
-    command = [sys.executable, "-m", "tests.faults", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", program, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -32,6 +32,12 @@ def test_every_fault_ends_all_ranks_with_its_name() -> None:
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_faults_under_launchers(launcher: str) -> None:
     run("6", "--launcher", launcher, "--kinds", "raise", "kill", "exit", "sleep+sigterm")
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1800)
+def test_nothing_grows_in_a_long_run_with_changing_shapes() -> None:
+    assert "nothing grew by more than 1%" in run(program="tests.faults.soak", timeout=1700)
 
 
 def test_a_fault_is_what_its_number_says() -> None:
