@@ -128,7 +128,7 @@ class World:
         self.watch = RunWatch(*seen, stall=stall, since=before, desync=self.desync, fetch=fetch, position=position)
         self.in_flight: WeakSet[_InFlight] = WeakSet()
         self._mixed_operations = ExitStack()
-        self.exceptions = ExceptionCallback(self.failures, self.abandon, lambda: place_text(self.engine, self.mesh))
+        self.exceptions = ExceptionCallback(self.failures, self.abandon, self._place)
         self.resume = ResumeCallback(self.mesh, self.streams, device)
         selects = self.mesh.pipeline_parallel_size > 1 and not config.dynamic_shapes
         given = self.mesh, device, self.resume
@@ -144,6 +144,10 @@ class World:
         if dist.get_world_size() > 1:
             self.watch.open(trainer)
             self.resume.open(trainer)
+
+    def _place(self) -> str:
+        """This rank and where it is, as text."""
+        return place_text(self.engine, self.mesh, self.watch.trainer)
 
     def _position(self, calls: Sequence[CodeType]) -> Position:
         """On the watcher's thread."""

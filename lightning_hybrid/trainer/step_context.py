@@ -331,7 +331,7 @@ class StepContext:
             yield
         except Exception as error:
             explain_shape_error(error, self.module)
-            where = place_text(self.engine, self.mesh)
+            where = place_text(self.engine, self.mesh, self.module.trainer)
             wrong_use = isinstance(error, WrongUseError)
             cause = self._failures.leave(error, where, self._abandon, verbatim=wrong_use)
             if cause is not None:

@@ -152,5 +152,5 @@ def test_a_rank_that_waits_in_a_tensor_group_notices(ranks: Pools) -> None:
     """Parameters are sharded over a mesh, which holds the group that the layers use: its connections must close."""
     (waited, at), (failed, since) = ranks(2, lightning=True).run(fail_in_tensor_parallel, 1, timeout=30)
     assert failed == "broken batch"
-    assert "Rank 1 (pipeline rank 0, data rank 0) failed: ArithmeticError: broken batch" in waited
+    assert "Rank 1 (pipeline rank 0, data rank 0), train batch 1, failed: ArithmeticError: broken batch" in waited
     assert at - since < QUICK

@@ -266,7 +266,7 @@ def test_a_failure_before_the_first_save_is_told_to_the_others(
     assert results[rank][0] == "broken on_save_checkpoint"
     stage, replica = (0, rank) if "zero_stage" in layout else (rank, 0)
     where = f"Rank {rank} (pipeline rank {stage}, data rank {replica})"
-    assert f"{where} failed: ArithmeticError: broken on_save_checkpoint" in results[1 - rank][0]
+    assert f"{where}, train batch 0, failed: ArithmeticError: broken on_save_checkpoint" in results[1 - rank][0]
 
 
 def test_a_failure_while_another_rank_of_its_replica_loads_ends_all(ranks: Pools) -> None:

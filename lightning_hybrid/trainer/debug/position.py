@@ -13,16 +13,34 @@ from lightning_hybrid.pipeline_parallel.engine import TAKES, Engine
 from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey
 
 
-def place_text(engine: Engine, mesh: Mesh) -> str:
-    """This rank, and in a step its stage and action, for what the other ranks are told of a failure.
+def place_text(engine: Engine, mesh: Mesh, trainer: Trainer | None) -> str:
+    """This rank, and its stage and action or else its batch, for what the other ranks are told of a failure.
 
     Args:
         engine: Runs the actions of schedules.
         mesh: The ranks, whose groups may be gone.
+        trainer: The Trainer; ``None`` where no run has begun.
     """
     rank, position = mesh.peer(mesh.pipeline_rank), engine.position
     text = f"Rank {rank} (pipeline rank {mesh.pipeline_rank}, data rank {mesh.data_rank})"
-    return text if position is None else f"{text}, stage {position.stage}, action {position},"
+    if position is not None:
+        return f"{text}, stage {position.stage}, action {position},"
+    if trainer is None or trainer.state.stage is None:
+        return text
+    return f"{text}, {trainer.state.stage.value.replace('_', ' ')} batch {_batch_number(trainer)},"
+
+
+def _batches_begun(trainer: Trainer) -> tuple[int, tuple[int, ...]]:
+    """How many batches of training, and of each loop that evaluates, have begun."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    loops = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    return epoch_loop.batch_progress.total.ready, tuple(loop.batch_progress.total.ready for loop in loops)
+
+
+def _batch_number(trainer: Trainer) -> int:
+    """The number of the batch that this rank is at, of training or of what evaluates, from 0."""
+    trained, evaluated = _batches_begun(trainer)
+    return max((trained if trainer.training else sum(evaluated)) - 1, 0)
 
 
 def find_position(calls: Sequence[CodeType], trainer: Trainer, engine: Engine, mesh: Mesh) -> Position:
@@ -34,15 +52,10 @@ def find_position(calls: Sequence[CodeType], trainer: Trainer, engine: Engine, m
         engine: Runs the actions of schedules.
         mesh: The ranks.
     """
-    epoch_loop = trainer.fit_loop.epoch_loop
-    loops = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    evaluated = tuple(loop.batch_progress.total.ready for loop in loops)
-    action, trained = engine.position, epoch_loop.batch_progress.total.ready
-    stage = trainer.state.stage
-    position = Position(progress=(engine.runs, action, trained, evaluated))
+    action, stage = engine.position, trainer.state.stage
+    position = Position(progress=(engine.runs, action, *_batches_begun(trainer)))
     if stage is not None:
-        number = trained if trainer.training else sum(evaluated)
-        position.batch = f"{stage.value} {max(number - 1, 0)}"
+        position.batch = f"{stage.value} {_batch_number(trainer)}"
     awaited = next((each.awaited for each in mesh.broadcasts if each.awaited is not None), None)
     if awaited is not None:
         channel, other, _ = awaited
