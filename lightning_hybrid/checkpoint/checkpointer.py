@@ -186,7 +186,7 @@ class Checkpointer:
         """Remove a checkpoint, after what is being written has been: it may be the only one until then."""
         if not self._mesh.is_first:
             return
-        if self._background.is_busy:
+        if self._background.jobs:
             self._background.submit(lambda: plugin.remove_checkpoint(path), if_all_succeeded=True)
         else:
             plugin.remove_checkpoint(path)
@@ -197,7 +197,7 @@ class Checkpointer:
         Raises:
             OSError: If it could not be written; on every rank.
         """
-        if not self._background.is_busy:
+        if not self._background.jobs:
             return
         error = self._background.wait()
 

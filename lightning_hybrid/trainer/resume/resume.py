@@ -34,7 +34,7 @@ from lightning_hybrid.trainer.resume.logged_state import (
     metric_states,
     plain_values,
 )
-from lightning_hybrid.trainer.resume.loop_state import LoopState, has_begun, is_epoch_over, progress
+from lightning_hybrid.trainer.resume.loop_state import LoopState, has_begun, is_epoch_over
 from lightning_hybrid.trainer.resume.replay import ReplayableLoader, loader_generators, set_loader_generators
 from lightning_hybrid.trainer.resume.replicas import in_new_batches
 
@@ -88,7 +88,7 @@ class ResumeCallback(Callback):
 
     def _record(self, trainer: Trainer) -> dict[str, Any]:
         ended, own = self._ended
-        if ended != progress(trainer):
+        if ended != _progress(trainer):
             if trainer.state.fn != TrainerFn.FITTING or not has_begun(trainer):
                 return {}
             own = self._snapshot(trainer)
@@ -161,12 +161,12 @@ class ResumeCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """If the epoch is not over, the run ends in the middle of it; what hooks do now belongs to that end."""
         if not is_epoch_over(trainer):
-            self._ended = progress(trainer), self._snapshot(trainer)
+            self._ended = _progress(trainer), self._snapshot(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Loaders are about to be closed, and a checkpoint may be asked for later."""
-        if self._ended[0] != progress(trainer) and has_begun(trainer):
-            self._ended = progress(trainer), self._snapshot(trainer)
+        if self._ended[0] != _progress(trainer) and has_begun(trainer):
+            self._ended = _progress(trainer), self._snapshot(trainer)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
@@ -264,6 +264,12 @@ class ResumeCallback(Callback):
         internals.restore_checkpoint_choice(trainer)
         internals.restore_validation(trainer)
         internals.restore_next_batch(trainer)
+
+
+def _progress(trainer: Trainer) -> tuple[int, int]:
+    """How many epochs and batches have begun since training began."""
+    epoch, batch = trainer.fit_loop.epoch_progress.total, trainer.fit_loop.epoch_loop.batch_progress.total
+    return epoch.ready, batch.ready
 
 
 def _prepare_accumulation(trainer: Trainer) -> None:
