@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.random import (
     RandomStreams,
     derive_seed,
@@ -57,6 +58,7 @@ class ResumeCallback(Callback):
 
     def __init__(self, mesh: Mesh, streams: RandomStreams, device: torch.device) -> None:
         self._mesh = mesh
+        self._group = GroupRef(mesh.decision_group)
         self._streams = streams
         self._device = device
         self._loaded: Mapping[str, Any] | None = None
@@ -97,7 +99,7 @@ class ResumeCallback(Callback):
         is_first = self._mesh.context_rank == 0  # of those that share sequences, and draw the same around layers
         entry = (self._coordinate, of_rank) if is_first else None
         ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(entry, ranks, 0, group=self._mesh.decision_group)
+        dist.gather_object(entry, ranks, 0, group=self._group.weak())
         return {**common, "ranks": dict(filter(None, ranks or ()))}
 
     @property
@@ -256,7 +258,7 @@ class ResumeCallback(Callback):
 
         A machine with a disk of its own may find another one, or none.
         """
-        internals.choose_checkpoint(trainer, partial(broadcast_object, source=0, group=self._mesh.decision_group))
+        internals.choose_checkpoint(trainer, partial(broadcast_object, source=0, group=self._group()))
 
     def close(self, trainer: Trainer) -> None:
         """The run is over."""
