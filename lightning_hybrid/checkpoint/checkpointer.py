@@ -15,13 +15,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.callback_state import check_values, full_finetuning_groups, gather_callback_tensors
 from lightning_hybrid.checkpoint.file_io import FILE_PLUGINS
-from lightning_hybrid.checkpoint.full import FullCheckpoint
+from lightning_hybrid.checkpoint.full import FullCheckpoint, check_values, part_expected
 from lightning_hybrid.checkpoint.metadata import METADATA, check_kind, make_metadata
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
-from lightning_hybrid.checkpoint.partial_state import part_expected
 from lightning_hybrid.checkpoint.snapshot import snapshot
 from lightning_hybrid.checkpoint.state_dict_match import load_module_state
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
@@ -153,9 +151,9 @@ class Checkpointer:
         if "optimizer_states" in checkpoint and "loops" in checkpoint:  # not the weights only
             checkpoint = self._training_state.add_to(checkpoint, METADATA, self._module.trainer)
         if self._mesh.pipeline_parallel_size > 1:
-            checkpoint = full_finetuning_groups(checkpoint, self._module.trainer, self.optimizers)
+            checkpoint = self.optimizers.fill_finetuning(checkpoint, self._module.trainer)
         if not sharded:
-            checkpoint = gather_callback_tensors(checkpoint, self._ownership, self._full)
+            checkpoint = self._full.fill(checkpoint)
             self._agree(lambda: check_values(checkpoint) if self._mesh.is_first else None)
         requested = self._settings.async_save or (sharded and isinstance(plugin, AsyncCheckpointIO))
         is_async = requested and self._is_in_run

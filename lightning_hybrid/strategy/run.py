@@ -24,7 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_hybrid.checkpoint.checkpointer import Checkpointer
-from lightning_hybrid.checkpoint.partial_state import warn_of_parts
+from lightning_hybrid.checkpoint.full import warn_of_parts
 from lightning_hybrid.config import HybridConfig, grid_shape
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.data_parallel.master_weights import MasterWeights, NoMasterWeights
