@@ -58,7 +58,8 @@ class FullCheckpoint:
         self._mesh = mesh
         self._group = GroupRef(mesh.control_group)
         self._is_alone = mesh.model_group.size() == 1
-        self._senders = [mesh.rank(pipeline_rank, 0, 0) for pipeline_rank in range(mesh.pipeline_parallel_size)]
+        stages = range(mesh.pipeline_parallel_size)
+        self._firsts = [mesh.rank(stage, mesh.data_rank, 0) for stage in stages]  # of each stage of this replica
 
     @property
     def is_undivided(self) -> bool:
@@ -119,10 +120,8 @@ class FullCheckpoint:
         Returns:
             The checkpoint, filled on global rank 0.
         """
-        if self._mesh.data_rank != 0:
-            return checkpoint
         told = [[path for path, leaf in flatten_with_path(checkpoint) if _is_incomplete(leaf)]]
-        dist.broadcast_object_list(told, src=self._senders[0], group=self._group.weak())
+        dist.broadcast_object_list(told, src=self._firsts[0], group=self._group.weak())
         missing = told[0]
         if not missing:
             return checkpoint
@@ -159,7 +158,7 @@ class FullCheckpoint:
                 full_tensor(leaf)  # the first replica asks for it, or its ranks that share its sequences
             return {}
         if mesh.pipeline_rank > 0 and mesh.tensor_rank == 0:
-            _send(leaves, spec, self._senders[0], group)
+            _send(leaves, spec, self._firsts[0], group)
             return {}
         for index, leaf in enumerate(leaves):  # one by one, so that only one rank has the full tensors
             full = _full_on_host(leaf)
@@ -167,7 +166,7 @@ class FullCheckpoint:
         if not mesh.is_first:
             return {}
         values: dict[Any, Any] = unflatten(leaves, spec)
-        for sender in self._senders[1:]:
+        for sender in self._firsts[1:]:
             values |= _receive(sender, group)
         return values
 
