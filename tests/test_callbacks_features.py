@@ -287,6 +287,16 @@ def test_the_best_checkpoint_has_the_average_of_the_whole_model(ranks: Pools, tm
     check_files(Path(ours), Path(one), "state_dict", "current_model_state")
 
 
+def test_an_average_that_replicas_shard_is_saved_whole(ranks: Pools, tmp_path: Path) -> None:
+    """Each replica has a part of the average, as of the weights: all take part in saving it."""
+    saved = []
+    for layout in ({}, {"zero_stage": 3}):
+        path, _ = ranks(2, lightning=True).run(averages_of_both, layout, str(tmp_path / f"{len(layout)}"))
+        saved.append(torch.load(path, weights_only=False))
+    for key in ("state_dict", "current_model_state"):
+        assert_same(saved[1][key], saved[0][key], where=key)
+
+
 def order_of_hooks(layout: Layout) -> list[str]:
     return told(layout, "accumulation with an incomplete window", 8)["calls"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -15,13 +15,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.callback_state import check_values, full_finetuning_groups, gather_callback_tensors
 from lightning_hybrid.checkpoint.file_io import FILE_PLUGINS
-from lightning_hybrid.checkpoint.full import FullCheckpoint
+from lightning_hybrid.checkpoint.full import FullCheckpoint, check_values, part_expected
 from lightning_hybrid.checkpoint.metadata import METADATA, check_kind, make_metadata
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
-from lightning_hybrid.checkpoint.partial_state import part_expected
 from lightning_hybrid.checkpoint.snapshot import snapshot
 from lightning_hybrid.checkpoint.state_dict_match import load_module_state
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
@@ -32,10 +30,13 @@ from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 if TYPE_CHECKING:
     from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
+
+_T = TypeVar("_T")
 
 
 class TrainingState(Protocol):
@@ -77,6 +78,8 @@ class Checkpointer:
         self.optimizers = OptimizerStates(module)
         self._ownership = Ownership(module, stage_map, mesh)
         self._full = FullCheckpoint(module, self._ownership, self.optimizers, mesh)
+        self._metadata = make_metadata(mesh, settings, stage_map)
+        self._group = GroupRef(mesh.decision_group)
         self._background = BackgroundWriter()
         self._is_in_run = False
 
@@ -110,7 +113,7 @@ class Checkpointer:
             placeholders: What has taken the places of parameters, by the identities of these.
         """
         self.finish()
-        self._ownership.stage_map = stage_map
+        self._ownership.place(stage_map)
         for optimizer in self._module.trainer.strategy.optimizers:
             self.optimizers.replace_with_placeholders(optimizer, placeholders)
 
@@ -143,17 +146,15 @@ class Checkpointer:
         """
         self.finish()
         sharded = self._settings.save_distributed_checkpoint
-        metadata = make_metadata(self._mesh, self._settings, self._ownership.stage_map)
-        if sharded:
-            metadata |= self._sharded.metadata_of(checkpoint["state_dict"])
-        checkpoint = {**checkpoint, METADATA: metadata}
+        names = self._sharded.metadata_of(checkpoint["state_dict"]) if sharded else {}
+        checkpoint = {**checkpoint, METADATA: {**self._metadata, **names}}
         if "optimizer_states" in checkpoint and "loops" in checkpoint:  # not the weights only
             checkpoint = self._training_state.add_to(checkpoint, METADATA, self._module.trainer)
         if self._mesh.pipeline_parallel_size > 1:
-            checkpoint = full_finetuning_groups(checkpoint, self._module.trainer, self.optimizers)
+            checkpoint = self.optimizers.fill_finetuning(checkpoint, self._module.trainer)
         if not sharded:
-            checkpoint = gather_callback_tensors(checkpoint, self._ownership, self._full)
-            agree(lambda: check_values(checkpoint) if self._mesh.is_first else None)
+            checkpoint = self._full.fill(checkpoint)
+            self._agree(lambda: check_values(checkpoint) if self._mesh.is_first else None)
         requested = self._settings.async_save or (sharded and isinstance(plugin, AsyncCheckpointIO))
         is_async = requested and self._is_in_run
         wait: Callable[[], None] | None = None
@@ -165,7 +166,11 @@ class Checkpointer:
         elif sharded:
             write()  # its ranks agree by themselves
         else:
-            agree(write)
+            self._agree(write)
+
+    def _agree(self, check: Callable[[], _T]) -> _T:
+        """As :func:`agree`; what is saved and loaded is on the host, and so is what ranks say of it."""
+        return agree(check, self._group.weak())
 
     def _live(self) -> list[Tensor]:
         """The tensors that training changes."""
@@ -186,7 +191,7 @@ class Checkpointer:
         """Remove a checkpoint, after what is being written has been: it may be the only one until then."""
         if not self._mesh.is_first:
             return
-        if self._background.is_busy:
+        if self._background.jobs:
             self._background.submit(lambda: plugin.remove_checkpoint(path), if_all_succeeded=True)
         else:
             plugin.remove_checkpoint(path)
@@ -197,7 +202,7 @@ class Checkpointer:
         Raises:
             OSError: If it could not be written; on every rank.
         """
-        if not self._background.is_busy:
+        if not self._background.jobs:
             return
         error = self._background.wait()
 
@@ -205,7 +210,7 @@ class Checkpointer:
             if error is not None:
                 raise error
 
-        agree(check)
+        self._agree(check)
 
     def close(self) -> None:
         """Wait for what is written in the background, without asking the other ranks: they may be gone.
@@ -239,7 +244,8 @@ class Checkpointer:
         hosts, group = self._mesh.hosts, self._mesh.decision_group
         with at_hand(place, hosts, group) if is_usual else nullcontext(place) as found:
             load = partial(plugin.load_checkpoint, weights_only=weights_only)
-            checkpoint = agree(lambda: self._read(found, path, load, is_usual=is_usual, weights_only=weights_only))
+            read = partial(self._read, found, path, load, is_usual=is_usual, weights_only=weights_only)
+            checkpoint = self._agree(read)
         self._training_state.load(checkpoint, checkpoint.get(METADATA, {}), path, self._module.trainer)
         return checkpoint
 
@@ -285,7 +291,7 @@ class Checkpointer:
             ValueError: If the optimizers, or their groups, are not those of the checkpoint; on every rank.
         """
         if self._sharded.wrote(states):
-            agree(lambda: self._sharded.load_optimizer_states(optimizers, states))
+            self._agree(lambda: self._sharded.load_optimizer_states(optimizers, states))
         else:
             self._full.load_optimizer_states(optimizers, states)
 

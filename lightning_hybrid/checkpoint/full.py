@@ -1,23 +1,37 @@
-"""A checkpoint as one ordinary file of Lightning: gathered on rank 0, and each rank takes its part of it."""
+"""A checkpoint as one ordinary file of Lightning: gathered on rank 0, and each rank takes its part of it.
+
+The state dict of a divided module has a part of it: who takes that after a run is told how to get all.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates, check_number, numbered
 from lightning_hybrid.checkpoint.ownership import Ownership
-from lightning_hybrid.checkpoint.tree_paths import cloned
-from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object, receive_tree, send_tree
-from lightning_hybrid.distributed.dtensor import full_tensor, is_zero_sharded
+from lightning_hybrid.checkpoint.tree_paths import cloned, replaced, value_at
+from lightning_hybrid.distributed.dtensor import full_tensor, is_sharded, is_zero_sharded
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.process_group import GroupRef
+from lightning_hybrid.distributed.pytree import TreeSpec, flatten, flatten_with_path, split_values, unflatten
+from lightning_hybrid.distributed.tensor_bytes import as_bytes
+from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
+
+_WARNS = "_warns_of_parts"  # where a module remembers the hook
+_EXPECTED: ContextVar[bool] = ContextVar("_EXPECTED", default=False)
 
 
 class FullCheckpoint:
@@ -42,11 +56,15 @@ class FullCheckpoint:
         self._ownership = ownership
         self._optimizers = optimizers
         self._mesh = mesh
+        self._group = GroupRef(mesh.control_group)
+        self._is_alone = mesh.model_group.size() == 1
+        stages = range(mesh.pipeline_parallel_size)
+        self._firsts = [mesh.rank(stage, mesh.data_rank, 0) for stage in stages]  # of each stage of this replica
 
     @property
     def is_undivided(self) -> bool:
         """Whether every rank has all of the model."""
-        return self._mesh.model_group.size() == 1 and not any(map(is_zero_sharded, self._module.parameters()))
+        return self._is_alone and not any(map(is_zero_sharded, self._module.parameters()))
 
     def module_state(self) -> dict[str, Any]:
         """The state dict of the undivided module on global rank 0, an empty one elsewhere."""
@@ -54,7 +72,7 @@ class FullCheckpoint:
         if self.is_undivided:
             return state
         stored = self._ownership.stored_names(state)
-        found = self.gather(self._ownership.part(state))
+        found = self._gather(self._ownership.part(state))
         if not found:
             return {}
         full = copy.copy(state)  # with the versions of layers
@@ -69,7 +87,7 @@ class FullCheckpoint:
         if "param_groups" not in named:  # Lightning's placeholder for no optimizer has no state
             return named
         owners, rank = self._ownership.parameter_owners(), self._mesh.pipeline_rank
-        state = self.gather({name: value for name, value in named["state"].items() if owners.get(name, 0) == rank})
+        state = self._gather({name: value for name, value in named["state"].items() if owners.get(name, 0) == rank})
         return numbered({**named, "state": state}) if self._mesh.is_first else {}
 
     def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
@@ -87,13 +105,41 @@ class FullCheckpoint:
         for optimizer, state in zip(optimizers, named, strict=True):
             self._optimizers.load(optimizer, state, clone=True)
 
-    # -- what callbacks put into a checkpoint --------------------------------------------------------------------------
+    def fill(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Callbacks save copies of the model, such as averages; a checkpoint gets all of each.
 
-    def broadcast(self, value: Any) -> Any:
-        """Global rank 0's value, on the ranks of its model group; ``None`` elsewhere."""
-        return broadcast_object(value, 0, self._mesh.control_group) if self._mesh.data_rank == 0 else None
+        In a copy on global rank 0 layers of other stages are without values, and of layers shared by several ranks it
+        has a shard. The checkpoints of the other ranks, which are not written, have the same keys, and these values::
 
-    def gather(self, local: dict[Any, Any]) -> dict[Any, Any]:
+            rank 0   state_dict: {embed: 0.1, body.0: 0.2, body.1: meta}  <--.
+            rank 1   state_dict: {embed: 0.1, body.0: meta, body.1: 0.3}  ---' what is missing: state_dict, body.1
+
+        Args:
+            checkpoint: As the Trainer made it, on every rank; it stays as it is, and so does what callbacks have.
+
+        Returns:
+            The checkpoint, filled on global rank 0.
+        """
+        told = [[path for path, leaf in flatten_with_path(checkpoint) if _is_incomplete(leaf)]]
+        dist.broadcast_object_list(told, src=self._firsts[0], group=self._group.weak())
+        missing = told[0]
+        if not missing:
+            return checkpoint
+        tied = self._ownership.first_names()
+        local = {path: value_at(checkpoint, path) for path in missing if path[-1] not in tied}
+        local = {path: value for path, value in local.items() if isinstance(value, Tensor) and not value.is_meta}
+        for root in dict.fromkeys(path[:-1] for path in missing):  # state dicts, or part of them
+            table = value_at(checkpoint, root)
+            named = {name: value for name, value in table.items() if name in tied} if isinstance(table, dict) else {}
+            local.update({(*root, name): value for name, value in self._ownership.part(named).items()})
+        found = self._gather(local)
+        for path in missing if found else []:
+            first = (*path[:-1], tied.get(path[-1], path[-1]))
+            if first in found:
+                found[path] = found[first]
+        return replaced(checkpoint, found) if found else checkpoint
+
+    def _gather(self, local: dict[Any, Any]) -> dict[Any, Any]:
         """The values of all pipeline ranks of its model group, full and on the host, on global rank 0.
 
         Args:
@@ -102,17 +148,17 @@ class FullCheckpoint:
         Returns:
             All of them; nothing on the other ranks.
         """
-        mesh = self._mesh
+        mesh, group = self._mesh, self._group.weak()
         leaves, spec = flatten(local)
         if mesh.data_rank == 0:
             # A rank that comes here alone waits where its watcher knows for whom, which a receive does not tell.
-            dist.barrier(group=mesh.control_group)
+            dist.barrier(group=group)
         if mesh.data_rank != 0 or mesh.context_rank != 0:
             for leaf in filter(is_zero_sharded, leaves):
                 full_tensor(leaf)  # the first replica asks for it, or its ranks that share its sequences
             return {}
         if mesh.pipeline_rank > 0 and mesh.tensor_rank == 0:
-            send_tree(local, mesh.rank(0, 0, 0), mesh.control_group, prepare=_full_on_host)
+            _send(leaves, spec, self._firsts[0], group)
             return {}
         for index, leaf in enumerate(leaves):  # one by one, so that only one rank has the full tensors
             full = _full_on_host(leaf)
@@ -120,11 +166,106 @@ class FullCheckpoint:
         if not mesh.is_first:
             return {}
         values: dict[Any, Any] = unflatten(leaves, spec)
-        for rank in range(1, mesh.pipeline_parallel_size):
-            values |= receive_tree(mesh.rank(rank, 0, 0), mesh.control_group)
+        for sender in self._firsts[1:]:
+            values |= _receive(sender, group)
         return values
+
+
+def _send(leaves: list[Any], spec: TreeSpec, target: int, group: dist.ProcessGroup | None) -> None:
+    """Send a tree to the rank that receives it, tensor by tensor."""
+    dist.send_object_list([split_values(leaves, spec)], dst=target, group=group)
+    for leaf in leaves:
+        full = _full_on_host(leaf)
+        if isinstance(full, Tensor) and full.numel() > 0:
+            dist.send(as_bytes(full), dst=target, group=group)
+
+
+def _receive(source: int, group: dist.ProcessGroup | None) -> Any:
+    """The tree that a rank sends; its tensors are on the host."""
+    received: list[Any] = [None]
+    dist.recv_object_list(received, src=source, group=group)
+    meta, leaves = received[0]
+    for index, tensor in meta.tensors():
+        packed = torch.empty(tensor.shape.numel() * tensor.dtype.itemsize, dtype=torch.uint8)
+        if len(packed) > 0:
+            dist.recv(packed, src=source, group=group)
+        leaves[index] = packed.view(tensor.dtype).view(tensor.shape)
+    return unflatten(leaves, meta.spec)
 
 
 def _full_on_host(value: Any) -> Any:
     """All of a tensor, which ranks that share it must ask for together; anything else as it is."""
-    return full_tensor(value).detach().to("cpu", copy=False) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    full = full_tensor(value) if isinstance(value, DTensor) else value
+    return full.detach().to("cpu", copy=False)
+
+
+def _is_incomplete(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_meta or isinstance(value, DTensor))
+
+
+def check_values(checkpoint: dict[str, Any]) -> None:
+    """Nothing that has no values is written.
+
+    Raises:
+        ValueError: If something is.
+    """
+    leaves = flatten_with_path(checkpoint)
+    empty = [".".join(map(str, path)) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_meta]
+    if empty:
+        raise ValueError(
+            f"The checkpoint has tensors on the meta device, which have no values: {', '.join(empty[:5])}"
+            f"{', ...' if len(empty) > 5 else ''}. Layers of other stages have none on rank 0; what other ranks save in"
+            " the same place would be taken. Let `state_dict` and `on_save_checkpoint` of callbacks and of the module"
+            " save the same keys on every rank."
+        )
+
+
+# -- who takes a part --------------------------------------------------------------------------------------------------
+
+
+def warn_of_parts(module: LightningModule) -> None:
+    """Have a warning where the state dict of a divided module is taken between runs, until it is whole again.
+
+    Args:
+        module: The user's module.
+    """
+    hook = vars(module).pop(_WARNS, None)
+    if hook is not None:
+        hook.remove()
+    if any(map(_is_part, module.parameters())):
+        vars(module)[_WARNS] = module.register_state_dict_post_hook(_warn)  # type: ignore[no-untyped-call]
+
+
+def _is_part(tensor: Any) -> bool:
+    return is_placeholder(tensor) or is_sharded(tensor)
+
+
+@contextmanager
+def part_expected() -> Iterator[None]:
+    """Inside, it is known that a state dict has a part."""
+    token = _EXPECTED.set(True)
+    try:
+        yield
+    finally:
+        _EXPECTED.reset(token)
+
+
+def _warn(module: LightningModule, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A hook that is copied and pickled with its module."""
+    try:
+        is_running = module.trainer.state.status == TrainerStatus.RUNNING
+    except RuntimeError:  # it has no Trainer: a copy that a callback keeps
+        return
+    if is_running or _EXPECTED.get():
+        return
+    values = [value for name, value in state.items() if name.startswith(prefix)]
+    absent, shards = sum(map(is_placeholder, values)), sum(map(is_sharded, values))
+    if absent or shards:
+        rank_zero_warn(
+            f"This state dict of {type(module).__name__} is not all of it: of {len(values)} tensors, {absent} live on"
+            f" other stages and have no values here, and of {shards} this rank has a shard. On every rank,"
+            " `trainer.save_checkpoint(path, weights_only=True)` writes all, `trainer.strategy.gather_module()` makes"
+            " the module whole, and `trainer.strategy.lightning_module_state_dict()` gives all on rank 0."
+        )

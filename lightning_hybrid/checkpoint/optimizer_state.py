@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,6 +19,7 @@ from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 _State = dict[str, Any]
 _ADDED = {"params", "param_names", "initial_lr", "swa_lr", "foreach", "fused", "maximize", "capturable"}
 _ADDED |= {"differentiable", "amsgrad", "decoupled_weight_decay"}
+_FINETUNING = "internal_optimizer_metadata"  # where `BaseFinetuning` keeps groups
 _Group = dict[str, list[Any]]  # what a parameter group has for each of its parameters: "params", maybe "param_names"
 
 
@@ -81,6 +83,30 @@ class OptimizerStates:
         optimizer = _unwrap(optimizer)
         groups = zip(self._groups_of(optimizer), self._names_of(optimizer), strict=True)
         return [{**group, "params": names} for group, names in groups]
+
+    def fill_finetuning(self, checkpoint: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
+        """Finetuning saves the optimizer's groups by the names of their parameters; a checkpoint gets all of these.
+
+        Args:
+            checkpoint: As the Trainer made it; it stays as it is, and so does what callbacks have.
+            trainer: The Trainer.
+
+        Returns:
+            The checkpoint with full groups.
+        """
+        states = dict(checkpoint.get("callbacks", {}))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            state = states.get(callback.state_key)
+            if isinstance(callback, BaseFinetuning) and isinstance(state, dict) and _FINETUNING in state:
+                full = {
+                    number: [
+                        {**group, **names}
+                        for group, names in zip(groups, self.group_names(trainer.optimizers[number]), strict=False)
+                    ]
+                    for number, groups in state[_FINETUNING].items()
+                }
+                states[callback.state_key] = {**state, _FINETUNING: full}
+        return {**checkpoint, "callbacks": states} if states else checkpoint
 
     def state(self, optimizer: Optimizer) -> _State:
         """The state by name of what lives on this rank, sharded as the parameters are; with the full groups.

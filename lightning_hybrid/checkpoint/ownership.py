@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.module_names import named_tensors
@@ -23,27 +24,30 @@ class Ownership:
         module: The user's module, with placeholders for what lives elsewhere.
         stage_map: Which stage holds what.
         mesh: The ranks.
-
-    Attributes:
-        stage_map: Which stage holds what.
     """
 
     def __init__(self, module: LightningModule, stage_map: StageMap, mesh: Mesh) -> None:
         self._module = module
-        self.stage_map = stage_map
-        self._mesh = mesh
+        self._pipeline_rank = mesh.pipeline_rank
+        self.place(stage_map)
+
+    def place(self, stage_map: StageMap) -> None:
+        """Tensors live where this map says from here on."""
+        self._ranks_of: Callable[[str], frozenset[int]] = cache(stage_map.ranks_of)  # each checkpoint has all names
 
     def first_names(self) -> dict[str, str]:
         """The names of all tensors of the module, and what a parameter with more than one name is stored as."""
+        return {name: name for name, _ in named_tensors(self._module)} | self._first_names_of_parameters()
+
+    def _first_names_of_parameters(self) -> dict[str, str]:
+        """The same of the parameters alone, which may be tied."""
         first: dict[int, str] = {}
-        return {
-            name: first.setdefault(id(tensor), name) if isinstance(tensor, nn.Parameter) else name
-            for name, tensor in named_tensors(self._module)
-        }
+        named = self._module.named_parameters(remove_duplicate=False)
+        return {name: first.setdefault(id(parameter), name) for name, parameter in named}
 
     def stored_names(self, state: Iterable[str]) -> dict[str, str]:
         """What each name of a state dict of the module is stored as, where what is tied is stored once."""
-        first = self.first_names()
+        first = self._first_names_of_parameters()
         return {name: first.get(name, name) for name in state}
 
     def owners(self, names: Iterable[str]) -> dict[str, int]:
@@ -51,11 +55,10 @@ class Ownership:
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         first: dict[int, int] = {}
         for name, parameter in parameters.items():
-            rank = min(self.stage_map.ranks_of(name))
+            rank = min(self._ranks_of(name))
             first[id(parameter)] = min(rank, first.get(id(parameter), rank))
         return {
-            name: first[id(parameters[name])] if name in parameters else max(self.stage_map.ranks_of(name))
-            for name in names
+            name: first[id(parameters[name])] if name in parameters else max(self._ranks_of(name)) for name in names
         }
 
     def parameter_owners(self) -> dict[str, int]:
@@ -65,7 +68,7 @@ class Ownership:
     def part(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What counts on this pipeline rank of a state dict of the module, or of a copy of it; tied tensors once."""
         owners, stored = self.owners(state), self.stored_names(state)
-        own = (name for name in state if owners[name] == self._mesh.pipeline_rank and stored[name] == name)
+        own = (name for name in state if owners[name] == self._pipeline_rank and stored[name] == name)
         return {name: state[name] for name in own}
 
     def tensors(self) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -160,12 +160,7 @@ def _close(masters: Iterable[_Master]) -> None:
 class NoMasterWeights:
     """In the place of :class:`MasterWeights` where optimizers work on the parameters themselves."""
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Nothing changes."""
-        yield
-
-    step = opened
+    opened = step = nullcontext
 
     def _nothing(self, *_: Any) -> None:
         pass

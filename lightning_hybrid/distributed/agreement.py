@@ -50,11 +50,12 @@ class RankInfo(NamedTuple):
         return cls(host.rstrip(b"\0").decode(errors="replace"), *numbers)
 
 
-def agree(check: Callable[[], _T]) -> _T:
+def agree(check: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
     """Run something on every rank; if it fails on one, it fails on all, with the same text.
 
     Args:
         check: May raise anything.
+        group: As of :func:`~.process_group.all_gather_bytes`.
 
     Returns:
         What it returns.
@@ -68,14 +69,14 @@ def agree(check: Callable[[], _T]) -> _T:
         result = check()
     except Exception as raised:
         error = raised
-    failed = torch.tensor(error is not None, dtype=torch.int32, device=world_device())
-    dist.all_reduce(failed, dist.ReduceOp.MAX)  # a third of the time that texts take
+    failed = torch.tensor(error is not None, dtype=torch.int32, device=world_device() if group is None else "cpu")
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)  # a third of the time that texts take
     if not failed.item():
         return result
-    errors: list[Any] = [None] * dist.get_world_size()
+    errors: list[Any] = [None] * dist.get_world_size(group)
     kind = next((number for number, kind in enumerate(_AGREED) if isinstance(error, kind)), len(_AGREED) - 1)
     text = str(error) if isinstance(error, _AGREED) else f"{type(error).__name__}: {error}"
-    dist.all_gather_object(errors, None if error is None else (kind, text))
+    dist.all_gather_object(errors, None if error is None else (kind, text), group=group)
     first = next(found for found in errors if found is not None)
     if error is not None and text == first[1]:
         raise error

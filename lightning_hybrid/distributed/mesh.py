@@ -130,6 +130,7 @@ class Mesh:
     Attributes:
         hosts: As given.
         grid: As given.
+        is_first: Whether this is the first rank of every axis: the one that writes and logs.
         broadcasts: Those that have been asked for.
     """
 
@@ -156,8 +157,7 @@ class Mesh:
         self.data_parallel_size = data_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
         self.pipeline_parallel_size = pipeline_parallel_size
-        shape = tuple(sizes[axis] for axis in order)
-        by_order = torch.arange(dist.get_world_size(), dtype=torch.int).view(shape)
+        by_order = torch.arange(dist.get_world_size(), dtype=torch.int).view([sizes[axis] for axis in order])
         axes = ("pp", "dp", "cp", "tp") if "cp" in order else ("pp", "dp", "tp")
         by_axes = by_order.permute([order.index(axis) for axis in axes])
         self._ranks = by_axes if "cp" in order else by_axes.unsqueeze(2)  # by pipeline, data, context and tensor rank
@@ -165,6 +165,7 @@ class Mesh:
         self._timeout = timeout
         coordinates = (self._ranks == dist.get_rank()).nonzero().flatten().tolist()
         self.pipeline_rank, self.data_rank, self.context_rank, self.tensor_rank = coordinates
+        self.is_first = not any(coordinates)
 
         by_stage = self._ranks.permute(0, 2, 3, 1).flatten(0, 2)
         by_replica = self._ranks.transpose(0, 1).flatten(1)
@@ -331,11 +332,6 @@ class Mesh:
         if self.grid is None:
             return {AXES["tp"]: self.tensor_group}
         return {name: self.grid_group(axes) for name, axes in self.grid.mesh_axes.items()}
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first rank of every axis: the one that writes and logs."""
-        return bool(self.pipeline_rank == self.data_rank == self.context_rank == self.tensor_rank == 0)
 
     def data_parallel_min(self, number: int) -> int:
         """The smallest of the numbers that the replicas' ranks have."""

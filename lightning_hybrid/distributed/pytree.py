@@ -273,6 +273,12 @@ class TreeMeta(NamedTuple):
         return leaves if self.spec is None or self.spec.kind is None else f"{leaves} in {self.spec!r}"
 
 
+def split_values(leaves: list[Any], spec: TreeSpec) -> tuple[TreeMeta, list[Any]]:
+    """What can be the same for many trees, and the values that are not tensors, by position."""
+    tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
+    return TreeMeta.of(tensors, spec), [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
 def _tensor_meta(leaf: Tensor) -> TensorMeta:
     if leaf.layout is not torch.strided:
         raise TypeError(

@@ -514,19 +514,9 @@ def check_plugin(plugin: CheckpointIO | None, *, sharded: bool, beside: bool) ->
         )
 
 
-def check_storage(options: Any, *, sharded: bool) -> None:
-    """Check how a checkpoint is to be written.
-
-    Args:
-        options: What `Trainer.save_checkpoint` was given.
-        sharded: Whether the checkpoint is a directory.
-
-    Raises:
-        TypeError: If there is no use for options; as Lightning says it.
-    """
-    if options is not None and sharded:
-        raise TypeError(
-            "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for"
-            " `HybridStrategy(save_distributed_checkpoint=True)`. Use save_distributed_checkpoint=False, and a plugin"
-            " of your own: Trainer(plugins=[MyCheckpointIO()])."
-        )
+#: Of a checkpoint that is a directory; as Lightning says it.
+STORAGE_OPTIONS = (
+    "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for"
+    " `HybridStrategy(save_distributed_checkpoint=True)`. Use save_distributed_checkpoint=False, and a plugin of your"
+    " own: Trainer(plugins=[MyCheckpointIO()])."
+)

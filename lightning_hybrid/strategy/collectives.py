@@ -24,7 +24,6 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.tensor_bytes import tell_autograd
-from lightning_hybrid.strategy.launch import has_groups
 from lightning_hybrid.trainer.step_context import StepContext
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -205,7 +204,7 @@ class ReplicaCollectives(ParallelStrategy):
     @outside_of_steps
     def barrier(self, name: str | None = None) -> None:
         """Wait for every process."""
-        if not has_groups():
+        if not dist.is_initialized():
             return
         on_device = self.root_device.type == "cuda" and has_nccl()
         dist.barrier(device_ids=[self.root_device.index] if on_device else None)
@@ -213,7 +212,7 @@ class ReplicaCollectives(ParallelStrategy):
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         """Give every process the object of one."""
-        if not has_groups():
+        if not dist.is_initialized():
             return obj
         if self.in_step and self._log_dir is not None and src == 0 and self._log_dir[0] == obj:
             answer: TBroadcast = self._log_dir[1]

@@ -66,11 +66,6 @@ def outlive_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
-def has_groups() -> bool:
-    """Whether the process groups exist: not before a run, and not after they were destroyed."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def announce(rank: int) -> None:
     """Tell everything that logs on rank 0 only, which rank this is."""
     for package in (pytorch_rank_zero, fabric_rank_zero):
@@ -122,7 +117,7 @@ def _leave_groups() -> None:
     destructor: "terminate called without an active exception", and SIGABRT, at about one exit in 200 on a busy machine.
     A group that is destroyed waits for its threads. (After a failure there are no groups any more.)
     """
-    if has_groups():
+    if dist.is_initialized():
         with suppress(Exception):
             dist.destroy_process_group()
         gc.collect()  # what refers to groups in circles

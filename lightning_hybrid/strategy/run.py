@@ -24,7 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_hybrid.checkpoint.checkpointer import Checkpointer
-from lightning_hybrid.checkpoint.partial_state import warn_of_parts
+from lightning_hybrid.checkpoint.full import warn_of_parts
 from lightning_hybrid.config import HybridConfig, grid_shape
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.data_parallel.master_weights import MasterWeights, NoMasterWeights
@@ -183,6 +183,7 @@ class AttachedModule:
         parallelizer: Divides it.
         is_cut: Whether steps are cut into stages or microbatches.
         is_gathered: Whether it was divided and is whole again.
+        checkpointer: Saves and loads it, as it is divided now.
         master_weights: Its parameters in float32, during a run in half precision that keeps them.
     """
 
@@ -197,7 +198,7 @@ class AttachedModule:
         self.master_weights: MasterWeights | NoMasterWeights = NoMasterWeights()
         self._before_configure_model: list[nn.Parameter] | None = None
         self._hook: AfterHook | None = None
-        self._checkpointer: Checkpointer | None = None
+        self.checkpointer = self._new_checkpointer()
         world.in_flight.add(self)
 
     def _new_parallelizer(self, world: World) -> ModuleParallelizer:
@@ -206,12 +207,6 @@ class AttachedModule:
     def _new_checkpointer(self) -> Checkpointer:
         world = self._world
         return Checkpointer(self.module, self.parallelizer.stage_map, world.mesh, world.config, world.resume)
-
-    @property
-    def checkpointer(self) -> Checkpointer:
-        """Saves and loads; there once the module has been divided."""
-        assert self._checkpointer is not None, "the module has not been divided yet"
-        return self._checkpointer
 
     def divide_early(self) -> None:
         """Put placeholders as soon as there is a body: now, or on leaving the hook that makes it, whoever calls that.
@@ -247,7 +242,7 @@ class AttachedModule:
         warn_of_parts(self.module)
         self._started.add(self.module)
         self.is_gathered = False
-        self._checkpointer = self._new_checkpointer()
+        self.checkpointer = self._new_checkpointer()
 
     def gather(self, run: Run | None) -> None:
         """Undo the division, on every rank.
@@ -266,7 +261,7 @@ class AttachedModule:
         self.parallelizer.undo()
         warn_of_parts(self.module)
         self.parallelizer, self.is_gathered = self._new_parallelizer(world), True
-        self._checkpointer = self._new_checkpointer()
+        self.checkpointer = self._new_checkpointer()
 
     def detach(self) -> None:
         """A run is over: no hook is waited for any more."""
@@ -279,8 +274,8 @@ class AttachedModule:
         Raises:
             OSError: If one could not be written.
         """
-        if self._checkpointer is not None and not self._world.failures.failed:
-            self._checkpointer.close()
+        if not self._world.failures.failed:
+            self.checkpointer.close()
 
     def abandon(self) -> None:
         """Let go of torch's mesh, which holds the group of all ranks."""
@@ -298,6 +293,7 @@ class Run:
 
     Attributes:
         grad_sync: What this rank has in common with others.
+        context: Around the user's steps; ``None`` if they are not cut.
         offload: Moves optimizer states and activations to the host.
         training_step: Runs training batches.
         evaluation_step: Runs evaluation batches.
@@ -310,7 +306,7 @@ class Run:
     def __init__(self, world: World, attached: AttachedModule, *, sync_batch_norm: bool, autocasts: bool) -> None:
         config, module, parallelizer = world.config, attached.module, attached.parallelizer
         self._world, self._attached = world, attached
-        self._context: StepContext | None = None
+        self.context: StepContext | None = None
         self.nonfinite: NonfiniteGuard | None = None
         self.training_step: TrainingStep | UncutTrainingStep | RefusedStep
         self.evaluation_step: EvaluationStep | UncutEvaluationStep | RefusedStep
@@ -344,7 +340,7 @@ class Run:
             self.training_step = UncutTrainingStep(module, self.grad_sync, around_forwards)
             self.evaluation_step = UncutEvaluationStep(module, self.grad_sync)
             return
-        self._context = StepContext(
+        self.context = StepContext(
             module,
             self._attached.parallelizer.body,
             self._attached.parallelizer.stage_map,
@@ -361,19 +357,19 @@ class Run:
             frees_early=config.zero_stage == 3 and config.frees_early,
         )
         self.training_step = TrainingStep(
-            self._context,
+            self.context,
             self.grad_sync,
             config,
             place_parameters=self._place_parameters,
             shares_casts=autocasts and config.shares_casts,
         )
         self.evaluation_step = EvaluationStep(
-            self._context, self.grad_sync, config.num_microbatches, dynamic_shapes=config.dynamic_shapes
+            self.context, self.grad_sync, config.num_microbatches, dynamic_shapes=config.dynamic_shapes
         )
 
     def _place_parameters(self, used: Mapping[str, Collection[int]] | None) -> None:
         """Let parameters outside of the layers live where the first batch of training uses them; on every rank."""
-        context, parallelizer = self._context, self._attached.parallelizer
+        context, parallelizer = self.context, self._attached.parallelizer
         assert context is not None
         outside = parallelizer.find_outside(used)
         if not outside:
@@ -390,18 +386,13 @@ class Run:
         rank_zero_info(placed_text(outside))
 
     @property
-    def in_step(self) -> bool:
-        """Whether the user's step runs, and not on every rank."""
-        return self._context is not None and self._context.in_step
-
-    @property
     def moves_batches(self) -> bool:
         """Whether batches of what the Trainer does now move to the device as a whole.
 
         In training their microbatches move when they are needed; in evaluation no stage but the first and the last one
         of a chain reads them. On a host there is nothing to save.
         """
-        context, trains = self._context, self._attached.module.trainer.training
+        context, trains = self.context, self._attached.module.trainer.training
         if context is None or self._world.device.type == "cpu":
             return True
         reads = trains or context.frame.body_cut is None or context.is_first or context.is_last
@@ -416,7 +407,7 @@ class Run:
     @property
     def has_actions(self) -> bool:
         """Whether steps are cut, so that there is a schedule."""
-        return self._context is not None
+        return self.context is not None
 
     def record(self) -> Recorder | None:
         """Note from here on when actions begin and end, until :meth:`stop_recording`.
@@ -424,15 +415,15 @@ class Run:
         Returns:
             Where that is noted; ``None`` where there are no actions.
         """
-        if self._context is not None:
-            self._context.recorder = Recorder(self._context.engine, self._world.device)
-            return self._context.recorder
+        if self.context is not None:
+            self.context.recorder = Recorder(self.context.engine, self._world.device)
+            return self.context.recorder
         return None
 
     def stop_recording(self) -> None:
         """Note nothing any more."""
-        if self._context is not None:
-            self._context.recorder = None
+        if self.context is not None:
+            self.context.recorder = None
 
     def stop_steps(self) -> None:
         """The module is about to be made whole: no step can follow in this run."""
@@ -451,8 +442,8 @@ class Run:
         self.grad_sync.zero.follow(trainer.strategy.optimizers)
         estimate = partial(self._attached.parallelizer.estimate_memory, trainer.strategy.optimizers)
         add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))
-        if self._context is not None and world.mesh.data_parallel_size > 1:
-            lightning_internals.before_epoch_reduction(trainer, self._context.desync.note_epoch_end)
+        if self.context is not None and world.mesh.data_parallel_size > 1:
+            lightning_internals.before_epoch_reduction(trainer, self.context.desync.note_epoch_end)
             undo.callback(lightning_internals.restore_epoch_reduction, trainer)
         if nonfinite is not None:
             self.nonfinite = nonfinite
@@ -460,17 +451,17 @@ class Run:
             undo.callback(lightning_internals.restore_after_closure, trainer.precision_plugin)
             add_callbacks(trainer, SkippedSteps(nonfinite))
         self._detect_anomaly(trainer)
-        if self._context is None:
+        if self.context is None:
             return
         patches = Patches(module, world.mesh)
         patches.install(trainer)
         undo.callback(patches.remove)
         if world.mesh.pipeline_parallel_size > 1:
-            step_collectives = StepCollectives(world.mesh, self._context)
+            step_collectives = StepCollectives(world.mesh, self.context)
             step_collectives.install()
             undo.callback(step_collectives.remove)
-        self._context.metrics.install()
-        undo.callback(self._context.metrics.remove)
+        self.context.metrics.install()
+        undo.callback(self.context.metrics.remove)
         source = world.mesh.model_group_rank(world.mesh.pipeline_parallel_size - 1, 0)
         body = self._attached.parallelizer.body
         epoch_sync = EpochSync(module, world.mesh.control_group, source=source, layers=body.layers if body else ())
@@ -488,7 +479,7 @@ class Run:
         detector = AnomalyDetector(
             self._attached.module,
             self._world.engine,
-            unfollowed=nullcontext if self._context is None else self._context.unfollowed,
+            unfollowed=nullcontext if self.context is None else self.context.unfollowed,
             scales=getattr(trainer.precision_plugin, "scaler", None) is not None,
         )
         self.training_step.anomaly = detector

@@ -346,13 +346,14 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def is_alone(self) -> bool:
         """Whether there are no process groups: before a run, or after they were destroyed."""
-        return self._world is None or not launch.has_groups()
+        return self._world is None or not dist.is_initialized()
 
     @property
     @override
     def in_step(self) -> bool:
         """Whether the user's step runs, and not on every rank."""
-        return self._run is not None and self._run.in_step
+        context = None if self._run is None else self._run.context
+        return context is not None and context.in_step
 
     # -- processes, and the beginning and end of a run ---------------------------------------------------------------
 
@@ -402,7 +403,7 @@ class HybridStrategy(ReplicaCollectives):
         trainer, samples = self._module.trainer, self.settings.global_batch_size
         if samples is not None and trainer.state.fn == TrainerFn.FITTING:
             check_accumulation(samples, trainer, self._module)
-        if not launch.has_groups():
+        if not dist.is_initialized():
             assert self.cluster_environment is not None
             if self._start is not None:  # of groups that are gone: what fails now is not theirs
                 self._start.close()
@@ -775,21 +776,21 @@ class HybridStrategy(ReplicaCollectives):
         """Writes and reads checkpoint files."""
         if self._checkpoint_io is None:
             self._checkpoint_io = FileIO()
-        elif lightning_internals.is_wrapping_io(self._checkpoint_io) and self._checkpoint_io.checkpoint_io is None:
-            self._checkpoint_io.checkpoint_io = FileIO()
         return self._checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         checks.check_plugin(io, sharded=self.settings.save_distributed_checkpoint, beside=self.settings.async_save)
+        if lightning_internals.is_wrapping_io(io) and io.checkpoint_io is None:
+            io.checkpoint_io = FileIO()
         self._checkpoint_io = io
 
     @outside_of_steps
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint: a file on rank 0, or a directory on every rank."""
-        sharded = self.settings.save_distributed_checkpoint
-        checks.check_storage(storage_options, sharded=sharded)
+        if storage_options is not None and self.settings.save_distributed_checkpoint:
+            raise TypeError(checks.STORAGE_OPTIONS)
         if self._attached is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
@@ -821,7 +822,8 @@ class HybridStrategy(ReplicaCollectives):
         """The undivided module's state on rank 0, empty on other ranks of a pipeline; for a directory, this rank's."""
         if self._attached is None:  # no run has begun, and nothing is divided
             return super().lightning_module_state_dict()
-        self.world.exceptions.check_saving()  # the Trainer asks for this first
+        if self.world.exceptions.why_not_saved is not None:  # the Trainer asks for this first
+            raise RuntimeError(self.world.exceptions.why_not_saved)
         with self.attached.master_weights.opened():
             return self.attached.checkpointer.module_state()
 

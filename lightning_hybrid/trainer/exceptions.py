@@ -49,19 +49,22 @@ class ExceptionCallback(Callback):
         failures: Where failures are written.
         abandon: Lets go of everything that is under way.
         place: This rank and where it is, as text.
+
+    Attributes:
+        why_not_saved: Why nothing can be saved any more, once an exception ends this run; ``None`` before.
     """
 
     def __init__(self, failures: FailureStore, abandon: Callable[[], None], place: Callable[[], str]) -> None:
         self._failures = failures
         self._abandon, self._place = abandon, place
         self._rank, self._is_alone = dist.get_rank(), dist.get_world_size() == 1
-        self._exception: str | None = None  # that ends this run
+        self.why_not_saved: str | None = None
         self._has_left = False
         self._cause: BaseException | None = None
 
     def close(self, trainer: Trainer) -> None:
         """The run is over: callbacks may save again."""
-        self._exception = None
+        self.why_not_saved = None
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if vars(callback).get("on_exception") is _save_nothing:
                 del callback.__dict__["on_exception"]
@@ -70,24 +73,13 @@ class ExceptionCallback(Callback):
         """Keep callbacks from saving, and leave the groups."""
         if self._is_alone or stops_together(exception, trainer):
             return
-        self._exception = type(exception).__name__
+        self.why_not_saved = _WHY_NOT.format(type(exception).__name__)
         saving = [each for each in trainer.checkpoint_callbacks if _saves_on_exception(each)]
         for callback in saving:
             callback.__dict__["on_exception"] = _save_nothing
         if saving:
-            rank_zero_warn(
-                f"{', '.join(type(each).__name__ for each in saving)} saves nothing. {_WHY_NOT.format(self._exception)}"
-            )
+            rank_zero_warn(f"{', '.join(type(each).__name__ for each in saving)} saves nothing. {self.why_not_saved}")
         self.leave(exception)
-
-    def check_saving(self) -> None:
-        """Whether all ranks may come to save.
-
-        Raises:
-            RuntimeError: If this rank is on its way out.
-        """
-        if self._exception is not None:
-            raise RuntimeError(_WHY_NOT.format(self._exception))
 
     def leave(self, exception: BaseException) -> BaseException | None:
         """Tell the other ranks, and leave every group without a collective; once.

@@ -377,13 +377,13 @@ def test_jobs_run_in_the_background_in_order_and_the_first_failure_is_returned()
 
     background.submit(first)
     background.submit(second)
-    assert background.is_busy
+    assert background.jobs
     assert done == []  # nobody waited
     gate.set()
     error = background.wait()
     assert done == ["first", "second"]
     assert str(error) == "no space"
-    assert not background.is_busy
+    assert not background.jobs
     assert background.wait() is None
     background.submit(lambda: done.append("third"))
     assert background.wait() is None

@@ -4,42 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
-import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-import lightning_hybrid
 from lightning_hybrid import HybridStrategy
+from tests.entries import PACKAGE, Chain, counting_entries
 from tests.pool import Pools
 from tests.training_jobs import loader, make_trainer
 
-_PACKAGE = str(Path(lightning_hybrid.__file__).parent)
 _STEP = 6  # one whose shapes, plans and metas are all known, and whose labels nobody counts any more
-
-
-class Chain(LightningModule):
-    """Four layers and a head, which the first stage has not; one value is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
-        self.head = nn.Linear(6, 1)
-        self.double()
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = batch
-        loss = nn.functional.mse_loss(self.head(self.body(x)), y)
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def entries_of_a_step() -> Counter[str]:
@@ -48,23 +24,11 @@ def entries_of_a_step() -> Counter[str]:
     numbers = iter(range(100))
     training_step = HybridStrategy.training_step
 
-    def enter(frame: FrameType, event: str, argument: Any) -> None:
-        file, caller = frame.f_code.co_filename, frame.f_back
-        if event != "call" or not file.startswith(_PACKAGE):
-            return
-        while caller is not None and not caller.f_code.co_filename.startswith(_PACKAGE):
-            caller = caller.f_back
-        if caller is None or caller.f_code.co_filename != file:
-            entries[file.removeprefix(_PACKAGE)] += 1
-
     def profiled(self: HybridStrategy, *args: Any, **kwargs: Any) -> Any:
         if next(numbers) != _STEP:
             return training_step(self, *args, **kwargs)
-        sys.setprofile(enter)
-        try:
+        with counting_entries(entries):
             return training_step(self, *args, **kwargs)
-        finally:
-            sys.setprofile(None)
 
     with patch.object(HybridStrategy, "training_step", profiled):
         make_trainer({"pipeline_parallel_size": 2, "num_microbatches": 4}).fit(Chain(), loader(num_samples=64))
@@ -90,7 +54,7 @@ class Seen(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         depth, frame = 0, sys._getframe(1)
         while frame.f_code is not HybridStrategy.training_step.__code__:
-            depth += frame.f_code.co_filename.startswith(_PACKAGE)
+            depth += frame.f_code.co_filename.startswith(PACKAGE)
             assert frame.f_back is not None
             frame = frame.f_back
         Seen.depth = depth

@@ -7,16 +7,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class BackgroundWriter:
-    """A thread that runs jobs in the order of their submission; a failure is raised to whoever waits for them."""
+    """A thread that runs jobs in the order of their submission; a failure is raised to whoever waits for them.
+
+    Attributes:
+        jobs: Those whose outcome nobody has waited for.
+    """
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
-        self._jobs: list[Future[None]] = []
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether there are jobs whose outcome nobody has waited for."""
-        return bool(self._jobs)
+        self.jobs: list[Future[None]] = []
 
     def submit(self, job: Callable[[], None], *, if_all_succeeded: bool = False) -> None:
         """Run a job after those before it.
@@ -25,7 +24,7 @@ class BackgroundWriter:
             job: The job.
             if_all_succeeded: Whether it is left out if one of those before it has failed.
         """
-        before = list(self._jobs)
+        before = list(self.jobs)
 
         def run() -> None:
             if not (if_all_succeeded and any(other.exception() for other in before)):
@@ -33,7 +32,7 @@ class BackgroundWriter:
 
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._jobs.append(self._executor.submit(run))
+        self.jobs.append(self._executor.submit(run))
 
     def wait(self) -> Exception | None:
         """Wait until all jobs are done.
@@ -41,7 +40,7 @@ class BackgroundWriter:
         Returns:
             The first failure among them, if any.
         """
-        jobs, self._jobs = self._jobs, []
+        jobs, self.jobs = self.jobs, []
         error = next((error for error in [job.exception() for job in jobs] if error is not None), None)
         if self._executor is not None:
             self._executor.shutdown()

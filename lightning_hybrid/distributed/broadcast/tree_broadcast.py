@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed import broadcast  # torch's own, also while the user's co
 from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.failure import PeerFailedError, WrongUseError
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends
-from lightning_hybrid.distributed.pytree import TreeMeta, TreeSpec, flatten, unflatten
+from lightning_hybrid.distributed.pytree import TreeMeta, flatten, split_values, unflatten
 from lightning_hybrid.distributed.tensor_bytes import (
     FIRST_MESSAGE,
     as_bytes,
@@ -81,47 +81,13 @@ def reduce_over(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> Ten
     return tensor.div_(group.size()) if tensor.is_floating_point() else tensor / group.size()
 
 
-def send_tree(tree: Any, target: int, group: dist.ProcessGroup, prepare: Callable[[Any], Any]) -> None:
-    """Send a tree to one rank, tensor by tensor.
-
-    Args:
-        tree: Tensors and values that can be pickled.
-        target: The global rank, which calls :func:`receive_tree`.
-        group: A group over a backend that takes tensors of the host.
-        prepare: Makes of each leaf, when its turn comes, what is sent: a tensor on the host, of equal shape and dtype.
-    """
-    leaves, spec = flatten(tree)
-    dist.send_object_list([_split(leaves, spec)], dst=target, group=group)
-    for leaf in leaves:
-        ready = prepare(leaf)
-        if isinstance(ready, Tensor) and ready.numel() > 0:
-            dist.send(as_bytes(ready), dst=target, group=group)
-
-
-def receive_tree(source: int, group: dist.ProcessGroup) -> Any:
-    """Receive the tree that a rank sends with :func:`send_tree`; tensors are on the host."""
-    received: list[Any] = [None]
-    dist.recv_object_list(received, src=source, group=group)
-    meta, leaves = received[0]
-    for tensor in _allocate(meta, leaves, torch.device("cpu")):
-        if tensor.numel() > 0:
-            dist.recv(as_bytes(tensor), src=source, group=group)
-    return unflatten(leaves, meta.spec)
-
-
-def _split(leaves: list[Any], spec: TreeSpec) -> tuple[TreeMeta, list[Any]]:
-    """What can be the same for many trees, and the values that are not tensors, by position."""
-    tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
-    return TreeMeta.of(tensors, spec), [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
 def _allocate(
     meta: TreeMeta,
     leaves: list[Any],
     device: torch.device,
     *,
-    pin_memory: bool = False,
-    comes: Sequence[bool] = (),
+    pin_memory: bool,
+    comes: Sequence[bool],
 ) -> list[Tensor]:
     """Put empty tensors at their positions among the leaves, and return them: on the host those that were there.
 
@@ -244,7 +210,7 @@ class TreeBroadcast:
         self._messages.retire()  # of the tree before, which the others have used since
         leaves, spec = flatten(tree)
         leaves = [self._detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        meta, values = _split(leaves, spec)
+        meta, values = split_values(leaves, spec)
         readers = None if selection is None else selection.choose(meta, leaves)
         number = self._numbers.get((meta, readers))
         is_new = number is None

@@ -130,12 +130,6 @@ def is_epoch_over(trainer: Trainer) -> bool:
     return internals.is_last_batch(trainer) or (fetcher is not None and fetcher.done)
 
 
-def progress(trainer: Trainer) -> tuple[int, int]:
-    """How many epochs and batches have begun since training began."""
-    epoch, batch = trainer.fit_loop.epoch_progress.total, trainer.fit_loop.epoch_loop.batch_progress.total
-    return epoch.ready, batch.ready
-
-
 def _set_all(progress: dict[str, Any], count: int) -> None:
     """Everything has been done this often; the total changes as much as the current value."""
     current, total = progress["current"], progress["total"]

@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.random import (
     RandomStreams,
     derive_seed,
@@ -34,7 +35,7 @@ from lightning_hybrid.trainer.resume.logged_state import (
     metric_states,
     plain_values,
 )
-from lightning_hybrid.trainer.resume.loop_state import LoopState, has_begun, is_epoch_over, progress
+from lightning_hybrid.trainer.resume.loop_state import LoopState, has_begun, is_epoch_over
 from lightning_hybrid.trainer.resume.replay import ReplayableLoader, loader_generators, set_loader_generators
 from lightning_hybrid.trainer.resume.replicas import in_new_batches
 
@@ -57,6 +58,7 @@ class ResumeCallback(Callback):
 
     def __init__(self, mesh: Mesh, streams: RandomStreams, device: torch.device) -> None:
         self._mesh = mesh
+        self._group = GroupRef(mesh.decision_group)
         self._streams = streams
         self._device = device
         self._loaded: Mapping[str, Any] | None = None
@@ -88,7 +90,7 @@ class ResumeCallback(Callback):
 
     def _record(self, trainer: Trainer) -> dict[str, Any]:
         ended, own = self._ended
-        if ended != progress(trainer):
+        if ended != _progress(trainer):
             if trainer.state.fn != TrainerFn.FITTING or not has_begun(trainer):
                 return {}
             own = self._snapshot(trainer)
@@ -97,7 +99,7 @@ class ResumeCallback(Callback):
         is_first = self._mesh.context_rank == 0  # of those that share sequences, and draw the same around layers
         entry = (self._coordinate, of_rank) if is_first else None
         ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(entry, ranks, 0, group=self._mesh.decision_group)
+        dist.gather_object(entry, ranks, 0, group=self._group.weak())
         return {**common, "ranks": dict(filter(None, ranks or ()))}
 
     @property
@@ -161,12 +163,12 @@ class ResumeCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """If the epoch is not over, the run ends in the middle of it; what hooks do now belongs to that end."""
         if not is_epoch_over(trainer):
-            self._ended = progress(trainer), self._snapshot(trainer)
+            self._ended = _progress(trainer), self._snapshot(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Loaders are about to be closed, and a checkpoint may be asked for later."""
-        if self._ended[0] != progress(trainer) and has_begun(trainer):
-            self._ended = progress(trainer), self._snapshot(trainer)
+        if self._ended[0] != _progress(trainer) and has_begun(trainer):
+            self._ended = _progress(trainer), self._snapshot(trainer)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
@@ -256,7 +258,7 @@ class ResumeCallback(Callback):
 
         A machine with a disk of its own may find another one, or none.
         """
-        internals.choose_checkpoint(trainer, partial(broadcast_object, source=0, group=self._mesh.decision_group))
+        internals.choose_checkpoint(trainer, partial(broadcast_object, source=0, group=self._group()))
 
     def close(self, trainer: Trainer) -> None:
         """The run is over."""
@@ -264,6 +266,12 @@ class ResumeCallback(Callback):
         internals.restore_checkpoint_choice(trainer)
         internals.restore_validation(trainer)
         internals.restore_next_batch(trainer)
+
+
+def _progress(trainer: Trainer) -> tuple[int, int]:
+    """How many epochs and batches have begun since training began."""
+    epoch, batch = trainer.fit_loop.epoch_progress.total, trainer.fit_loop.epoch_loop.batch_progress.total
+    return epoch.ready, batch.ready
 
 
 def _prepare_accumulation(trainer: Trainer) -> None:
