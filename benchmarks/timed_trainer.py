@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-__all__ = ["Round", "trainer_round"]
+__all__ = ["Round", "Stopwatch", "trainer_round"]
 
 Round = Callable[[], float]
 
@@ -19,9 +19,13 @@ class Stopwatch(Callback):
 
     Args:
         warm_up: The number of these.
+
+    Attributes:
+        seconds: What a clock says.
+        cpu_seconds: In which threads of this process computed.
     """
 
-    seconds = 0.0
+    seconds = cpu_seconds = 0.0
 
     def __init__(self, warm_up: int) -> None:
         self._warm_up = warm_up
@@ -29,15 +33,15 @@ class Stopwatch(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start when it is warm."""
         if batch_idx == self._warm_up:
-            self._start = time.perf_counter()
+            self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop."""
-        self.seconds = time.perf_counter() - self._start
+        self.seconds, self.cpu_seconds = time.perf_counter() - self._start, time.process_time() - self._cpu_start
 
 
 def trainer_round(
-    module: LightningModule, loader: DataLoader[Any], batches: int, *, warm_up: int, **arguments: Any
+    module: LightningModule, loader: DataLoader[Any], batches: int, *, watch: Stopwatch, **arguments: Any
 ) -> Round:
     """A round is one epoch more; it gives the seconds of a batch.
 
@@ -45,10 +49,9 @@ def trainer_round(
         module: What is trained.
         loader: Its batches, of which the first ones are not timed.
         batches: How many are.
-        warm_up: How many are not.
+        watch: What times them.
         arguments: Others of the Trainer.
     """
-    watch = Stopwatch(warm_up)
     trainer = Trainer(
         accelerator="cpu",
         callbacks=[watch],

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,12 +25,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.ratios import interval
-from benchmarks.timed_trainer import Round, trainer_round
+from benchmarks.timed_trainer import Stopwatch, trainer_round
 from lightning_hybrid import HybridStrategy
 
 WIDTH, HEADS, DEPTH = 128, 4, 2
 KINDS = ("ulysses", "all_gather", "ring")
 WARM_UP, BATCHES = 1, 2  # of a round
+#: A round: the seconds of a batch, and in how many of them threads of this process computed.
+Timed = Callable[[], tuple[float, float]]
 
 
 class Block(nn.Module):
@@ -67,7 +70,7 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def shared(kind: str, length: int) -> Round:
+def shared(kind: str, length: int) -> Timed:
     """Trained by all ranks.
 
     Args:
@@ -79,53 +82,63 @@ def shared(kind: str, length: int) -> Round:
     batches = [torch.randn(length, WIDTH, generator=generator) for _ in range(WARM_UP + BATCHES)]
     loader: DataLoader[Any] = DataLoader(batches, 1)  # type: ignore[arg-type]
     strategy = HybridStrategy(context_parallel_size=size, context_parallel=kind)  # type: ignore[arg-type]
-    return trainer_round(Model(), loader, BATCHES, warm_up=WARM_UP, strategy=strategy, devices=size)
+    watch = Stopwatch(WARM_UP)
+    run = trainer_round(Model(), loader, BATCHES, watch=watch, strategy=strategy, devices=size)
+    return lambda: (run(), watch.cpu_seconds / BATCHES)
 
 
-def alone(length: int) -> Round:
+def alone(length: int) -> Timed:
     """Trained by one process, while the other ranks wait."""
     module, batch = Model(), torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0))
     optimizer = module.configure_optimizers()
 
-    def run() -> float:
-        start = 0.0
+    def run() -> tuple[float, float]:
+        start = cpu_start = 0.0
         for number in range(WARM_UP + BATCHES):
             if number == WARM_UP:
-                start = time.perf_counter()
+                start, cpu_start = time.perf_counter(), time.process_time()
             module.training_step(batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-        return (time.perf_counter() - start) / BATCHES
+        return (time.perf_counter() - start) / BATCHES, (time.process_time() - cpu_start) / BATCHES
 
     return run
 
 
 def compare(length: int, rounds: int) -> list[dict[str, Any]]:
-    """Alternate one process and the kinds; a ratio is the time of a kind over the share of one process."""
+    """Alternate one process and the kinds.
+
+    Of each round the time of a kind over the ideal share of one process, for which each core does as much as the other
+    ones; and the time in which cores compute, of all ranks over that of one process.
+    """
     one_process, of_kinds = alone(length), {kind: shared(kind, length) for kind in KINDS}
     for each in of_kinds.values():
         each()
     size, rank = dist.get_world_size(), dist.get_rank()
-    times: dict[str, list[float]] = {name: [] for name in ("alone", *KINDS)}
-    for _ in range(rounds):
+    times = torch.zeros(1 + len(KINDS), rounds, 2, dtype=torch.float64)
+    for number in range(rounds):
         dist.barrier()
-        times["alone"].append(one_process() if rank == 0 else 0.0)
-        for kind in KINDS:
+        if rank == 0:
+            times[0, number] = torch.tensor(one_process())
+        for at, kind in enumerate(KINDS, 1):
             dist.barrier()
-            times[kind].append(of_kinds[kind]())
+            times[at, number] = torch.tensor(of_kinds[kind]())
+    computed = times[..., 1].clone()
+    dist.all_reduce(computed)
+    num_cores = min(size, os.cpu_count() or 1)
     results = []
-    for kind in KINDS:
-        ratios = sorted(size * ours / one for ours, one in zip(times[kind], times["alone"], strict=True) if one)
-        low, high = interval(ratios) if ratios else (0.0, 0.0)
+    for at, kind in enumerate(KINDS, 1):
+        ratios = (num_cores * times[at, :, 0] / times[0, :, 0]).tolist()
         results.append(
             {
                 "kind": kind,
                 "context_parallel_size": size,
                 "length": length,
-                "time_over_ideal_share": median(ratios) if ratios else 0.0,
-                "interval_95": [low, high],
-                "ms": 1e3 * median(times[kind]),
-                "ms_one_process": 1e3 * median(times["alone"]),
+                "time_over_ideal_share": median(ratios),
+                "interval_95": interval(ratios),
+                "computing_over_one_process": median((computed[at] / computed[0]).tolist()),
+                "ms": 1e3 * median(times[at, :, 0].tolist()),
+                "ms_one_process": 1e3 * median(times[0, :, 0].tolist()),
                 "rounds": rounds,
                 "device": f"cpu, {os.cpu_count()} cores",
                 "versions": {
@@ -191,6 +204,7 @@ def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['context_parallel_size']} ranks, {row['length']:>5} positions, {row['kind']:<10}"
         f" time / ideal share {row['time_over_ideal_share']:.3f} [{low:.3f}, {high:.3f}]"
+        f"  computing / one process {row['computing_over_one_process']:.3f}"
         f"  ({row['ms']:.0f} and {row['ms_one_process']:.0f} ms)"
         f"  peak {row['peak_mib']:.0f} MiB of {row['peak_mib_one_process']:.0f}"
     )

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.block import Block
 from benchmarks.ratios import interval
-from benchmarks.timed_trainer import Round, trainer_round
+from benchmarks.timed_trainer import Round, Stopwatch, trainer_round
 from lightning_hybrid import HybridStrategy
 
 WARM_UP = 2
@@ -196,7 +196,9 @@ def measure(size: Size, data_parallel_size: int, clip: float | None, rounds: int
 def plain_loop(rounds: int) -> dict[str, Any]:
     """Lightning's own share of a step: one process, one layer, one log."""
     size = SIZES["tiny"]
-    run = trainer_round(Model(size._replace(depth=1)), loader_of(size, 0), size.batches, warm_up=WARM_UP, devices=1)
+    run = trainer_round(
+        Model(size._replace(depth=1)), loader_of(size, 0), size.batches, watch=Stopwatch(WARM_UP), devices=1
+    )
     run()
     return {"stages": "one process, tiny", "ms": 1e3 * median([run() for _ in range(rounds)]), **_environment()}
 

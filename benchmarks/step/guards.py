@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.ratios import interval
 from benchmarks.step.__main__ import SIZES, WARM_UP, Model, dist_rank, loader_of
-from benchmarks.timed_trainer import trainer_round
+from benchmarks.timed_trainer import Stopwatch, trainer_round
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.pipeline_parallel.body import BodyWatch
 from lightning_hybrid.pipeline_parallel.microbatch import LengthWatch
@@ -56,7 +56,9 @@ def compare(kind: str, rounds: int) -> dict[str, Any]:
     """Alternate; a ratio is the time with guards over that without."""
     size = SIZES[kind]._replace(batches=LONGER * SIZES[kind].batches)
     strategy = HybridStrategy(pipeline_parallel_size=2, num_microbatches=size.microbatches)
-    run = trainer_round(Model(size), loader_of(size, 0), size.batches, warm_up=WARM_UP, strategy=strategy, devices=2)
+    run = trainer_round(
+        Model(size), loader_of(size, 0), size.batches, watch=Stopwatch(WARM_UP), strategy=strategy, devices=2
+    )
     run()  # makes the process groups
     times: dict[bool, list[float]] = {True: [], False: []}
     for index in range(rounds):

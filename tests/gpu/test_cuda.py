@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.memory import offload
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
+from lightning_hybrid.tensor_parallel.context_parallel.block_attention import CudaKernel, Products, find_kernel
 from tests.gpu.fits import PP2, Compiled, assert_alike, fit, fit_as_node, loader, no_waits
 from tests.pool import Pools
 
@@ -62,6 +63,15 @@ def test_master_weights_in_one_process(precision: str) -> None:
     found = fit(HybridStrategy(num_microbatches=4, master_weights=True), precision=precision)
     # No other strategy has this rule: of float32 the forwards and backwards have 8 bits, or 11.
     assert_alike(found, fit("auto", precision="32-true"), 1e-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_blocks_of_attention_are_those_of_products(dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("FlashAttention is for Ampere and later")
+    q = torch.empty(1, 4, 8, 64, device="cuda", dtype=dtype)
+    # Before one is taken, it is compared with products of matrices, there and back.
+    assert find_kernel(q, q, None, 0.0) is (Products if dtype == torch.float32 else CudaKernel)
 
 
 def test_layers_that_are_compiled() -> None:

@@ -222,7 +222,7 @@ class ModuleProfile:
             forward += seconds
             if isinstance(label, int) and (layout.recompute is True or (layout.recompute and not alike[0].is_kept)):
                 again += seconds
-            if layout.context_kind == "ring" and alike[0].flops and not alike[0].is_kept:  # products of its blocks
+            if layout.context_kind == "ring" and alike[0].is_attention:  # of its blocks
                 beside += seconds
         return forward, again, beside
 

@@ -26,6 +26,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.tensor_parallel.context_parallel.all_gather import causal_attention
+from lightning_hybrid.tensor_parallel.context_parallel.block_attention import Products, cast_by_autocast, find_kernel
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import (
     Shares,
     all_gather_shares,
@@ -61,6 +63,9 @@ class _Options(NamedTuple):
     dropout_p: float
     scale: float | None
     enable_gqa: bool
+
+    def scale_of(self, q: Tensor) -> float:
+        return q.shape[3] ** -0.5 if self.scale is None else self.scale
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, is_causal: bool = False) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -218,7 +223,11 @@ class Region(TorchFunctionMode):
         key, value = (gather_keys(each, 2, shares) for each in (key, value))
         if not is_causal:
             return options.run(query, key, value, None if mask is None else self._own_rows(mask))
+        query, key, value = cast_by_autocast(query, key, value)
         pieces = shares.pieces[shares.group.rank]
+        is_fused = find_kernel(query, value, None, options.dropout_p) is not Products
+        if query.device.type == "cpu" and is_fused:  # there torch would make a mask
+            return causal_attention(query, key, value, pieces, options.scale_of(query))
         results = []
         for part, (start, length) in zip(torch.split(query, [length for _, length in pieces], 2), pieces, strict=True):
             end = start + length  # later keys are of no use
@@ -228,9 +237,8 @@ class Region(TorchFunctionMode):
     def _ring(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: _Options
     ) -> Tensor:
-        scale = query.shape[3] ** -0.5 if options.scale is None else options.scale
         seed = int(torch.randint(1 << 62, (), device="cpu")) if options.dropout_p else 0
-        ring = Ring(self.shares, is_causal, scale, options.dropout_p, seed)
+        ring = Ring(self.shares, is_causal, options.scale_of(query), options.dropout_p, seed)
         return ring_attention(query, key, value, mask, ring)
 
     # -- masks ---------------------------------------------------------------------------------------------------------

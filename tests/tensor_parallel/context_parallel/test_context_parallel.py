@@ -47,6 +47,7 @@ ATTENTIONS: dict[str, tuple[int, int, int, str | None, dict[str, Any]]] = {
     "window, grouped": (8, 2, 13, "window", {"enable_gqa": True}),
     "causal, one head of keys": (4, 1, 12, None, {"is_causal": True, "enable_gqa": True}),
     "a bias for each head": (4, 4, 12, "bias", {}),
+    "a learnt bias": (4, 2, 11, "learnt bias", {"enable_gqa": True}),
 }
 
 
@@ -54,8 +55,8 @@ def _mask(kind: str | None, heads: int, length: int) -> Tensor | None:
     places = torch.arange(length)
     if kind == "window":
         return (places[:, None] >= places) & (places[:, None] - places < 4)
-    if kind == "bias":
-        return torch.randn(heads, length, length, dtype=torch.float64)
+    if kind in ("bias", "learnt bias"):
+        return torch.randn(heads, length, length, dtype=torch.float64).requires_grad_(kind == "learnt bias")
     if kind is not None:
         return (places < torch.tensor([[length], [length - 3]]))[:, None, None, :]
     return None
@@ -71,16 +72,34 @@ def attend(kind: str, name: str) -> None:
     expected = F.scaled_dot_product_attention(*whole, attn_mask=mask, **options)
     factors = torch.randn_like(expected)
     (expected * factors).sum().backward()
+    of_mask = None if mask is None else mask.grad
 
     own = [shares.own(each.detach(), 2).clone().requires_grad_() for each in whole]
-    if mask is not None and mask_kind == "own padding":
-        mask = shares.own(mask, -1)
+    if mask is not None:
+        mask = shares.own(mask, -1) if mask_kind == "own padding" else mask.detach().requires_grad_(mask.requires_grad)
     with Region("layer", shares, kind):
         found = F.scaled_dot_product_attention(*own, attn_mask=mask, **options)
     (found * shares.own(factors, 2)).sum().backward()
     torch.testing.assert_close(found, shares.own(expected, 2), rtol=1e-12, atol=1e-12)
     for mine, all_of_it in zip(own, whole, strict=True):
         torch.testing.assert_close(mine.grad, shares.own(all_of_it.grad, 2), rtol=1e-12, atol=1e-12)
+    if of_mask is not None:  # each rank has that of its queries or its heads
+        assert mask is not None
+        assert mask.grad is not None
+        dist.all_reduce(mask.grad)
+        torch.testing.assert_close(mask.grad, of_mask, rtol=1e-12, atol=1e-12)
+
+
+def attend_with_autocast(kind: str, is_causal: bool) -> None:
+    """Queries that a norm has made float32, and values of half precision, as models with normed queries have."""
+    shares = Shares(13, group_of_all(), balanced=is_balanced(kind))
+    torch.manual_seed(1)
+    whole = torch.randn(2, 4, 13, 8), torch.randn(2, 4, 13, 8), torch.randn(2, 4, 13, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.scaled_dot_product_attention(*whole, is_causal=is_causal)
+        with Region("layer", shares, kind):
+            found = F.scaled_dot_product_attention(*(shares.own(each, 2) for each in whole), is_causal=is_causal)
+    torch.testing.assert_close(found, shares.own(expected, 2), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.distributed
@@ -92,6 +111,8 @@ def test_attention_is_that_of_the_whole_sequence(ranks: Pools, size: int) -> Non
 def attend_all() -> None:
     for kind, name in itertools.product(KINDS, ATTENTIONS):
         attend(kind, name)
+    for kind, is_causal in itertools.product(KINDS, (False, True)):
+        attend_with_autocast(kind, is_causal)
 
 
 # -- what layers return ------------------------------------------------------------------------------------------------

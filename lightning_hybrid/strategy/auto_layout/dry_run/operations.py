@@ -41,11 +41,13 @@ class Operation:
         flops: Of products of matrices and convolutions: two for each multiplication.
         bytes: Of tensors that it reads and writes.
         is_kept: Whether selective recomputation saves its result.
+        is_attention: Whether it is attention, or may be: fused, or a product of batches of matrices.
     """
 
     flops: float
     bytes: float
     is_kept: bool
+    is_attention: bool
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,11 @@ class OperationCounter:
             made = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
             moved = sum(tensor.nbytes for tensor in (*tensors, *made))
             flops = _count_flops(function, args, kwargs, result)
-            is_kept = flops > 0 and name not in ("bmm", "baddbmm")
+            is_batched = name in ("bmm", "baddbmm")
+            is_attention = is_batched or name.startswith(_FUSED_ATTENTION)
             if moved:
-                self.operations[self._place()].append(Operation(flops, moved, is_kept))
+                operation = Operation(flops, moved, flops > 0 and not is_batched, is_attention)
+                self.operations[self._place()].append(operation)
 
     def _record_message(self, name: str, args: Any, tensors: list[Tensor]) -> None:
         group = dist.ProcessGroup.unbox(next(each for each in args if isinstance(each, ScriptObject)))
