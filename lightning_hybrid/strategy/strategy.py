@@ -319,14 +319,16 @@ class HybridStrategy(ReplicaCollectives):
                 ``"data_parallel=S(0)"`` or ``{"data_parallel": "S(0)"}`` for axes by name.
 
         Returns:
-            The DTensor, in the graph of ``tensor``; of a parameter, a parameter without one. `full_tensor()` makes a
-            plain tensor of it again.
+            The DTensor, in the graph of ``tensor``: in a step a parameter gets its gradient too. `full_tensor()` makes
+            a plain tensor of it again. Before the run begins, as in `configure_model`, a parameter gives a parameter,
+            which is to take its place.
 
         Raises:
             TypeError: If the layout is no text and no mapping.
             ValueError: If it cannot be read, or a parameter cannot lie so.
         """
-        return distribute(tensor, layout, self.device_mesh)
+        begins = self._run is None or not self.attached.parallelizer.is_done
+        return distribute(tensor, layout, self.device_mesh, makes_parameters=begins)
 
     @property
     @override
