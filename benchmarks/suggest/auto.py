@@ -1,7 +1,8 @@
 """Is what ``layout="auto"`` finds as fast as the best layout? All layouts of a few ranks train beside it, in turns.
 
-The examples train on 2, 3 and 4 ranks under each size of the axes, 4 ranks that share layers also in a square, pipelines
-with 2, 4 and 8 microbatches, and under what is found with nothing given. Each replica gets the loader's batches, so the time of a sample counts.
+The examples train on 2, 3 and 4 ranks under each size of the axes, 4 ranks that share layers also in a square,
+pipelines with 2, 4 and 8 microbatches, and under what is found with nothing given. Each replica gets the loader's
+batches, so the time of a sample counts.
 """
 
 from __future__ import annotations
