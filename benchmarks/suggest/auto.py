@@ -1,7 +1,8 @@
 """Is what ``layout="auto"`` finds as fast as the best layout? All layouts of a few ranks train beside it, in turns.
 
-The examples train on 2, 3 and 4 ranks under each size of the axes, pipelines with 2, 4 and 8 microbatches, and under
-what is found with nothing given. Each replica gets the loader's batches, so the time of a sample counts.
+The examples train on 2, 3 and 4 ranks under each size of the axes, 4 ranks that share layers also in a square,
+pipelines with 2, 4 and 8 microbatches, and under what is found with nothing given. Each replica gets the loader's
+batches, so the time of a sample counts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +30,7 @@ from examples.gpt import GPT, Sources
 from examples.resnet import ResNet
 from examples.vit import ViT
 from lightning_hybrid import HybridStrategy
+from lightning_hybrid.strategy.auto_layout.candidates import arrangements
 
 AUTO = "auto"
 BAR = 1.05
@@ -48,8 +51,10 @@ def layouts(num_ranks: int) -> dict[str, dict[str, Any]]:
                 continue
             sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
             name = f"data {num_ranks // tensor // pipeline} x tensor {tensor} x pipeline {pipeline}"
-            for number in MICROBATCHES if pipeline > 1 else (1,):
-                found[f"{name}, {number}" if pipeline > 1 else name] = {**sizes, "num_microbatches": number}
+            for (mode, depth), number in product(arrangements(tensor), MICROBATCHES if pipeline > 1 else (1,)):
+                arranged = {"tensor_parallel_mode": mode, "tensor_parallel_depth": depth} if mode != "1d" else {}
+                full = ", ".join([name, *([mode] if arranged else []), *([str(number)] if pipeline > 1 else [])])
+                found[full] = {**sizes, **arranged, "num_microbatches": number}
     return found
 
 
@@ -111,7 +116,8 @@ def measure(example: str, rounds: int) -> dict[str, Any]:
             times[name].append(contenders[name].round())
     auto = contenders[AUTO].strategy
     settings = {
-        name: getattr(auto.settings, name) for name in ("num_microbatches", "schedule", "zero_stage", "recompute")
+        name: getattr(auto.settings, name)
+        for name in ("tensor_parallel_mode", "num_microbatches", "schedule", "zero_stage", "recompute")
     }
     return {"times": times, "found": {"sizes": auto.sizes, **settings}}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 REPLICAS = "data_parallel"  # the axis, the last one where replicas shard a tensor
 
 
@@ -73,6 +74,16 @@ def to_local(tensor: Tensor) -> Tensor:
         return tensor.detach()
     with torch.no_grad():
         return tensor.to_local()
+
+
+def uncompiled(function: _F) -> _F:
+    """The same, which runs as it is where a compiled layer (`layer.compile()`) calls it, between compiled parts.
+
+    What meets a parameter that is a DTensor does: dynamo cannot read one that falls into blocks, and of others keeps
+    references for which their module cannot be moved any more.
+    """
+    left_out: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return left_out
 
 
 def shard_of(parameter: Any) -> Any:

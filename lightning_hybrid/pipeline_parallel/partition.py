@@ -6,6 +6,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+STAGE_MARK = "pipeline_stage"  # the attribute by which a layer, or what holds it, says its stage
+
 
 def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: int) -> list[range]:
     """Cut a row of layers into stages.

@@ -33,13 +33,15 @@ from lightning_hybrid.config import TENSOR_PARALLEL_MODES, HybridConfig, check_g
 from lightning_hybrid.distributed.agreement import RankInfo, agree, check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.mesh import AXES, USUAL_AXES, Mesh
+from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute
 from lightning_hybrid.memory.offload import check_offload
-from lightning_hybrid.pipeline_parallel.partition import is_numbered, numbered
+from lightning_hybrid.pipeline_parallel.partition import STAGE_MARK, is_numbered, numbered
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import check_context_parallel
+from lightning_hybrid.tensor_parallel.plan import plan_texts
 from lightning_hybrid.version import __version__
 
 _LEAST_LEASE = timedelta(seconds=3)
@@ -301,9 +303,7 @@ def check_ranks(settings: HybridConfig, sizes: tuple[int, int, int], trainer: Tr
         ValueError: If something is not the same everywhere; on every rank.
     """
     values = {field.name: repr(getattr(settings, field.name)) for field in fields(settings)}
-    plan = settings.tensor_parallel_plan
-    if isinstance(plan, Mapping):  # styles are objects
-        values["tensor_parallel_plan"] = repr(sorted(plan))
+    values |= plan_texts(settings.tensor_parallel_plan)
     values |= {f"{AXES[axis]}_size": str(size) for axis, size in zip(("dp", "tp", "pp"), sizes, strict=True)}
     values["initial_weights"] = "None" if settings.initial_weights is None else "given"  # each node has its paths
     values |= {f"Trainer.{name}": repr(getattr(trainer, name)) for name in _SAME_OF_TRAINER}
@@ -337,7 +337,7 @@ def check_tensor_groups(mesh: Mesh) -> None:
 
 
 def check_modules(module: nn.Module) -> None:
-    """Compare on all ranks the names and shapes of the parameters, before the module is divided.
+    """Compare on all ranks, before the module is divided, names and shapes of its parameters, and stages that it marks.
 
     Buffers may differ: an earlier run may have left results in them, on the rank that has made them.
 
@@ -349,10 +349,12 @@ def check_modules(module: nn.Module) -> None:
     """
     parameters = module.named_parameters(remove_duplicate=False)
     values = {name: "lazy" if is_lazy(parameter) else _looks_of(parameter) for name, parameter in parameters}
+    marks = {name: getattr(part, STAGE_MARK, None) for name, part in module.named_modules(remove_duplicate=False)}
+    values |= {join_names(name, STAGE_MARK): repr(mark) for name, mark in marks.items() if mark is not None}
     check_equal(
         values,
-        f"Every rank makes the same {type(module).__name__}: what decides its sizes must not depend on the rank. If it"
-        " is drawn, set a seed (`seed_everything`); if it is read from files, all nodes need the same.",
+        f"Every rank makes the same {type(module).__name__}: what decides its sizes and stages must not depend on the"
+        " rank. If it is drawn, set a seed (`seed_everything`); if it is read from files, all nodes need the same.",
     )
 
 

@@ -18,7 +18,7 @@ from lightning_hybrid.memory.activation_checkpoint.policy import chosen_layers, 
 from lightning_hybrid.pipeline_parallel.body import Body, find_body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode
 from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedule
-from lightning_hybrid.pipeline_parallel.partition import numbered, partition
+from lightning_hybrid.pipeline_parallel.partition import STAGE_MARK, numbered, partition
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 from lightning_hybrid.strategy.summary import (
@@ -169,7 +169,7 @@ def _marked_stages(module: nn.Module, settings: HybridConfig, body: Body) -> lis
         ValueError: If some layers are marked and others are not, only other things are, or it is said otherwise too.
     """
     named = ((name, part) for name, part in module.named_modules(remove_duplicate=False) if name)
-    found: dict[str, Any] = {name: getattr(part, "pipeline_stage", None) for name, part in named}
+    found: dict[str, Any] = {name: getattr(part, STAGE_MARK, None) for name, part in named}
     marks = {name: mark for name, mark in found.items() if mark is not None}
     if not marks:
         return None

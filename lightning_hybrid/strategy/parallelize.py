@@ -19,7 +19,7 @@ from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.data_parallel.zero.shard_module import shard_module, unshard_module
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
-from lightning_hybrid.distributed.agreement import agree, all_gather_values
+from lightning_hybrid.distributed.agreement import agree, all_gather_values, check_equal
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.account import MemoryUsage
@@ -37,7 +37,7 @@ from lightning_hybrid.strategy.summary import divided_share, plan_table
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
 from lightning_hybrid.tensor_parallel.grid.blocks import find_tensor_group
-from lightning_hybrid.tensor_parallel.plan import Plan, check_names
+from lightning_hybrid.tensor_parallel.plan import Plan, check_names, plan_texts
 
 _PLAN = "_tensor_parallel_plan"  # where a module remembers how its layers were divided
 _OUTSIDE = "_parameters_outside_the_body"  # where it remembers (stages, where what is outside of the body went)
@@ -263,7 +263,9 @@ class ModuleParallelizer:
 
     def _find_plan(self, size: int) -> Plan:
         """The plan, the same on every rank: the automatic one is the first rank's, whose trials of blocks count."""
-        is_auto = agree(lambda: layout.requested_plan(self._module, self._settings)) == "auto"
+        requested = agree(lambda: layout.requested_plan(self._module, self._settings))
+        check_equal(plan_texts(requested), "Every rank has the same plan: what decides it must not depend on the rank.")
+        is_auto = requested == "auto"
         is_found_here = not is_auto or dist.get_rank() == 0
         plan = agree(lambda: layout.find_plan(self._module, self._settings, size, self.body) if is_found_here else None)
         found: list[Any] = [plan]

@@ -157,13 +157,13 @@ class HybridStrategy(ReplicaCollectives):
             ``"raise"`` an error on every rank, ``"skip"`` the step, so that parameters and states of the optimizer stay
             as they are, and log how many were skipped as ``"skipped_steps"``, or ``"ignore"`` it. With
             ``precision="16-mixed"`` the scaler skips such steps by itself.
-        layout: ``"auto"`` finds the sizes of tensor, pipeline and context parallelism, `context_parallel`,
-            `num_microbatches`, `schedule`, `num_chunks`, `extra_in_flight`, `zero_stage` and `recompute` at the start,
-            as far as they are left at their defaults: of the layouts that fit `memory_limit` that with the least time
-            for a sample, by estimates. What is given stays, and a list of sizes has those that are tried. The first
-            process searches, measures what devices and links can do, and prints what was found and why. ``"auto"`` for
-            `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` or `recompute`
-            leaves that one open alone.
+        layout: ``"auto"`` finds the sizes of tensor, pipeline and context parallelism, `tensor_parallel_mode` with its
+            depth, `context_parallel`, `num_microbatches`, `schedule`, `num_chunks`, `extra_in_flight`, `zero_stage` and
+            `recompute` at the start, as far as they are left at their defaults: of the layouts that fit `memory_limit`
+            that with the least time for a sample, by estimates. What is given stays, and a list of sizes has those that
+            are tried. The first process searches, measures what devices and links can do, and prints what was found and
+            why. ``"auto"`` for `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage`
+            or `recompute` leaves that one open alone.
         memory_limit: The memory of a device that what is found may use: ``"80GiB"``, ``"24GB"`` or a number of bytes.
             By default all that a CUDA device has, and no limit on the host. Leave some for what libraries need.
 
@@ -319,14 +319,16 @@ class HybridStrategy(ReplicaCollectives):
                 ``"data_parallel=S(0)"`` or ``{"data_parallel": "S(0)"}`` for axes by name.
 
         Returns:
-            The DTensor, in the graph of ``tensor``; of a parameter, a parameter without one. `full_tensor()` makes a
-            plain tensor of it again.
+            The DTensor, in the graph of ``tensor``: in a step a parameter gets its gradient too. `full_tensor()` makes
+            a plain tensor of it again. Before the run begins, as in `configure_model`, a parameter gives a parameter,
+            which is to take its place.
 
         Raises:
             TypeError: If the layout is no text and no mapping.
             ValueError: If it cannot be read, or a parameter cannot lie so.
         """
-        return distribute(tensor, layout, self.device_mesh)
+        begins = self._run is None or not self.attached.parallelizer.is_done
+        return distribute(tensor, layout, self.device_mesh, makes_parameters=begins)
 
     @property
     @override

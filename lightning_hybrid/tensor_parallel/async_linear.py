@@ -75,7 +75,6 @@ def _overlaps(x: Tensor, weight: Tensor) -> bool:
         and torch.is_grad_enabled()
         and x.requires_grad
         and weight.requires_grad
-        and not torch.compiler.is_compiling()
     )
 
 

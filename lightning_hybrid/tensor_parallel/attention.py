@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed.dtensor import shard_of
+from lightning_hybrid.distributed.dtensor import shard_of, uncompiled
 from lightning_hybrid.distributed.random import own_numbers
 from lightning_hybrid.tensor_parallel.context_parallel.attention import additive_mask, whole_keys
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
@@ -41,6 +41,7 @@ class ParallelAttention(ParallelLayer):
     #: Under sequence parallelism: whether keys and values are replicated, as the memory of a decoder is.
     memory_is_replicated = False
 
+    @uncompiled
     def forward(
         self,
         query: Tensor,

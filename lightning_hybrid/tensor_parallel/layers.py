@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed.dtensor import shard_of
+from lightning_hybrid.distributed.dtensor import shard_of, uncompiled
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.random import own_numbers
@@ -146,6 +146,7 @@ class ColumnParallelLinear(ParallelLayer):
     input_is_gathered: bool
     is_transposed: bool
 
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features)`` to ``(..., out_features / T)``."""
         weight, bias = shard_of(self.weight), shard_of(self.bias)
@@ -170,6 +171,7 @@ class RowParallelLinear(ParallelLayer):
     scatter_input: bool
     is_transposed: bool
 
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features / T)`` to ``(..., out_features)``."""
         if self.scatter_input:
@@ -185,6 +187,7 @@ class VocabParallelEmbedding(ParallelLayer):
     weight: Tensor
     padding_idx: int | None
 
+    @uncompiled
     def forward(self, indices: Tensor) -> Tensor:
         """Indices of any shape to ``(..., embedding_dim)``: rows of other ranks are zero here, then all are summed."""
         weight = shard_of(self.weight)
@@ -207,6 +210,7 @@ class ColumnParallelEmbedding(ParallelLayer):
     weight: Tensor
     padding_idx: int | None
 
+    @uncompiled
     def forward(self, indices: Tensor) -> Tensor:
         """Indices of any shape to ``(..., embedding_dim / T)``."""
         return F.embedding(indices, shard_of(self.weight), self.padding_idx)
@@ -218,6 +222,7 @@ class VocabParallelHead(ParallelLayer):
     weight: Tensor
     bias: Tensor | None
 
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features)`` to `VocabParallelLogits` of shape ``(..., out_features)``, or a sequence of these."""
         return on_share(self._logits, x)

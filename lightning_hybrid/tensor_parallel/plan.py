@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,8 @@ from lightning_hybrid.tensor_parallel.styles import (
     layout_style,
 )
 
+_PLAN = "tensor_parallel_plan"
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _WITH_SUFFIX = ("sequence_region:0", "sequence_region:1", "attention:memory")
 
 
@@ -160,6 +163,24 @@ def make_plan(
     return Plan(
         size, tuple(rows), torch_styles, reasons, frozenset(_partial_grads(module, rows)) - sharded, shapes, grid
     )
+
+
+def plan_texts(requested: UserPlan | str | None) -> dict[str, str]:
+    """What a user asks for, to be compared over the ranks: each style, and the order, in which parameters are divided.
+
+    Args:
+        requested: As for :func:`make_plan`.
+    """
+    if not isinstance(requested, Mapping):
+        return {_PLAN: repr(requested)}
+    return {_PLAN: repr([*requested])} | {f"{_PLAN}[{key!r}]": _style_text(style) for key, style in requested.items()}
+
+
+def _style_text(style: object) -> str:
+    if not isinstance(style, ParallelStyle):
+        return repr(style)
+    options = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(style).items()))
+    return f"{type(style).__name__}({_ADDRESS.sub('', options)})"
 
 
 def check_names(module: nn.Module, requested: UserPlan) -> None:

@@ -29,6 +29,7 @@ from lightning_hybrid.tensor_parallel.layers import (
     ParallelLayer,
     RowParallelLinear,
 )
+from lightning_hybrid.tensor_parallel.layouts.operator_errors import explain_operator_error
 
 #: How torch, and Python of what `split` gives, say that shapes do not go together.
 _ABOUT_SHAPES = re.compile(
@@ -45,6 +46,8 @@ _Misfit = Literal["part", "whole", "both"]
 def explain_shape_error(error: Exception, module: nn.Module) -> None:
     """Add to an error of torch about shapes which entry of the plan may be missing, where layers are divided.
 
+    One about operators on tensors in layouts is explained as :func:`explain_operator_error` does it.
+
     The forward that it comes from has divided layers in it, and computes with what they return: with a part of the
     heads, where the code knows how many there are in all, or in a layer that expects all features::
 
@@ -57,6 +60,8 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
         error: As it was raised; its text is changed.
         module: The user's module.
     """
+    if explain_operator_error(error):
+        return
     if not (isinstance(error, (RuntimeError, ValueError)) and _ABOUT_SHAPES.search(str(error))):
         return
     modules = _forwards(error.__traceback__)

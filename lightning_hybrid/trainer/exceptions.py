@@ -32,6 +32,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, is_transport
+from lightning_hybrid.tensor_parallel.layouts.operator_errors import explain_operator_error
 
 VARIABLE = "LIGHTNING_HYBRID_TRACEBACK"  # "full" prints what Python prints
 _PACKAGES = tuple(Path(str(each.__file__)).parent for each in (lightning, lightning_utilities, torch))
@@ -71,6 +72,7 @@ class ExceptionCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Keep callbacks from saving, and leave the groups."""
+        explain_operator_error(exception)
         if self._is_alone or stops_together(exception, trainer):
             return
         self.why_not_saved = _WHY_NOT.format(type(exception).__name__)

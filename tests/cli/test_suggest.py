@@ -84,6 +84,22 @@ def test_shares_of_sequences_are_shown_and_written() -> None:
     assert "context_parallel" not in report_of(Layout(1, 2, 1), 0.9)
 
 
+@pytest.mark.parametrize(
+    ("layout", "shown"),
+    [
+        (Layout(2, 4, 1, tensor_mode="2d"), "  2d  "),
+        (Layout(1, 8, 1, tensor_mode="2.5d", tensor_depth=2), "  2.5d depth 2  "),
+    ],
+)
+def test_blocks_over_a_grid_are_shown_and_written(layout: Layout, shown: str) -> None:
+    text = report_of(layout, 0.9)
+    assert shown in text
+    pasted = yaml.safe_load(text[text.index("\ntrainer:") : text.index("\n\nWhy")])["trainer"]["strategy"]["init_args"]
+    assert pasted["tensor_parallel_mode"] == layout.tensor_mode
+    assert pasted.get("tensor_parallel_depth", 1) == layout.tensor_depth
+    assert "tensor_parallel_mode" not in report_of(Layout(1, 4, 1), 0.9)
+
+
 def test_layouts_that_leave_most_layers_whole_are_told_apart() -> None:
     text = report_of(Layout(1, 2, 1), 0.039)
     assert "Of the parameters tensor 2 divides 3.9 %, and each rank holds all others" in text

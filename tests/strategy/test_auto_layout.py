@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_hybrid
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.cli.main import main
+from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.strategy.auto_layout import choice
 from lightning_hybrid.strategy.auto_layout.arguments import every_argument, in_words
 from lightning_hybrid.strategy.auto_layout.candidates import Layout, LoaderStep, Step
@@ -45,6 +47,8 @@ AUTO: dict[str, Any] = {"layout": "auto"}
 ALL_OPEN = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
+    "tensor_parallel_mode",
+    "tensor_parallel_depth",
     "context_parallel_size",
     "context_parallel",
     "num_microbatches",
@@ -55,6 +59,15 @@ ALL_OPEN = (
     "recompute",
 )
 
+
+def open_without(*names: str) -> tuple[str, ...]:
+    assert set(names) <= set(ALL_OPEN)
+    return tuple(name for name in ALL_OPEN if name not in names)
+
+
+_MODE = "tensor_parallel_mode", "tensor_parallel_depth"
+_CONTEXT = "context_parallel_size", "context_parallel"
+
 # -- what is open ------------------------------------------------------------------------------------------------------
 
 
@@ -64,13 +77,15 @@ ALL_OPEN = (
         ({}, ()),
         (AUTO, ALL_OPEN),
         ({"data_parallel_size": 2, **AUTO}, ALL_OPEN),
-        ({"tensor_parallel_size": 2, "zero_stage": 1, **AUTO}, (*ALL_OPEN[1:8], "recompute")),
-        ({"sequence_parallel": True, **AUTO}, (*ALL_OPEN[:2], *ALL_OPEN[4:])),
-        ({"context_parallel": "ring", **AUTO}, (*ALL_OPEN[:3], *ALL_OPEN[4:])),
+        ({"tensor_parallel_size": 2, "zero_stage": 1, **AUTO}, open_without("tensor_parallel_size", "zero_stage")),
+        ({"sequence_parallel": True, **AUTO}, open_without(*_MODE, *_CONTEXT)),
+        ({"tensor_parallel_mode": "2d", **AUTO}, open_without(*_MODE, *_CONTEXT)),
+        ({"context_parallel": "ring", **AUTO}, open_without("context_parallel")),
+        ({"context_parallel_size": 2, **AUTO}, open_without(*_MODE, "context_parallel_size")),
         ({"tensor_parallel_size": [1, 2], **AUTO}, ALL_OPEN),
         ({"pipeline_parallel_size": "auto"}, ("pipeline_parallel_size",)),
         ({"recompute": "auto", "zero_stage": "auto"}, ("zero_stage", "recompute")),
-        ({"recompute": "auto", "num_microbatches": 4, **AUTO}, (*ALL_OPEN[:4], *ALL_OPEN[5:])),
+        ({"recompute": "auto", "num_microbatches": 4, **AUTO}, open_without("num_microbatches")),
     ],
 )
 def test_open_is_what_is_left_at_its_default_or_auto(arguments: dict[str, Any], searched: tuple[str, ...]) -> None:
@@ -89,7 +104,6 @@ def test_open_is_what_is_left_at_its_default_or_auto(arguments: dict[str, Any], 
         ({"recompute": 0.5, **AUTO}, "recompute=0.5 cannot be weighed"),
         ({"num_chunks": 9, "schedule": "interleaved_1f1b", **AUTO}, "num_chunks=9 cannot be weighed"),
         ({"tensor_parallel_size": 0, **AUTO}, "tensor_parallel_size must be at least 1"),
-        ({"tensor_parallel_mode": "2d", **AUTO}, "tensor_parallel_mode='2d' has no estimates"),
     ],
 )
 def test_what_does_not_go_with_a_search_is_refused(arguments: dict[str, Any], text: str) -> None:
@@ -126,6 +140,12 @@ def test_what_is_given_stays_in_all_that_is_tried() -> None:
     assert {layout.context for layout in shared} == {2}
     assert {layout.context_kind for layout in shared} == {"ulysses", "ring", "all_gather"}
     assert {layout.context for layout in tried(4, 16, **AUTO)} == {1, 2, 4}
+    modes = {(layout.tensor, layout.tensor_mode, layout.tensor_depth) for layout in tried(8, 16, **AUTO)}
+    line = {(size, "1d", 1) for size in (1, 2, 4, 8)}
+    assert modes == {*line, (4, "2d", 1), (8, "2.5d", 2), (8, "3d", 1)}
+    assert {layout.tensor_mode for layout in tried(8, 16, **AUTO) if layout.context > 1} == {"1d"}
+    square = tried(8, 16, tensor_parallel_mode="2d", **AUTO)
+    assert {(layout.tensor, layout.tensor_mode) for layout in square} == {(1, "1d"), (4, "2d")}
     usual = tried(4, 64, ("auto", 1, "auto"))
     assert {(each.pipeline, each.num_microbatches) for each in usual} == {(1, 1), (2, 8), (4, 16)}
 
@@ -162,7 +182,7 @@ def test_an_option_has_to_be_worth_it(seed: int) -> None:
     assert first.seconds_of_sample <= 1.05 * fastest
 
     def options(layout: Layout) -> int:
-        flags = bool(layout.recompute), bool(layout.extra_in_flight), layout.context > 1
+        flags = bool(layout.recompute), bool(layout.extra_in_flight), layout.context > 1, layout.tensor_mode != "1d"
         return layout.zero_stage + layout.num_chunks + sum(flags)
 
     for cost in others:
@@ -423,6 +443,55 @@ def test_what_is_found_for_shared_sequences_trains_as_one_process(ranks: Pools) 
         assert result["settings"].context_parallel_size == 2
         assert result["settings"].rank_order == "pp-dp-cp-tp"
         assert_same(result["weights"], {name: value.detach() for name, value in module.named_parameters()}, 1e-10)
+
+
+class Quadratic(LightningModule):
+    """A layer that four ranks can share in a line and in a square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            layer = nn.TransformerEncoderLayer(8, 4, 16, 0.0, batch_first=True)
+            self.body, self.head = nn.Sequential(layer), nn.Linear(8, 1)
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head(self.body(batch)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.randn(16, 32, 8, generator=torch.Generator().manual_seed(1)).double(), 8)
+
+
+def over_a_square(memory: float) -> dict[str, Any]:
+    """On a rank: what is found with so much memory, where all four ranks share layers; and what is trained with it."""
+    module = Quadratic()
+    given = {"layout": "auto", "tensor_parallel_size": [4], "num_microbatches": 2, "recompute": True}
+    trainer = make_trainer(given, max_steps=2)
+    known = Machine(memory=memory, ranks_per_node=4)
+    with patch.object(choice, "measure_machine", lambda *_: known):
+        trainer.fit(module)
+    assert isinstance(trainer.strategy, HybridStrategy)
+    settings = trainer.strategy.settings
+    weights = {name: full_tensor(value.detach()) for name, value in module.named_parameters()}
+    return {"mode": settings.tensor_parallel_mode, "sizes": trainer.strategy.sizes, "weights": weights}
+
+
+@pytest.mark.thorough
+def test_blocks_are_chosen_where_nothing_else_fits_and_train_as_one_process(ranks: Pools) -> None:
+    profile = make_profile(Quadratic, ranks=4)  # type: ignore[arg-type]
+    model = CostModel(profile, Machine(), LoaderStep(8))
+    layout = Layout(1, 4, 1, 2, recompute=True)
+    line, square = (model.estimate(replace(layout, tensor_mode=mode)).bytes for mode in ("1d", "2d"))
+    module = Quadratic()
+    make_trainer(None, max_steps=2).fit(module)
+    for memory, mode in ((line, "1d"), ((line + square) / 2, "2d")):
+        for result in ranks(4, lightning=True).run(over_a_square, memory):
+            assert (result["mode"], result["sizes"]) == (mode, (1, 4, 1))
+            assert_same(result["weights"], {name: value.detach() for name, value in module.named_parameters()}, 1e-10)
 
 
 def fits(limit: float | None) -> Any:

@@ -49,6 +49,8 @@ class Problem:
     def refuse(self, layout: Layout) -> tuple[str, str] | None:
         if layout.pipeline * layout.num_chunks > len(self.seconds):
             return "too few layers", "so few"
+        if layout.tensor_mode == "3d" and self.output % 2:
+            return "layers cannot be shared", "in no cube"
         if layout.context_kind == "ulysses":
             is_possible = 12 // layout.tensor % layout.context == 0  # of its heads
         else:
@@ -63,21 +65,21 @@ class Problem:
     def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
         kept = {False: 1.0, "selective": 0.4, True: 0.1}[layout.recompute]
         again = {False: 0.0, "selective": 0.2, True: 1.0}[layout.recompute]
-        share, size = (layout.tensor - 1) / layout.tensor, layout.context
+        size = layout.context
         more = self.keys_kept * (size - 1) / size if layout.context_kind == "all_gather" else 0.0
         costs = []
         for layers in self.layers(layout):
             forward = samples * sum(self.seconds[at] for at in layers) / layout.tensor / size
             there, back = self.messages(layout, samples * self.output / layout.tensor, len(layers))
+            tensor, tensor_back = self.tensor_messages(layout, samples * self.output, layers)
             costs.append(
                 StageCost(
                     forward=forward,
                     recomputed=again * forward,
                     saved=kept * samples * sum(self.saved[at] for at in layers) / layout.tensor * (1 / size + more),
                     output=samples * self.output / size,
-                    tensor_sent=4 * share * samples * self.output * len(layers),
-                    tensor_hops=4 * (layout.tensor - 1) * len(layers),
-                    tensor_collectives=2 * len(layers),
+                    tensor=tensor,
+                    tensor_back=tensor_back,
                     tensor_repeated=float(layout.recompute is True),
                     context=there,
                     context_back=back,
@@ -86,6 +88,24 @@ class Problem:
                 )
             )
         return costs
+
+    def tensor_messages(self, layout: Layout, num_bytes: float, layers: list[int]) -> tuple[Messages, Messages]:
+        """Of transformer layers, by the table of the documents: each has activations of so many bytes, and weights."""
+        size, mode, number = layout.tensor, layout.tensor_mode, layout.tensor_depth
+        weights, activations = sum(self.weights[at] for at in layers), num_bytes * len(layers)
+        edge = round(size ** (1 / 3)) if mode == "3d" else round((size / number) ** (1 / 2))
+        if mode == "1d":
+            there = back = 4 * (size - 1) / size * activations
+        elif mode == "3d":
+            there = (edge - 1) / edge**3 * (16 * activations + weights)
+            back = (edge - 1) / edge**3 * (23 * activations + 2 * weights)
+        else:
+            there = (edge - 1) / edge**2 * (7 * activations / number + weights)
+            back = 2 * there + 2 * (number - 1) / number * weights / edge**2
+        hops = 4 * (size - 1) if mode == "1d" else 8 * (edge - 1)
+        each = 2 if mode == "1d" else 8
+        count = len(layers) if size > 1 else 0
+        return Messages(there, hops * count, each * count), Messages(back, 2 * hops * count, 2 * each * count)
 
     def messages(self, layout: Layout, num_bytes: float, number: int) -> tuple[Messages, Messages]:
         """Of layers on shares of sequences, by the table of the documents: each has an attention of so many bytes."""
@@ -100,8 +120,9 @@ class Problem:
 
     def weights_of(self, layout: Layout) -> list[int]:
         stages = self.layers(layout)
+        shares = layout.tensor // layout.tensor_depth  # squares have the same weights
         return [
-            sum(self.weights[at] for layers in stages[rank :: layout.pipeline] for at in layers) // layout.tensor
+            sum(self.weights[at] for layers in stages[rank :: layout.pipeline] for at in layers) // shares
             for rank in range(layout.pipeline)
         ]
 
@@ -150,6 +171,16 @@ def random_problem(seed: int) -> Problem:
     return Problem(each(1e-4, 1e-2), weights, saved, output, keys_kept, ranks, machine, step)
 
 
+def naive_arrangements(tensor: int, context: int) -> list[tuple[str, int]]:
+    """Every number of ranks along three axes."""
+    found = [("1d", 1)]
+    for depth, edge in itertools.product(range(1, tensor + 1), range(2, tensor + 1)):
+        if depth * edge * edge == tensor and context == 1:
+            found.append(("2.5d", depth) if depth > 1 else ("2d", 1))
+            found += [("3d", 1)] if depth == edge else []
+    return found
+
+
 def naive_layouts(problem: Problem) -> list[Layout]:
     """All that an argument may be, then what contradicts itself is left out."""
     sizes, machine = range(1, problem.num_ranks + 1), problem.machine
@@ -162,16 +193,19 @@ def naive_layouts(problem: Problem) -> list[Layout]:
             continue
         batch = problem.step.samples // data
         powers = [pipeline * 2**power for power in range(10) if pipeline * 2**power <= batch] or [batch]
-        every = itertools.product(powers, schedules, range(4), (False, "selective", True), kinds)
-        for number, (schedule, chunks), zero, again, kind in every:
+        modes = naive_arrangements(tensor, context)
+        every = itertools.product(powers, schedules, range(4), (False, "selective", True), kinds, modes)
+        for number, (schedule, chunks), zero, again, kind, mode in every:
             if (pipeline == 1 and schedule != "1f1b") or pipeline * chunks > len(problem.seconds):
                 continue
             if (data == 1 and zero) or (kind != "ulysses" and (context == 1 or again == "selective")):
                 continue
             if kind == "ulysses" and 12 // tensor % context:
                 continue
-            options = number, schedule, chunks, zero, again
-            found.append(Layout(data, tensor, pipeline, *options, context=context, context_kind=kind))
+            if mode == ("3d", 1) and problem.output % 2:
+                continue
+            options = number, schedule, chunks, zero, again, ()
+            found.append(Layout(data, tensor, pipeline, *options, context, kind, *mode))
     return found
 
 
@@ -233,8 +267,10 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
     stages = problem.stages(layout, microbatch)
     bandwidth, latency = naive_link(problem, layout, "tp")
     meet = machine.collective_seconds
-    talk = [s.tensor_sent / bandwidth + s.tensor_hops * latency + s.tensor_collectives * meet for s in stages]
-    talk = talk if layout.tensor > 1 else [0.0] * len(stages)
+    talk, answer = (
+        [x.sent / bandwidth + x.hops * latency + x.collectives * meet if layout.tensor > 1 else 0.0 for x in messages]
+        for messages in ([s.tensor for s in stages], [s.tensor_back for s in stages])
+    )
     of_shares = naive_exchange(problem, layout, stages)
     hops = [naive_hop(problem, layout, stage) if p > 1 else (1e300, 0.0) for stage in range(len(stages))]
     # Longest paths through computations, by repeating until nothing moves. A message sets out when its receive has been
@@ -275,8 +311,8 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
                     left[s, kind, i] = begin + share / bandwidth
                     ready = max(ready, left[s, kind, i] + latency)
                 forward = stages[s].forward + talk[s] + of_shares[s][0]
-                backward = 2 * stages[s].forward + stages[s].recomputed + talk[s] * (1 + stages[s].tensor_repeated)
-                backward += of_shares[s][1]
+                backward = 2 * stages[s].forward + stages[s].recomputed
+                backward += answer[s] + talk[s] * stages[s].tensor_repeated + of_shares[s][1]
                 free = ready + (forward if kind == "F" else backward)
                 if end.get((s, kind, i)) != free:
                     end[s, kind, i], changed = free, True
@@ -316,7 +352,7 @@ def check_problem(seed: int) -> None:
     naive = {layout: without[layout] if layout in without else naive_cost(problem, layout) for layout in chosen}
     fitting = sorted(seconds for seconds, _ in naive.values())
     found = search(model, problem.num_ranks, refuse=problem.refuse)
-    reasons = ("too few layers", "sequences cannot be shared")
+    reasons = ("too few layers", "sequences cannot be shared", "layers cannot be shared")
     refused = sum(group.count for group in found.losers if group.reason in reasons)
     too_big = sum(group.count for group in found.losers if group.reason == "does not fit")
     assert found.num_layouts - refused == len(without)
@@ -469,8 +505,8 @@ class Blocks(LightningModule):
         return DataLoader(TensorDataset(torch.randn(32, 6, 8), torch.randint(0, 3, (32,))), 16)
 
 
-def open_config() -> HybridConfig:
-    return HybridStrategy(num_microbatches=1).settings
+def open_config(**arguments: Any) -> HybridConfig:
+    return HybridStrategy(num_microbatches=1, **arguments).settings
 
 
 def make_profile(cls: type[LightningModule] = Blocks, ranks: int = 4, **kwargs: Any) -> ModuleProfile:
@@ -514,6 +550,8 @@ def check_held(profile: ModuleProfile, cls: type[LightningModule], layout: Layou
         recompute=layout.recompute,
         context_parallel_size=layout.context,
         context_parallel=layout.context_kind,  # type: ignore[arg-type]
+        tensor_parallel_mode=layout.tensor_mode,  # type: ignore[arg-type]
+        tensor_parallel_depth=layout.tensor_depth,
     )
     sizes = (layout.data, layout.tensor, layout.pipeline)
     expected = dry_run(lambda: (cls(), None), strategy.settings, sizes, precision=Precision())
@@ -554,9 +592,10 @@ def test_products_are_counted_as_two_operations_for_each_multiplication(profile:
     assert whole.forward == pytest.approx(in_layers + around)
     assert halves.forward == pytest.approx(in_layers / 2 + around)
     # A ring of two: each rank sends half of the sum there, and half of it back; two sums in each layer.
-    assert halves.tensor_sent == pytest.approx(8 * 2 * tokens * width * 4)
-    assert halves.tensor_collectives == 8 * 2
-    assert whole.tensor_sent == whole.tensor_collectives == 0
+    assert halves.tensor.sent == pytest.approx(8 * 2 * tokens * width * 4)
+    assert halves.tensor.collectives == 8 * 2
+    assert halves.tensor_back == halves.tensor
+    assert whole.tensor == whole.tensor_back == Messages()
     again = only_flops.stages(Layout(1, 1, 1, recompute=True), samples)[0]
     assert again.recomputed == pytest.approx(in_layers)
 
@@ -640,6 +679,100 @@ def test_what_cannot_be_shared_is_refused(of_long: ModuleProfile) -> None:
     unasked = make_profile(Long, contexts=None)
     _, text = unasked.refuse(Layout(1, 1, 1, context=4)) or ("", "")
     assert text.startswith("of a sequence of 16 positions each of 4 ranks would have fewer than 1024")
+
+
+class Blocked(Long):
+    """Layers that 16 ranks can share, in a line, squares or a cube."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 3)
+        layers = (nn.TransformerEncoderLayer(64, 16, 256, batch_first=True, bias=False) for _ in range(2))
+        self.body = nn.Sequential(*layers)
+
+
+@pytest.fixture(scope="module")
+def of_blocked() -> ModuleProfile:
+    return make_profile(Blocked, ranks=16)
+
+
+def arranged(data: int, tensor: int, mode: str, depth: int = 1, **options: Any) -> Layout:
+    return Layout(data, tensor, 16 // data // tensor, tensor_mode=mode, tensor_depth=depth, **options)
+
+
+def ring(size: int, passes: int, num_bytes: float) -> float:
+    return passes * (size - 1) / size * num_bytes
+
+
+@pytest.mark.parametrize(
+    ("tensor", "mode", "depth"), [(4, "2d", 1), (16, "2d", 1), (8, "2.5d", 2), (16, "2.5d", 4), (8, "3d", 1)]
+)
+def test_blocks_over_a_grid_send_what_the_papers_say(
+    of_blocked: ModuleProfile, tensor: int, mode: str, depth: int
+) -> None:
+    cost = of_blocked.stages(arranged(16 // tensor, tensor, mode, depth), 16)[0]
+    activations, weights = 4 * 16 * 16 * 64, 4 * 12 * 64 * 64
+    if mode == "3d":
+        edge = 2
+        there = (edge - 1) / edge**3 * (16 * activations + weights)
+        back = (edge - 1) / edge**3 * (23 * activations + 2 * weights)
+    else:
+        edge = round((tensor / depth) ** 0.5)
+        there = (edge - 1) / edge**2 * (7 * activations / depth + weights)
+        back = 2 * there + ring(depth, 2, weights / edge**2)
+    whole = ring(tensor, 1, activations)  # where blocks begin, in backward, and where they end
+    norms = 2 * 2 * ring(edge, 2, 4 * 16 * 16 * edge / tensor)  # a mean and a variance
+    parameters = 2 * ring(tensor // edge, 2, 4 * 64 / edge)  # gradients of the norms' weights
+    assert cost.tensor.sent == pytest.approx(2 * (there + whole + norms))
+    assert cost.tensor_back.sent == pytest.approx(2 * (back + whole + norms + parameters))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        arranged(2, 4, "2d", num_microbatches=4, zero_stage=1),
+        arranged(2, 8, "2.5d", 2, recompute=True),
+        arranged(1, 8, "3d", num_microbatches=2),
+    ],
+    ids=str,
+)
+def test_a_layout_in_blocks_holds_what_the_command_memory_says(of_blocked: ModuleProfile, layout: Layout) -> None:
+    check_held(of_blocked, Blocked, layout)
+
+
+def test_squares_are_chosen_where_many_ranks_share_wide_activations_over_slow_links(of_blocked: ModuleProfile) -> None:
+    """In a line each rank sends 15/2 of a layer's activations, however many ranks there are; in a square less.
+
+    With few samples that is less than the weights that a square sends. Several squares send still less, but each has
+    the weights: with as much memory as one square needs, they have to split the batch, and send them more often.
+    """
+    only = SearchSpace(data=(1,), tensor=(16,), pipeline=(1,), context=(1,), recompute=(False,))
+
+    def best(samples: int, memory: float = 1e30) -> tuple[Layout, dict[str, Any]]:
+        machine = Machine(memory=memory, ranks_per_node=16, node_bandwidth=1e8, node_latency=0.0)
+        model = CostModel(of_blocked, machine, Step(samples))
+        costs = {mode: model.estimate(arranged(1, 16, *mode)) for mode in (("1d", 1), ("2d", 1), ("2.5d", 4))}
+        return search(model, 16, refuse=of_blocked.refuse, space=only).best[0].layout, costs
+
+    layout, costs = best(4)
+    assert layout.tensor_mode == "1d"
+    assert costs["1d", 1].sent["tensor"] < costs["2d", 1].sent["tensor"]
+    layout, costs = best(64)
+    assert (layout.tensor_mode, layout.tensor_depth) == ("2.5d", 4)
+    line, square, squares = costs.values()
+    assert squares.sent["tensor"] < square.sent["tensor"] < line.sent["tensor"]
+    assert square.bytes < squares.bytes < line.bytes
+    layout, _ = best(64, (square.bytes + squares.bytes) / 2)
+    assert (layout.tensor_mode, layout.num_microbatches) == ("2d", 1)
+
+
+@pytest.mark.parametrize("argument", ["sequence_parallel", "master_weights"])
+def test_what_does_not_go_with_blocks_is_refused(argument: str) -> None:
+    config = open_config(**{argument: True})
+    profile = ModuleProfile(lambda: (Blocked(), None), config, 4, Machine(), precision=Precision())
+    reason, text = profile.refuse(arranged(4, 4, "2d")) or ("", "")
+    assert reason == "layers cannot be shared"
+    assert f"{argument}=True" in text
 
 
 class Scanned(Long):

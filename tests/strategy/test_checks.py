@@ -577,12 +577,35 @@ def test_what_a_pipeline_refuses_works_without_one(ranks: Pools) -> None:
 # -- what must be the same on every rank -------------------------------------------------------------------------------
 
 
-def differing(layouts: list[dict[str, Any]], arguments: list[dict[str, Any]]) -> str:
+class Marked(Regression):
+    """On each rank other layers are on the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index, layer in enumerate(self.body):
+            layer.pipeline_stage = int(index + int(os.environ["RANK"]) > 2)  # type: ignore[assignment]
+
+
+class Planning(Regression):
+    """The first rank has a plan of its own."""
+
+    def tensor_parallel_plan(self) -> Any:
+        return "auto" if self.global_rank else {"head": "rowwise_split_input"}
+
+
+def planned(**plan: Any) -> dict[str, Any]:
+    """Layers are shared so."""
+    return {"tensor_parallel_size": 2, "tensor_parallel_plan": plan}
+
+
+def differing(
+    layouts: list[dict[str, Any]], arguments: list[dict[str, Any]], make: type[Regression] = Regression
+) -> str:
     """Each rank has its own arguments of the strategy and of the Trainer; what it raises."""
     rank = int(os.environ["RANK"])
     trainer = make_trainer(layouts[rank], **arguments[rank])
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is returned
-        trainer.fit(Regression(), loader())
+        trainer.fit(make(), loader())
     return str(error.value)
 
 
@@ -598,7 +621,7 @@ def test_ranks_with_other_versions_of_the_package_are_told_apart(ranks: Pools) -
     assert first.startswith("`lightning_hybrid.__version__` is not the same on every rank: 0.1.0 on rank 0")
 
 
-SAME: dict[str, Any] = {"layouts": [PP2, PP2], "arguments": [{}, {}]}
+SAME: dict[str, Any] = {"layouts": [PP2, PP2], "arguments": [{}, {}], "make": Regression}
 
 
 @pytest.mark.parametrize(
@@ -617,8 +640,32 @@ SAME: dict[str, Any] = {"layouts": [PP2, PP2], "arguments": [{}, {}]}
             {"arguments": [{"max_epochs": 2}, {}]},
             "`Trainer.max_epochs` is not the same on every rank: 2 on rank 0; 1 on",
         ),
+        (
+            {"layouts": [planned(**{"body.*.0": "colwise"}), planned(**{"body.*.0": "rowwise_split_input"})]},
+            "`tensor_parallel_plan['body.*.0']` is not the same on every rank: 'colwise' on rank 0; 'rowwise_split",
+        ),
+        (
+            {"layouts": [planned(head=ColwiseParallel()), planned(head=ColwiseParallel(use_local_output=False))]},
+            "use_local_output=True) on rank 0; ColwiseParallel(",
+        ),
+        (
+            {"layouts": [planned(embed="colwise", head="colwise"), planned(head="colwise", embed="colwise")]},
+            "`tensor_parallel_plan` is not the same on every rank: ['embed', 'head'] on rank 0; ['head', 'embed'] on",
+        ),
+        (
+            {"layouts": [{**PP2, "partition": [1, 5]}, {**PP2, "partition": [2, 4]}]},
+            "`partition` is not the same on every rank: [1, 5] on rank 0; [2, 4] on rank 1",
+        ),
+        (
+            {"make": Marked},
+            "`body.2.pipeline_stage` is not the same on every rank: 0 on rank 0; 1 on rank 1",
+        ),
+        (
+            {"make": Planning, "layouts": [{"tensor_parallel_size": 2}] * 2},
+            "`tensor_parallel_plan` is not the same on every rank: ['head'] on rank 0; 'auto' on rank 1",
+        ),
     ],
-    ids=["schedule", "sizes", "accumulation", "epochs"],
+    ids=["schedule", "sizes", "accumulation", "epochs", "style", "style of torch", "order", "partition", "mark", "own"],
 )
 def test_ranks_that_were_given_different_things_are_refused_before_they_wait_for_each_other(
     ranks: Pools, change: dict[str, Any], text: str

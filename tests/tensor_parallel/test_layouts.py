@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
+from lightning_hybrid import HybridStrategy
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.tensor_parallel.layouts.layout import distribute, parse_layout
+from lightning_hybrid.tensor_parallel.layouts.operator_errors import explain_operator_error
 from lightning_hybrid.tensor_parallel.plan import make_plan
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, loader, make_trainer
@@ -152,6 +154,86 @@ def test_layouts_that_cannot_be_are_refused(ranks: Pools) -> None:
     assert "no optimizer can step" in summed
     assert "over data_parallel, tensor_parallel, but the tensor lies over tensor_parallel" in axes
     assert "nothing is to be summed" in partial
+
+
+# -- in steps ----------------------------------------------------------------------------------------------------------
+
+
+class Spread(Regression):
+    """Its step lays out a parameter, and what it computes with it; `fails` is where it takes distances of such."""
+
+    def __init__(self, fails: str = "") -> None:
+        super().__init__(num_layers=2)
+        self.mix, self.fails = nn.Parameter(torch.linspace(-1, 1, 64, dtype=torch.float64).view(8, 8)), fails
+
+    def distances(self) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        return torch.cdist(strategy.distribute(torch.ones(4, 2), "S(0)"), strategy.distribute(torch.ones(3, 2), "B"))
+
+    def on_train_start(self) -> None:
+        if self.fails == "hook":
+            self.distances()
+
+    def forward(self, x: Tensor) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        h, mix = self.embed(x), self.mix
+        if isinstance(strategy, HybridStrategy):
+            h, mix = strategy.distribute(h, "B"), strategy.distribute(mix, "S(1)")
+        if self.fails == "step":
+            self.distances()
+        return self.head(self.body(full_tensor(h @ mix)))
+
+
+def spread(layout: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    module = Spread()
+    make_trainer(layout, max_epochs=2).fit(module, loader())
+    return {name: full_tensor(each.detach()) for name, each in module.named_parameters()}
+
+
+def test_a_parameter_that_a_step_lays_out_gets_its_gradient(ranks: Pools) -> None:
+    expected = spread(None)
+    assert not torch.equal(expected["mix"], Spread().mix)
+    for parameters in ranks(2, lightning=True).run(spread, {"tensor_parallel_size": 2, "tensor_parallel_plan": None}):
+        assert_same(parameters, expected)
+
+
+def failed(fails: str, layout: Mapping[str, Any]) -> str:
+    with pytest.raises(Exception, match="cdist") as error:
+        make_trainer(layout).fit(Spread(fails), loader())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fails", "layout"),
+    [
+        ("step", {"tensor_parallel_size": 2, "tensor_parallel_plan": None}),
+        pytest.param("hook", {"tensor_parallel_size": 2, "tensor_parallel_plan": None}, marks=pytest.mark.thorough),
+        pytest.param("step", {}, marks=pytest.mark.thorough),
+    ],
+)
+def test_operators_without_a_rule_for_layouts_say_what_to_do(
+    ranks: Pools, fails: str, layout: Mapping[str, Any]
+) -> None:
+    for text in ranks(2, lightning=True).run(failed, fails, layout):
+        assert "aten._cdist_forward.default does not have a sharding strategy registered" in text  # torch's own
+        assert text.count("here: 'S(0)' over tensor_parallel and 'B' over tensor_parallel") == 1
+        assert "`x.full_tensor()` has all of it on each rank" in text
+
+
+def mixed_up() -> str:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=AXES)
+    with pytest.raises(RuntimeError, match="got mixed") as error:
+        distribute(torch.ones(4), "S(0)", mesh) + torch.ones(4)
+    for _ in range(2):  # on the way out
+        assert explain_operator_error(error.value)
+    shapes = RuntimeError("shape '[3, 9]' is invalid\n\nSharding propagation failed for aten.view.default(...)")
+    assert not explain_operator_error(shapes)
+    return str(error.value)
+
+
+def test_plain_tensors_beside_one_in_a_layout_say_what_to_do(ranks: Pools) -> None:
+    (text,) = ranks(1).run(mixed_up)
+    assert text.count("Lay out the plain ones too") == 1
 
 
 # -- parameters, by a plan ---------------------------------------------------------------------------------------------

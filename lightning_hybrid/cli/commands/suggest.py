@@ -10,11 +10,11 @@ from lightning_hybrid.cli.parser import ConfigParser, positive, print_json
 from lightning_hybrid.strategy.auto_layout.machine import Machine, parse_quantity
 
 _DESCRIPTION = (
-    "Try the layouts of so many ranks: sizes, context parallelism, microbatches, schedule, stage of ZeRO,"
-    " recomputation; what else the configuration says holds for all of them. Print the fastest that fit, by an account"
-    " of their memory and a simulation of their steps, and why the others are not among them. Nothing is started, and"
-    " no device is needed: the step runs on shapes. What a device and its links can do are arguments; by default they"
-    " are those of an A100 of 80 GiB."
+    "Try the layouts of so many ranks: sizes, arrangement of ranks that share layers, context parallelism,"
+    " microbatches, schedule, stage of ZeRO, recomputation; what else the configuration says holds for all of them."
+    " Print the fastest that fit, by an account of their memory and a simulation of their steps, and why the others are"
+    " not among them. Nothing is started, and no device is needed: the step runs on shapes. What a device and its links"
+    " can do are arguments; by default they are those of an A100 of 80 GiB."
 )
 # The sizes of the configuration give way to those that are tried.
 _UNDIVIDED = {

@@ -39,7 +39,8 @@ def planned_traffic(
     number, zero = config.num_microbatches, config.zero_stage
     options = number, config.schedule, chunks, zero, recompute
     context, kind = config.context_parallel_size, config.context_parallel
-    layout = Layout(data, tensor, pipeline, *options, context=context, context_kind=kind)
+    mode = (config.tensor_parallel_mode, config.tensor_parallel_depth) if tensor > 1 else ("1d", 1)
+    layout = Layout(data, tensor, pipeline, *options, (), context, kind, *mode)
     num_ranks = layout.num_ranks
     machine, precision = Machine(ranks_per_node=num_ranks // strategy.num_nodes), strategy.precision_plugin
     open_config = replace(config, global_batch_size=None)  # its accumulation is counted below

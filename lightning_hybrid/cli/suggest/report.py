@@ -13,6 +13,7 @@ from lightning_hybrid.strategy.auto_layout.arguments import (
     arguments,
     every_argument,
     in_words,
+    mode_text,
     recompute_text,
     schedule_text,
 )
@@ -37,7 +38,7 @@ def as_text(
         machine: What ranks were supposed to run on.
         step: What a step does.
         configured: What the configuration says.
-        divided: The share of the parameters that tensor parallelism divides, by its size.
+        divided: The share of the parameters that tensor parallelism divides over ranks in a line, by their number.
     """
     shown = [cost.layout for cost in found.best] + [group.best for group in found.losers]
     has_extra = any(layout.extra_in_flight for layout in shown)
@@ -67,7 +68,7 @@ def as_text(
         ]
     else:
         lines.append("No layout fits.")
-    lines += _whole_lines({layout.tensor for layout in shown}, divided)
+    lines += _whole_lines({layout.tensor for layout in shown if layout.tensor_mode == "1d"}, divided)
     lines += ["", "Why the others are not among them:", "", _losers_table(found)]
     return "\n".join(lines)
 
@@ -90,7 +91,8 @@ def _is_tight(cost: Cost, machine: Machine) -> bool:
 
 
 def _best_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
-    titles = ("", "data", "tensor", "pipeline", "context", "microbatches", "schedule", "zero", "recompute", "batch")
+    sizes = ("data", "tensor", "pipeline", "tensor mode", "context")
+    titles = ("", *sizes, "microbatches", "schedule", "zero", "recompute", "batch")
     rates = ("samples/s",) if isinstance(step, LoaderStep) else ()
     sent_by = ("sent: tensor", "context", "pipeline", "data")
     rows: list[tuple[str, ...]] = [(*titles, "ms a step", *rates, "bubble", "GiB", *sent_by)]
@@ -102,6 +104,7 @@ def _best_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
             (
                 str(number),
                 *map(str, (layout.data, layout.tensor, layout.pipeline)),
+                mode_text(layout) if layout.tensor > 1 else "-",
                 f"{layout.context} {layout.context_kind}" if layout.context > 1 else "1",
                 str(layout.num_microbatches),
                 schedule_text(layout),
@@ -115,7 +118,7 @@ def _best_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
                 *(f"{sent / 2**30:,.3f}" for sent in cost.sent.values()),
             )
         )
-    return text_table(rows, left=(6, 8))
+    return text_table(rows, left=(4, 7, 9))
 
 
 def _losers_table(found: Suggestions) -> str:

@@ -19,6 +19,7 @@ from lightning_hybrid.data_parallel.zero.param import ShardedParameter, find_own
 from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
 from lightning_hybrid.data_parallel.zero.prefetch import Prefetcher, post_backward_hook
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
+from lightning_hybrid.distributed.dtensor import uncompiled
 from lightning_hybrid.distributed.pytree import flatten
 
 
@@ -28,6 +29,7 @@ class _Unfollowed:
 
     hook: Callable[..., Any]
 
+    @uncompiled
     def __call__(self, *args: Any) -> Any:
         with torch._C.DisableTorchFunction():
             return self.hook(*args)

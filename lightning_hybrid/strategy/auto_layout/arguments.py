@@ -7,6 +7,8 @@ from typing import Any
 from lightning_hybrid.strategy.auto_layout.candidates import Layout
 
 _USUAL = {
+    "tensor_parallel_mode": "1d",
+    "tensor_parallel_depth": 1,
     "context_parallel_size": 1,
     "context_parallel": "ulysses",
     "schedule": "1f1b",
@@ -29,6 +31,8 @@ def every_argument(layout: Layout) -> dict[str, Any]:
     return {
         "data_parallel_size": layout.data,
         "tensor_parallel_size": layout.tensor,
+        "tensor_parallel_mode": layout.tensor_mode,
+        "tensor_parallel_depth": layout.tensor_depth,
         "pipeline_parallel_size": layout.pipeline,
         "context_parallel_size": layout.context,
         "context_parallel": layout.context_kind,
@@ -45,6 +49,8 @@ def in_words(layout: Layout) -> str:
     """What differs from one process."""
     sizes = {"data": layout.data, "tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context}
     words = [" x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"]
+    if layout.tensor_mode != "1d":
+        words.append(mode_text(layout))
     if layout.context > 1:
         words.append(layout.context_kind)
     if layout.pipeline > 1:
@@ -56,6 +62,11 @@ def in_words(layout: Layout) -> str:
     if layout.recompute:
         words.append(f"recompute {recompute_text(layout)}")
     return ", ".join(words)
+
+
+def mode_text(layout: Layout) -> str:
+    """How ranks that share layers are arranged."""
+    return f"{layout.tensor_mode} depth {layout.tensor_depth}" if layout.tensor_depth > 1 else layout.tensor_mode
 
 
 def schedule_text(layout: Layout) -> str:

@@ -27,11 +27,18 @@ class Layout:
     extra_in_flight: tuple[int, ...] = ()
     context: int = 1
     context_kind: str = "ulysses"
+    tensor_mode: str = "1d"
+    tensor_depth: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
         """Of the axes, by their short names."""
         return {"dp": self.data, "tp": self.tensor, "pp": self.pipeline, "cp": self.context}
+
+    @property
+    def sharing(self) -> tuple[int, str, int]:
+        """How many ranks share layers, and how they are arranged."""
+        return self.tensor, self.tensor_mode, self.tensor_depth
 
     @property
     def num_ranks(self) -> int:
@@ -42,6 +49,22 @@ class Layout:
     def schedule_key(self) -> tuple[str, int, int, int, tuple[int, ...]]:
         """What decides about the schedule, as :func:`schedule_of` wants it."""
         return self.schedule, self.pipeline, self.num_microbatches, self.num_chunks, self.extra_in_flight
+
+
+def arrangements(tensor: int) -> list[tuple[str, int]]:
+    """How so many ranks that share layers may be arranged: ``tensor_parallel_mode``, and its depth.
+
+    Squares and cubes have two ranks or more on each side, and there are several squares with ``"2.5d"``.
+
+    Example:
+        >>> arrangements(8)
+        [('1d', 1), ('2.5d', 2), ('3d', 1)]
+    """
+    found = [("1d", 1)]
+    sides = range(2, tensor + 1)
+    found += [("2d", 1) for side in sides if side**2 == tensor]
+    found += [("2.5d", tensor // side**2) for side in sides if tensor % side**2 == 0 and tensor > side**2]
+    return found + [("3d", 1) for side in sides if side**3 == tensor]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,16 @@ with ``v`` chunks each, and runs ``m`` microbatches. The time of a step is that 
 - *More in flight*: where a boundary crosses nodes, as many more microbatches as hide it, and as there is memory for:
   ``extra_in_flight``, chosen as a run would (:mod:`~lightning_hybrid.pipeline_parallel.links.in_flight`).
 - *Tensor parallelism*: the sums and gathers of the forward, and as many in the backward (Shoeybi et al., 2019,
-  https://arxiv.org/abs/1909.08053). The rank waits for them.
+  https://arxiv.org/abs/1909.08053). The rank waits for them. Where ranks are arranged in two or three dimensions
+  (:mod:`~lightning_hybrid.tensor_parallel.grid.blocks`), on squares with ``q`` ranks on each side, ``n`` of them, or a
+  cube with ``l``, a transformer layer with ``a = e b s h`` bytes of activations and ``w`` of weights sends in forward,
+  and in backward::
+
+      2d, 2.5d     (q - 1) / q^2 (7 a / n + w)     twice that, and 2 (n - 1) / n of w / q^2
+      3d           (l - 1) / l^3 (16 a + w)        (l - 1) / l^3 (23 a + 2 w)
+
+  beside what is gathered where blocks end, sums of norms and of gradients of biases. Of axes of a grid no link is
+  faster than the slowest between the ranks that share layers.
 - *Context parallelism*: for each attention over ``s`` positions with ``b`` samples, ``h`` features (``k`` of keys) and
   ``e`` bytes of a number a rank sends in forward, and in backward::
 
@@ -86,10 +95,9 @@ class StageCost:
         recomputed: Seconds of the forward that run again in backward.
         saved: Bytes that it keeps for backward.
         output: Bytes that go to the next stage.
-        tensor_sent: Bytes that a rank sends to those that share its layers, in a forward.
-        tensor_hops: Messages one after the other of these.
-        tensor_collectives: The collectives of which these are.
-        tensor_repeated: The share of all three that backward sends once more, because it is recomputed.
+        tensor: Messages to those that share its layers, in a forward.
+        tensor_back: Those of a backward, without what is recomputed.
+        tensor_repeated: The share of the forward's that backward sends once more, because it is recomputed.
         context: Messages to those that share sequences, in a forward.
         context_back: Those of a backward, without what is recomputed.
         context_repeated: The share of the forward's that backward sends once more, because it is recomputed.
@@ -100,9 +108,8 @@ class StageCost:
     recomputed: float = 0.0
     saved: float = 0.0
     output: float = 0.0
-    tensor_sent: float = 0.0
-    tensor_hops: float = 0.0
-    tensor_collectives: float = 0.0
+    tensor: Messages = NO_MESSAGES
+    tensor_back: Messages = NO_MESSAGES
     tensor_repeated: float = 0.0
     context: Messages = NO_MESSAGES
     context_back: Messages = NO_MESSAGES
@@ -283,10 +290,9 @@ class CostModel:
         stages = self.stages(layout)
         forwards, backwards = [], []
         for stage in stages:
-            tensor, (there, back) = self.tensor_seconds(layout, stage), self.context_seconds(layout, stage)
-            forwards.append(stage.forward + tensor + there)
-            of_tensor = tensor * (1 + stage.tensor_repeated)
-            backwards.append(_BACKWARD * stage.forward + stage.recomputed + of_tensor + back)
+            messages = self.tensor_seconds(layout, stage), self.context_seconds(layout, stage)
+            forwards.append(stage.forward + sum(there for there, _ in messages))
+            backwards.append(_BACKWARD * stage.forward + stage.recomputed + sum(back for _, back in messages))
         if layout.pipeline == 1:
             nothing = [0.0] * (len(stages) - 1)
             return StepTimes(forwards, backwards, nothing, nothing)
@@ -294,10 +300,13 @@ class CostModel:
         occupations = [stage.output / link.bandwidth for stage, link in zip(stages[:-1], links, strict=True)]
         return StepTimes(forwards, backwards, [link.latency for link in links], occupations)
 
-    def tensor_seconds(self, layout: Layout, stage: StageCost) -> float:
-        """Of the messages of tensor parallelism in a forward."""
-        messages = Messages(stage.tensor_sent, stage.tensor_hops, stage.tensor_collectives)
-        return self.seconds(self.link(layout, "tp"), messages) if layout.tensor > 1 else 0.0
+    def tensor_seconds(self, layout: Layout, stage: StageCost) -> tuple[float, float]:
+        """Of the messages of tensor parallelism in a forward, and in a backward."""
+        if layout.tensor == 1:
+            return 0.0, 0.0
+        link = self.link(layout, "tp")
+        there, back = self.seconds(link, stage.tensor), self.seconds(link, stage.tensor_back)
+        return there, back + stage.tensor_repeated * there
 
     def context_seconds(self, layout: Layout, stage: StageCost) -> tuple[float, float]:
         """Of the messages of context parallelism in a forward, and in a backward, that no computing hides."""
@@ -359,7 +368,7 @@ class _Rank:
         number = layout.num_microbatches * model.step.accumulations(layout.data)
         computing = number * sum((1 + _BACKWARD) * stage.forward for stage in own)
         recomputing = number * sum(stage.recomputed for stage in own)
-        messages = number * sum((2 + stage.tensor_repeated) * model.tensor_seconds(layout, stage) for stage in own)
+        messages = number * sum(sum(model.tensor_seconds(layout, stage)) for stage in own)
         of_shares = number * sum(sum(model.context_seconds(layout, stage)) for stage in own)
         self.optimizer = self._optimizer_seconds(model, layout, rank)
         gradients, shards = self._data_volume(model, layout, rank, number)
@@ -379,7 +388,7 @@ class _Rank:
         self.least = sum(self.parts.values())
         boundaries, before = [stage.output for stage in stages[:-1]], (rank - 1) % layout.pipeline
         passed = sum(boundaries[rank :: layout.pipeline]) + sum(boundaries[before :: layout.pipeline])  # and gradients
-        shared = sum((2 + stage.tensor_repeated) * stage.tensor_sent for stage in own)
+        shared = sum((1 + each.tensor_repeated) * each.tensor.sent + each.tensor_back.sent for each in own)
         of_sequences = sum((1 + each.context_repeated) * each.context.sent + each.context_back.sent for each in own)
         self.sent = {
             "tensor": number * shared if layout.tensor > 1 else 0.0,

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import HybridConfig, check_grid
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.strategy.auto_layout.candidates import RECOMPUTE, Layout
 from lightning_hybrid.strategy.auto_layout.cost_model import StageCost
@@ -25,6 +25,7 @@ from lightning_hybrid.strategy.checks import check_beside_master_weights
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import check_context_parallel
 
+_UNSHARED = (1, "1d", 1)  # nobody shares layers
 #: Positions: where ranks would have fewer of a sequence, nobody shares it unasked.
 LEAST_SHARE = 1024
 
@@ -65,34 +66,35 @@ class ModuleProfile:
     ) -> None:
         self._machine, self._config, self._is_measured = machine, config, measure
         self._accumulated = int(trainer.get("accumulate_grad_batches", 1))
-        self._least_tensor = only.tensor if only else 1
+        self._least = only.sharing if only else _UNSHARED
         open_config = replace(config, recompute=False, num_chunks=1, context_parallel_size=1)
 
-        def run(tensor: int) -> Recorder:
+        def run(tensor: int, mode: str, depth: int) -> Recorder:
             sizes = (num_ranks // tensor, tensor, 1)
-            ways = [way_of(only)] if only else self._ways(num_ranks // tensor)
+            shared = replace(open_config, tensor_parallel_mode=mode, tensor_parallel_depth=depth)
+            ways = [way_of(only)] if only else self._ways(num_ranks // tensor, mode)
             here = {"only": only, "ways": ways, "least_share": least_share, "measure": measure and tensor == 1}
-            make_strategy: Callable[..., Recorder] = partial(Recorder, open_config, sizes, **here)  # type: ignore[arg-type]
+            make_strategy: Callable[..., Recorder] = partial(Recorder, shared, sizes, **here)  # type: ignore[arg-type]
             return run_first_step(make, make_strategy, precision=precision, **trainer)
 
         self._recorder = lru_cache(maxsize=None)(run)
         self._stages_of = lru_cache(maxsize=None)(self._find_stages)
         self._held_by = lru_cache(maxsize=None)(self._find_held)
         self._seconds_of = lru_cache(maxsize=None)(self._find_seconds)
-        self._errors: dict[int, str] = {}
+        self._errors: dict[tuple[int, str, int], str] = {}
         self._contexts = range(1, machine.ranks_per_node + 1) if contexts is None else contexts
         least_share = LEAST_SHARE if contexts is None else 0
 
-    def _ways(self, num_ranks: int) -> list[Way]:
-        """How layers may run where they, and then sequences, are shared by so many ranks."""
+    def _ways(self, num_ranks: int, mode: str) -> list[Way]:
+        """How layers may run where they, arranged so, and then sequences are shared by so many ranks."""
         sizes = [size for size in self._contexts if size > 1 and num_ranks % size == 0]
         ways: list[Way] = [(recompute, *WHOLE) for recompute in RECOMPUTE]
-        return ways + [each for each in product(RECOMPUTE, sizes, KINDS) if not self._refusal(*each)]
+        return ways + [each for each in product(RECOMPUTE, sizes, KINDS) if not self._refusal(*each, mode)]
 
-    def _refusal(self, recompute: Any, size: int, kind: str) -> str:
+    def _refusal(self, recompute: Any, size: int, kind: str, mode: str) -> str:
         """Why sequences are not shared so, whatever the module is; nothing if they may be."""
         config = self._config
-        mode, divides = config.tensor_parallel_mode, config.sequence_parallel
+        divides = config.sequence_parallel
         try:
             check_context_parallel(
                 size, kind, sequence_parallel=divides, recompute=recompute, tensor_parallel_mode=mode
@@ -110,15 +112,15 @@ class ModuleProfile:
         Raises:
             ValueError, TypeError: As at the start of training.
         """
-        return self._recorder(self._least_tensor).batch_size
+        return self._recorder(*self._least).batch_size
 
     def refuse(self, layout: Layout) -> tuple[str, str] | None:
         """Why the module cannot be divided by a layout: in short, and in full; ``None`` if it can."""
-        if layout.tensor not in self._errors:
-            self._errors[layout.tensor] = self._find_error(layout.tensor)
-        if error := self._errors[layout.tensor]:
+        if layout.sharing not in self._errors:
+            self._errors[layout.sharing] = self._find_error(*layout.sharing)
+        if error := self._errors[layout.sharing]:
             return "layers cannot be shared", error
-        recorder = self._recorder(layout.tensor)
+        recorder = self._recorder(*layout.sharing)
         if layout.context > 1 and (error := self._share_error(layout)):
             return "sequences cannot be shared", error
         if error := recorder.cut_error(layout):
@@ -128,27 +130,30 @@ class ModuleProfile:
         return None
 
     def divided_shares(self) -> dict[int, float]:
-        """The share of the parameters that is divided, by the size of tensor parallelism: of those asked for so far."""
-        return {
-            size: self._recorder(size).divided_share for size, error in self._errors.items() if size > 1 and not error
-        }
+        """The share of the parameters that ranks in a line divide, by their number: of those asked for so far."""
+        sizes = [size for (size, mode, _), error in self._errors.items() if size > 1 and mode == "1d" and not error]
+        return {size: self._recorder(size, "1d", 1).divided_share for size in sizes}
 
     def _share_error(self, layout: Layout) -> str:
-        refused = self._refusal(*way_of(layout))
-        if refused or layout.tensor == self._least_tensor:
-            return refused or self._recorder(layout.tensor).share_error(layout)
+        refused = self._refusal(*way_of(layout), layout.tensor_mode)
+        if refused or layout.sharing == self._least:
+            return refused or self._recorder(*layout.sharing).share_error(layout)
         # Layers that are divided are not tried, as what their ranks send has no numbers.
-        whole = replace(layout, tensor=self._least_tensor)
-        return self._recorder(whole.tensor).share_error(whole) or self._recorder(layout.tensor).share_error(layout)
+        whole = _with_sharing(layout, *self._least)
+        return self._recorder(*whole.sharing).share_error(whole) or self._recorder(*layout.sharing).share_error(layout)
 
-    def _find_error(self, tensor: int) -> str:
+    def _find_error(self, tensor: int, mode: str, depth: int) -> str:
         if tensor == 1:
             return ""
         try:
-            share = self._recorder(tensor).divided_share
+            check_grid(mode, [tensor], depth, sequence_parallel=self._config.sequence_parallel)
+            if self._config.master_weights:
+                check_beside_master_weights("tensor_parallel_mode", mode, "1d")
+            share = self._recorder(tensor, mode, depth).divided_share
         except (ValueError, TypeError) as error:
             return str(error)
-        return "" if share else f"tensor_parallel_plan={self._config.tensor_parallel_plan!r} divides nothing of it"
+        plan, beside = self._config.tensor_parallel_plan, "" if mode == "1d" else f" with tensor_parallel_mode={mode!r}"
+        return "" if share else f"tensor_parallel_plan={plan!r} divides nothing of it{beside}"
 
     def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
@@ -171,10 +176,10 @@ class ModuleProfile:
 
     def num_layers(self, layout: Layout) -> Sequence[int]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
-        return [len(positions) for positions in self._recorder(layout.tensor).cut(layout).positions]
+        return [len(positions) for positions in self._recorder(*layout.sharing).cut(layout).positions]
 
     def _find_stages(self, layout: Layout, samples: int) -> tuple[StageCost, ...]:
-        recorder = self._recorder(layout.tensor)
+        recorder = self._recorder(*layout.sharing)
         positions = recorder.cut(layout).positions
         costs = []
         for stage, labels in enumerate(labels_of_stages(positions)):
@@ -203,8 +208,8 @@ class ModuleProfile:
         """Of the forward of one place in the step, of what of it runs again, and of what a ring sends beside."""
         seconds = self._count_seconds(layout, samples, label)
         if self._is_measured:
-            whole = replace(layout, tensor=1, context=WHOLE[0], context_kind=WHOLE[1])
-            timings = self._recorder(1).timings(whole)
+            whole = _with_sharing(replace(layout, context=WHOLE[0], context_kind=WHOLE[1]), *_UNSHARED)
+            timings = self._recorder(*_UNSHARED).timings(whole)
             measured = value_between(samples, [(each.samples, each.seconds.get(label, 0.0)) for each in timings])
             counted, _, _ = self._count_seconds(whole, samples, label)
             factor = measured / counted if counted else 0.0
@@ -213,7 +218,7 @@ class ModuleProfile:
         return seconds
 
     def _count_seconds(self, layout: Layout, samples: int, label: Hashable) -> tuple[float, float, float]:
-        traces, machine = self._recorder(layout.tensor).traces(layout), self._machine
+        traces, machine = self._recorder(*layout.sharing).traces(layout), self._machine
         forward = again = beside = 0.0
         for alike in _pairs([trace.counter.operations[label] for trace in traces]):
             flops = value_at(samples, traces, [operation.flops for operation in alike])
@@ -230,29 +235,32 @@ class ModuleProfile:
         self, samples: int, parts: Iterable[tuple[Layout, Iterable[Hashable], Sequence[Trace]]]
     ) -> dict[str, Any]:
         """What a stage sends, as attributes of its cost."""
-        tensor = context = back = NO_MESSAGES
+        tensor = tensor_back = context = context_back = NO_MESSAGES
         tensor_again = context_again = 0.0
         for layout, labels, traces in parts:
             for label in labels:
                 runs_again = isinstance(label, int) and bool(layout.recompute)
-                messages, _ = _sums(samples, traces, [trace.counter.messages[label] for trace in traces])
-                tensor += messages
+                messages, of_back = _sums(samples, traces, [trace.counter.messages[label] for trace in traces])
+                tensor, tensor_back = tensor + messages, tensor_back + of_back
                 tensor_again += messages.sent if runs_again and layout.recompute is True else 0.0
                 messages, of_back = _sums(samples, traces, [trace.counter.context_messages[label] for trace in traces])
-                context, back = context + messages, back + of_back
+                context, context_back = context + messages, context_back + of_back
                 context_again += messages.sent if runs_again else 0.0
         return {
-            "tensor_sent": tensor.sent,
-            "tensor_hops": tensor.hops,
-            "tensor_collectives": tensor.collectives,
+            "tensor": tensor,
+            "tensor_back": tensor_back,
             "tensor_repeated": tensor_again / tensor.sent if tensor.sent else 0.0,
             "context": context,
-            "context_back": back,
+            "context_back": context_back,
             "context_repeated": context_again / context.sent if context.sent else 0.0,
         }
 
     def _find_held(self, layout: Layout, master_weights: bool) -> tuple[MemoryUsage, ...]:
-        return self._recorder(layout.tensor).held(layout, self._accumulated, master_weights=master_weights)
+        return self._recorder(*layout.sharing).held(layout, self._accumulated, master_weights=master_weights)
+
+
+def _with_sharing(layout: Layout, tensor: int, mode: str, depth: int) -> Layout:
+    return replace(layout, tensor=tensor, tensor_mode=mode, tensor_depth=depth)
 
 
 def _parts(

@@ -15,9 +15,11 @@ SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 #: All that say how many ranks do what: with one of them open, so is the number of replicas.
 ALL_SIZES = (*SIZES, "context_parallel_size")
 _CONTEXT = {"context_parallel_size": 1, "context_parallel": KINDS[0]}
+_ARRANGEMENT = {"tensor_parallel_mode": "1d", "tensor_parallel_depth": 1}
 #: What may be left open, with its default.
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(SIZES, 1),
+    **_ARRANGEMENT,
     **_CONTEXT,
     "num_microbatches": "auto",
     "schedule": "1f1b",
@@ -26,8 +28,8 @@ _DEFAULTS: dict[str, Any] = {
     "zero_stage": 0,
     "recompute": False,
 }
-#: Where these are not as by default, sequences cannot be shared.
-_NO_SHARES = {"tensor_parallel_mode": "1d", "sequence_parallel": False, "master_weights": False}
+#: Where these are not as by default, sequences cannot be shared, and ranks are in a line.
+_IN_A_LINE = {"sequence_parallel": False, "master_weights": False}
 #: What ``"auto"`` opens alone: with the others it means something else.
 _ALONE = (*SIZES, "schedule", "num_chunks", "zero_stage", "recompute")
 
@@ -54,10 +56,24 @@ def _open_arguments(arguments: Mapping[str, Any]) -> tuple[str, ...]:
         raise ValueError(f"layout must be 'auto' or None, got {layout!r}.")
     found = [name for name in _ALONE if isinstance(arguments[name], str) and arguments[name] == "auto"]
     if layout == "auto":
-        closed = _CONTEXT if any(not _is(arguments[name], usual) for name, usual in _NO_SHARES.items()) else ()
+        closed = _closed(arguments)
         found += [name for name, usual in _DEFAULTS.items() if name not in closed and _is(arguments[name], usual)]
         found += [name for name in SIZES if isinstance(arguments[name], (list, tuple))]
     return tuple(name for name in _DEFAULTS if name in found)
+
+
+def _closed(arguments: Mapping[str, Any]) -> set[str]:
+    """What stays as by default because of what is given: neither goes with the other."""
+
+    def differs(usual: Mapping[str, Any]) -> bool:
+        return any(not _is(arguments[name], value) for name, value in usual.items())
+
+    closed: set[str] = set()
+    if differs(_IN_A_LINE | _ARRANGEMENT):
+        closed |= _CONTEXT.keys()
+    if differs(_IN_A_LINE | _ARRANGEMENT | {"context_parallel_size": 1}):  # a mode that is given has its depth
+        closed |= _ARRANGEMENT.keys()
+    return closed
 
 
 def _is(value: Any, usual: Any) -> bool:
@@ -81,12 +97,6 @@ def _check_open(arguments: Mapping[str, Any], searched: Sequence[str]) -> None:
                 " layout='auto' or recompute='auto', or leave it out."
             )
         return
-    mode = arguments["tensor_parallel_mode"]
-    if mode != "1d":
-        raise ValueError(
-            f"tensor_parallel_mode={mode!r} has no estimates by which layouts could be weighed ({', '.join(searched)}"
-            " are searched). Give the layout by hand, or leave tensor_parallel_mode out."
-        )
     if {"pipeline_parallel_size", "num_chunks"} & set(searched):
         for name in ("partition", "extra_in_flight", "recompute"):
             value = arguments[name]
@@ -137,6 +147,7 @@ def search_space(config: HybridConfig, sizes: tuple[Any, Any, Any]) -> SearchSpa
         name: None if name in searched and not isinstance(size, (list, tuple)) else choices(size)
         for name, size in zip(SIZES, (tensor, pipeline), strict=True)
     }
+    given_mode = config.tensor_parallel_mode, config.tensor_parallel_depth
     given, has_extra = (config.schedule, config.num_chunks), any(config.extra_of_links(2))
     schedules = [
         pair
@@ -147,6 +158,7 @@ def search_space(config: HybridConfig, sizes: tuple[Any, Any, Any]) -> SearchSpa
     return SearchSpace(
         data=None if data == "auto" else (data,),
         tensor=tried["tensor_parallel_size"],
+        tensor_mode=None if "tensor_parallel_mode" in searched else given_mode,
         pipeline=tried["pipeline_parallel_size"],
         context=None if "context_parallel_size" in searched else (config.context_parallel_size,),
         context_kinds=KINDS if "context_parallel" in searched else (config.context_parallel,),

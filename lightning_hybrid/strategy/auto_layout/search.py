@@ -9,7 +9,8 @@ from itertools import product
 from math import inf
 from typing import Any
 
-from lightning_hybrid.strategy.auto_layout.candidates import MOST_CHUNKS, RECOMPUTE, Layout, Step
+from lightning_hybrid.config import grid_shape
+from lightning_hybrid.strategy.auto_layout.candidates import MOST_CHUNKS, RECOMPUTE, Layout, Step, arrangements
 from lightning_hybrid.strategy.auto_layout.cost_model import Cost, CostModel
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 
@@ -67,6 +68,7 @@ class SearchSpace:
     Attributes:
         data: Numbers of replicas.
         tensor: Ranks that share a layer.
+        tensor_mode: How these are arranged: ``tensor_parallel_mode`` and ``tensor_parallel_depth``.
         pipeline: Pipeline ranks.
         context: Ranks that share a sequence.
         context_kinds: How attention communicates between these.
@@ -79,6 +81,7 @@ class SearchSpace:
 
     data: Collection[int] | None = None
     tensor: Collection[int] | None = None
+    tensor_mode: tuple[str, int] | None = None
     pipeline: Collection[int] | None = None
     context: Collection[int] | None = None
     context_kinds: Sequence[str] = KINDS
@@ -111,6 +114,16 @@ class SearchSpace:
         """How attention may communicate between so many ranks that share a sequence."""
         return KINDS[:1] if context == 1 else self.context_kinds
 
+    def arrangements_of(self, tensor: int, context: int) -> Sequence[tuple[str, int]]:
+        """How so many ranks that share a layer may be arranged, beside so many that share a sequence."""
+        if self.tensor_mode is None:
+            return arrangements(tensor)[: 1 if context > 1 else None]
+        mode, depth = self.tensor_mode
+        try:
+            return [self.tensor_mode if grid_shape(mode, tensor, depth) else ("1d", 1)]
+        except ValueError:
+            return []
+
     def schedules_of(self, pipeline: int) -> Sequence[tuple[str, int]]:
         """Schedules of so many pipeline ranks, with the chunks of a rank."""
         return SCHEDULES_TRIED[:1] if pipeline == 1 else self.schedules or SCHEDULES_TRIED
@@ -131,7 +144,7 @@ def layouts(
     Sizes whose product is the number of ranks; as many replicas as can do the step; microbatches ``p``, ``2 p``,
     ``4 p``, ... up to one for each sample of a replica; 1F1B and GPipe with one chunk on a rank, interleaved 1F1B with
     2 to 4; each stage of ZeRO where there are replicas; every kind of recomputation; where ranks share sequences every
-    way in which attention communicates.
+    way in which attention communicates, and where they share layers alone every arrangement that their number allows.
 
     Args:
         num_ranks: Of the run.
@@ -154,10 +167,12 @@ def layouts(
             space.zero_stages if data > 1 else (0,),
             space.recompute,
             space.kinds_of(context),
+            space.arrangements_of(tensor, context),
         )
-        for microbatches, (schedule, chunks), zero, recompute, kind in options:
-            chosen = microbatches, schedule, chunks, zero, recompute
-            yield Layout(data, tensor, pipeline, *chosen, context=context, context_kind=kind)
+        for microbatches, (schedule, chunks), zero, recompute, kind, mode in options:
+            yield Layout(
+                data, tensor, pipeline, microbatches, schedule, chunks, zero, recompute, (), context, kind, *mode
+            )
 
 
 def microbatch_numbers(pipeline: int, samples: int) -> list[int]:
@@ -297,7 +312,7 @@ def _rank(cost: Cost) -> tuple[float, int]:
     """The fastest first; of equally fast ones, what is simpler to say."""
     layout = cost.layout
     options = layout.zero_stage + layout.num_chunks + bool(layout.recompute) + bool(layout.extra_in_flight)
-    return cost.seconds_of_sample, options + (layout.context > 1)
+    return cost.seconds_of_sample, options + (layout.context > 1) + (layout.tensor_mode != "1d")
 
 
 def _preference(cost: Cost, fastest: Cost, as_good: float) -> tuple[int, int, float]:

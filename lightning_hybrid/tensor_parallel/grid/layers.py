@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed.dtensor import shard_of
+from lightning_hybrid.distributed.dtensor import shard_of, uncompiled
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.tensor_parallel.attention import ParallelAttention, is_same
 from lightning_hybrid.tensor_parallel.context_parallel.attention import additive_mask
@@ -54,6 +54,7 @@ class GridLinear(GridLayer):
     leaves: bool
     is_transposed: bool
 
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features)`` to ``(..., out_features)``, in blocks between the layers of a pair."""
         grid, shape = self.tensor_group, self.tensor_group.shape
@@ -79,6 +80,7 @@ class GridAttention(ParallelAttention, GridLayer):
         out-projection        blocks of samples and features
     """
 
+    @uncompiled
     def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """As `nn.MultiheadAttention.forward`, with the same shapes.
 
@@ -150,6 +152,7 @@ class GridLayerNorm(GridLayer):
     bias: Tensor | None
     eps: float
 
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """``(..., features)``, in blocks."""
         grid, layout = self.tensor_group, self.tensor_group.shape.outer

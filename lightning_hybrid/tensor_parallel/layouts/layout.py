@@ -89,17 +89,29 @@ def _placement(layout: object, letter: object, shape: Sequence[int]) -> Placemen
     return Shard(dim % len(shape))
 
 
-def distribute(tensor: Tensor, layout: str | Mapping[str, str], mesh: DeviceMesh) -> DTensor:
+def layout_text(tensor: DTensor) -> str:
+    """How a tensor lies, as the user writes it, and over which axes."""
+    letters = (
+        f"S({each.dim})" if isinstance(each, Shard) else "B" if each.is_replicate() else "P"
+        for each in tensor.placements
+    )
+    return f"{','.join(letters)!r} over {', '.join(tensor.device_mesh.mesh_dim_names or ())}"
+
+
+def distribute(
+    tensor: Tensor, layout: str | Mapping[str, str], mesh: DeviceMesh, *, makes_parameters: bool = True
+) -> DTensor:
     """A tensor in a layout: see :meth:`lightning_hybrid.HybridStrategy.distribute`.
 
     Args:
         tensor: All of it, the same on every rank of the stage; or a DTensor, which is redistributed.
         layout: As for :func:`parse_layout`.
         mesh: All axes of ranks.
+        makes_parameters: Whether a parameter that takes its place is made of a parameter. Else it is a value.
     """
     axes = [axis for axis in mesh.mesh_dim_names or () if axis != _STAGES]
     placements = parse_layout(layout, axes, tensor.shape)
-    if isinstance(tensor, nn.Parameter):
+    if isinstance(tensor, nn.Parameter) and makes_parameters:
         return _parameter(tensor, layout, placements, mesh)
     if isinstance(tensor, DTensor):
         _check_axes(tensor, layout, placements)

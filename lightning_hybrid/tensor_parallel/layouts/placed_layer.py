@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_hybrid.distributed.dtensor import full_tensor, is_zero_sharded, shard_of
+from lightning_hybrid.distributed.dtensor import full_tensor, is_zero_sharded, shard_of, uncompiled
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 from lightning_hybrid.tensor_parallel.layouts.layout import TENSOR
@@ -32,6 +32,7 @@ class PlacedLayer(ParallelLayer):
 
     dims: Mapping[str, int]
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module does."""
         sharded = getattr(self, next(iter(self.dims)))

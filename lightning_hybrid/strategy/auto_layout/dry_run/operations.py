@@ -15,6 +15,7 @@ from torch import ScriptObject, Tensor
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Messages, in_ring
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
+from lightning_hybrid.tensor_parallel.grid.blocks import Grid
 
 Mode: Any
 try:
@@ -56,7 +57,7 @@ class Message:
 
     Attributes:
         there: What a rank sends.
-        back: What it sends for it in backward; of tensor parallelism as much as in forward, which is not noted.
+        back: What it sends for it in backward.
     """
 
     there: Messages = NO_MESSAGES
@@ -69,6 +70,7 @@ class OperationCounter:
     Args:
         place: Says where the step is.
         context_group: The ranks that share sequences; ``None`` if there are none.
+        grid: The ranks that share layers, where these are arranged in two or three dimensions; else ``None``.
 
     Attributes:
         operations: In order, by label.
@@ -76,8 +78,10 @@ class OperationCounter:
         context_messages: Among those that share sequences, likewise.
     """
 
-    def __init__(self, place: Callable[[], Hashable], context_group: dist.ProcessGroup | None) -> None:
-        self._place, self._context_group = place, context_group
+    def __init__(
+        self, place: Callable[[], Hashable], context_group: dist.ProcessGroup | None, grid: Grid | None
+    ) -> None:
+        self._place, self._context_group, self._grid = place, context_group, grid
         self.operations: dict[Hashable, list[Operation]] = defaultdict(list)
         self.messages: dict[Hashable, list[Message]] = defaultdict(list)
         self.context_messages: dict[Hashable, list[Message]] = defaultdict(list)
@@ -134,10 +138,30 @@ class OperationCounter:
         if name in _COLLECTIVES:
             there = in_ring(group.size(), _COLLECTIVES[name], max(tensor.nbytes for tensor in tensors))
             # What is exchanged goes back in backward, and what was gathered is reduce-scattered.
-            goes_back = is_context and name != "allreduce_"
-            messages.append(Message(there, there if goes_back else NO_MESSAGES))
+            back = there if name != "allreduce_" or not is_context else NO_MESSAGES
+            if name == "_allgather_base_" and self._grid is not None and group is not self._grid():
+                # For a product, and for that of a gradient once more.
+                back += there + self._of_copies(group, min(tensor.nbytes for tensor in tensors))
+            messages.append(Message(there, back))
         elif name == "send" and is_context:
             messages.append(_hop(group.size(), tensors[0]))
+
+    def _of_copies(self, group: dist.ProcessGroup, num_bytes: int) -> Messages:
+        """Gathered along columns of several squares are weights, whose gradients the squares sum."""
+        assert self._grid is not None
+        squares = dict(self._grid.shape.axes).get("depth", 1)
+        is_weight = squares > 1 and group is self._grid.along("column")()
+        return in_ring(squares, 2, num_bytes) if is_weight else NO_MESSAGES
+
+    def enter_block(self, vectors: list[Tensor]) -> None:
+        """A layer in blocks is about to run: ranks with the same features sum the gradients of its biases.
+
+        Args:
+            vectors: What this rank has of them.
+        """
+        assert self._grid is not None
+        alike = self._grid.size // self._grid.shape.parts([self._grid.shape.outer.features])
+        self.messages[self._place()] += [Message(back=in_ring(alike, 2, vector.nbytes)) for vector in vectors]
 
 
 def _hop(size: int, block: Tensor) -> Message:

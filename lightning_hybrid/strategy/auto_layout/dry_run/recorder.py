@@ -20,9 +20,11 @@ from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRunStrategy
 from lightning_hybrid.strategy.auto_layout.dry_run.traces import Stopwatch, Timing, Trace, Watch
 from lightning_hybrid.strategy.summary import divided_share
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
+from lightning_hybrid.tensor_parallel.grid.layers import GridAttention, GridLayer, GridLayerNorm, GridLinear
 from lightning_hybrid.tensor_parallel.plan import Plan
 
 _TIMED = 3  # forwards, of which the shortest counts
+_BLOCKS = (GridLinear, GridAttention, GridLayerNorm)
 _UNCUT = StageMap(None, (), (range(0),), 1)
 
 #: How layers run: what runs again in backward, the ranks that share sequences, and how attention communicates.
@@ -94,6 +96,8 @@ class Recorder(DryRunStrategy):
         module, config, (data, tensor, _) = self._module, self._config, self.sizes
         plan = layouts.find_plan(module, config, tensor, None) if tensor > 1 else None
         self.divided_share = 0.0 if plan is None else divided_share(plan, module)
+        if plan is not None and not self.divided_share:  # nobody asks what its ranks do
+            raise StopAfterFirstStepError
         self._cuts: dict[tuple[int, int], Cut | str] = {}
         sizes = (size for size in range(1, data + 1) if data % size == 0)
         numbers = [(size, chunks) for size in sizes for chunks in range(1, (MOST_CHUNKS if size > 1 else 1) + 1)]
@@ -173,7 +177,7 @@ class Recorder(DryRunStrategy):
         group = self._context_group(context) if context > 1 else None
         traces = []
         for microbatch in microbatches:
-            watch = Watch(cut.body, group)
+            watch = Watch(cut.body, group, self._blocks())
             try:
                 saved = self._follow(microbatch, args, config, cut.body, cut.undivided, watch)
             except WrongUseError as error:
@@ -184,6 +188,10 @@ class Recorder(DryRunStrategy):
             assert size is not None
             traces.append(Trace(size, watch.counter, saved, watch.outputs, watch.length))
         return tuple(traces)
+
+    def _blocks(self) -> list[GridLayer]:
+        """The layers that compute with blocks, without the regions around some."""
+        return [part for part in self._module.modules() if isinstance(part, _BLOCKS)]
 
     def _time(self, microbatch: Any, args: Sequence[Any], cut: Cut) -> Timing:
         """The seconds of each place in a forward with numbers: the shortest of some, after one that warms up."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.account import SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.body import Body
@@ -21,6 +22,7 @@ from lightning_hybrid.strategy.auto_layout.dry_run.operations import OperationCo
 from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import Saved
 from lightning_hybrid.tensor_parallel.context_parallel.division import sequence_dim_of
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
+from lightning_hybrid.tensor_parallel.grid.layers import GridLayer
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Watch:
     Args:
         body: Whose inputs and outputs are noted.
         context_group: The ranks that share sequences; ``None`` if there are none.
+        blocks: The layers that are in blocks over a grid of ranks.
 
     Attributes:
         counter: Operations and messages.
@@ -96,15 +99,18 @@ class Watch:
 
     counter: OperationCounter
 
-    def __init__(self, body: Body | None, context_group: dist.ProcessGroup | None) -> None:
-        self._body, self._context_group = body, context_group
+    def __init__(
+        self, body: Body | None, context_group: dist.ProcessGroup | None, blocks: Sequence[GridLayer] = ()
+    ) -> None:
+        self._body, self._context_group, self._blocks = body, context_group, blocks
         self.outputs: dict[Hashable, int] = {}
         self.length = 0
 
     @contextmanager
     def __call__(self, meter: SavedTensorMeter) -> Iterator[None]:
         """Enter it around the step."""
-        self.counter = OperationCounter(lambda: meter.label, self._context_group)
+        grid = self._blocks[0].tensor_group if self._blocks else None
+        self.counter = OperationCounter(lambda: meter.label, self._context_group, grid)
         with self.counter(), self._noted_layers():
             yield
 
@@ -130,7 +136,13 @@ class Watch:
 
             return hook
 
+        def begin_block(layer: nn.Module, args: Any) -> None:
+            self.counter.enter_block([to_local(p) for p in layer.parameters() if p.ndim == 1 and p.requires_grad])
+
         with ExitStack() as hooks:
+            for block in self._blocks:
+                assert isinstance(block, nn.Module)
+                hooks.enter_context(block.register_forward_pre_hook(begin_block))
             for position, layer in enumerate(self._body.layers if self._body else ()):
                 hooks.enter_context(layer.register_forward_pre_hook(begin(position), with_kwargs=True))
                 hooks.enter_context(layer.register_forward_hook(end(position)))

@@ -1,0 +1,69 @@
+"""Errors about operators that cannot compute with tensors in layouts: which one, how they lie, and what to do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lightning_hybrid.tensor_parallel.layouts.layout import layout_text
+
+#: How torch says that an operator has no strategy, that it has none where shapes depend on values, and that others are
+#: plain tensors.
+_NO_STRATEGY = re.compile(r"Operator (\S+) does not have a sharding strategy|^(aten\S+)\s+Sharding propagation failed")
+_MIXED = re.compile(r"(\S+) got mixed torch\.Tensor and DTensor")
+_PLAIN = (
+    "Compute with plain tensors there: `x.full_tensor()` has all of it on each rank, `x.to_local()` what lies on this"
+    " one, and `strategy.distribute(result, layout)` lays the result out. Where tensor_parallel_plan lays out"
+    " parameters ('S(0)'), leave those of this module whole: 'B'."
+)
+_ALIKE = (
+    "Lay out the plain ones too, such as by `strategy.distribute(x, 'B')` over the same axes, or make the other one"
+    " plain: `x.full_tensor()`."
+)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def explain_operator_error(error: BaseException) -> bool:
+    """Add to an error of torch about an operator on DTensors how these lie, and what to do.
+
+    Args:
+        error: As it was raised; its text is changed, once.
+
+    Returns:
+        Whether it is such an error.
+    """
+    before = str(error)
+    unknown, mixed = _NO_STRATEGY.search(before), _MIXED.search(before)
+    if not isinstance(error, RuntimeError) or not (unknown or mixed):  # a NotImplementedError is one
+        return False
+    if _PLAIN in before or _ALIKE in before:
+        return True
+    layouts = " and ".join(dict.fromkeys(map(layout_text, _operands(error.__traceback__))))
+    here = f" (here: {layouts})" if layouts else ""
+    if unknown:
+        name = unknown[1] or unknown[2]
+        text = f"Torch has no rule to compute {name} where tensors lie over ranks in a layout{here}. {_PLAIN}"
+    else:
+        assert mixed is not None
+        text = f"{mixed[1]} was given a tensor that lies over ranks in a layout{here}, and a plain one. {_ALIKE}"
+    error.args = (f"{before.rstrip()}\n{text}", *error.args[1:])
+    return True
+
+
+def _operands(traceback: TracebackType | None) -> list[DTensor]:
+    """The tensors in layouts in torch's code that an error came through, or else in the code that has called it."""
+    frames = []
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    for frame in reversed(frames):
+        values = list(frame.f_locals.values())
+        values += [each for value in values if isinstance(value, (list, tuple)) for each in value]
+        found = [value for value in values if isinstance(value, DTensor)]
+        if found or not frame.f_code.co_filename.startswith(_TORCH):
+            return found
+    return []
