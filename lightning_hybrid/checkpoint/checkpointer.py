@@ -82,6 +82,7 @@ class Checkpointer:
         self._group = GroupRef(mesh.decision_group)
         self._background = BackgroundWriter()
         self._is_in_run = False
+        self._read_from: Any = None  # the path of the checkpoint whose states come next
 
     @cached_property
     def _sharded(self) -> ShardedCheckpoint:
@@ -246,6 +247,7 @@ class Checkpointer:
             load = partial(plugin.load_checkpoint, weights_only=weights_only)
             read = partial(self._read, found, path, load, is_usual=is_usual, weights_only=weights_only)
             checkpoint = self._agree(read)
+        self._read_from = path
         self._training_state.load(checkpoint, checkpoint.get(METADATA, {}), path, self._module.trainer)
         return checkpoint
 
@@ -290,10 +292,13 @@ class Checkpointer:
         Raises:
             ValueError: If the optimizers, or their groups, are not those of the checkpoint; on every rank.
         """
-        if self._sharded.wrote(states):
-            self._agree(lambda: self._sharded.load_optimizer_states(optimizers, states))
-        else:
-            self._full.load_optimizer_states(optimizers, states)
+        try:
+            if self._sharded.wrote(states):
+                self._agree(lambda: self._sharded.load_optimizer_states(optimizers, states))
+            else:
+                self._full.load_optimizer_states(optimizers, states)
+        except ValueError as error:
+            raise ValueError(f"{self._read_from or 'A state'}: {error}") from None
 
 
 def _write_after(wait: Callable[[], None] | None, write: Callable[[], None]) -> None:

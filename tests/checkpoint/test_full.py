@@ -359,7 +359,7 @@ FOREIGN = {
     "noise": "ValueError: {path}, 5122 bytes, is no checkpoint: it was not written by `torch.save`, or is damaged.",
     "text": "ValueError: The checkpoint {path}, 44 bytes, cannot be read: ",
     "object": "UnpicklingError: The checkpoint {path}: Weights only load failed.",
-    "optimizer": "ValueError: The checkpoint has the state of another optimizer than Momentum's SGD",
+    "optimizer": "ValueError: {path}: The checkpoint has the state of another optimizer than Momentum's SGD",
 }
 
 
