@@ -45,14 +45,6 @@ def fake_module(
     given = find_owners(flatten(list(arguments))[0]).values()
     of_batch = [owner for owner in given if not any(owner is other for other in owners.values())]
     saved = [(part, dict(vars(part))) for part in (*owners.values(), *of_batch)]
-    # What the module's own code uses comes first: what is tied to it is no part of a unit.
-    for part, attributes in sorted(saved, key=lambda entry: id(entry[0]) in of_units):
-        tensor = (
-            torch.clone if any(part is other for other in of_batch) else partial(fakes, in_unit=id(part) in of_units)
-        )
-        for name, value in attributes.items():
-            vars(part)[name] = copies(value, tensor)
-    swapped = [(part, _held(part)) for part, _ in saved]
     generators = [
         (f"{name!r} of {type(part).__name__}", value, _state_of(value))
         for part, attributes in saved
@@ -60,6 +52,7 @@ def fake_module(
         if isinstance(value, _GENERATORS)
     ]
     lazy: dict[int, dict[str, Tensor]] = {}
+    swapped: list[tuple[Any, dict[str, Any]]] = []
 
     def finish() -> bool:
         for name, generator, state in generators:
@@ -79,11 +72,18 @@ def fake_module(
         discovery.graph.changed = copies.changed()
         return bool(lazy)
 
-    for part, _ in saved:
-        for hooks in (part._forward_pre_hooks, part._forward_hooks) if isinstance(part, nn.Module) else ():
-            for key in [key for key, hook in hooks.items() if _is_own(hook)]:
-                del hooks[key]
-    try:
+    try:  # a signal's handler may raise at any line
+        # What the module's own code uses comes first: what is tied to it is no part of a unit.
+        for part, attributes in sorted(saved, key=lambda entry: id(entry[0]) in of_units):
+            is_given = any(part is other for other in of_batch)
+            tensor = torch.clone if is_given else partial(fakes, in_unit=id(part) in of_units)
+            for name, value in attributes.items():
+                vars(part)[name] = copies(value, tensor)
+        swapped += [(part, _held(part)) for part, _ in saved]
+        for part, _ in saved:
+            for hooks in (part._forward_pre_hooks, part._forward_hooks) if isinstance(part, nn.Module) else ():
+                for key in [key for key, hook in hooks.items() if _is_own(hook)]:
+                    del hooks[key]
         yield finish
     finally:
         for part, attributes in saved:

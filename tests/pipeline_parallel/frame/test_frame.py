@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import re
 import sys
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.watch.watched_thread import read_stack
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
+from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
 from lightning_hybrid.pipeline_parallel.frame.routes import Travel
 from tests.frame_modules import Block, Coupling, Decoder
 from tests.modules import VOCABULARY, WIDTH
@@ -309,6 +311,27 @@ def test_discovery_leaves_no_trace() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(x, copy)
     assert "forward" not in vars(model.blocks[0])
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_signal_while_the_module_gets_fake_parameters_leaves_no_trace(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader's worker that is killed raises in the main thread, wherever that is."""
+    model, numbers = Normed(), itertools.count()
+    make = Discovery.parameter
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if next(numbers) == number:
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(Discovery, "parameter", interrupted)
+    parameters = list(model.parameters())
+    cut = cut_of(model, 2)
+    with cut(), pytest.raises(RuntimeError, match="killed by signal"):
+        cut.find_plan(0, model, (inputs(),), seed)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
 
 
 def test_statistics_of_batch_norm_are_right_on_the_last_stage() -> None:
