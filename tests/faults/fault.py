@@ -71,12 +71,12 @@ class Fault:
     def works(self) -> bool:
         """Whether it is none.
 
-        Where nobody has to agree on a log, where nobody needs this rank's part of the state, and where a rank chooses
-        a checkpoint of its own: all go on from rank 0's.
+        Where nobody has to agree on a log, where nobody needs this rank's part of the state, or it needs nobody else's, and
+        where a rank chooses a checkpoint of its own: all go on from rank 0's.
         """
         data, tensor, pipeline, zero = self.layout
-        is_second_replica = (self.rank // tensor) % data > 0
-        is_spare = self.kind == "state_dict" and zero == 0 and is_second_replica
+        is_whole = tensor == pipeline == 1 or (self.rank // tensor) % data > 0
+        is_spare = self.kind == "state_dict" and zero == 0 and is_whole
         return (self.kind == "log" and tensor == pipeline == 1) or is_spare or self.kind == "resumes"
 
     def __str__(self) -> str:

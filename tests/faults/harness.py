@@ -57,8 +57,8 @@ class Ending:
             return bool(self.texts) and all(_ALONE.search(text) for text in self.texts.values())
         if fault.kind == "sleep+sigterm":
             return all(f"rank {fault.rank} stands still" in text for text in self.texts.values())
-        if fault.kind == "sigterm":  # before a run has begun, it kills
-            names = rf"^SIGTERMException|\brank {fault.rank}\b"
+        if fault.kind == "sigterm":  # before a run has begun, it kills; and so it does a worker that gets it too
+            names = rf"^SIGTERMException|\brank {fault.rank}\b|^RuntimeError: DataLoader worker"
             return all(re.search(names, text) for text in self.texts.values())
         true = fault.rank
         if "+" in fault.kind and fault.launcher == "fork":  # who was interrupted
