@@ -171,7 +171,9 @@ class Checkpointer:
 
     def _agree(self, check: Callable[[], _T]) -> _T:
         """As :func:`agree`; what is saved and loaded is on the host, and so is what ranks say of it."""
-        return agree(check, self._group.weak())
+        group = self._group.weak()
+        assert group is not None, "the process groups have been destroyed"
+        return agree(check, group)
 
     def _live(self) -> list[Tensor]:
         """The tensors that training changes."""

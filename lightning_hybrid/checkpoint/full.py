@@ -121,7 +121,9 @@ class FullCheckpoint:
             The checkpoint, filled on global rank 0.
         """
         told = [[path for path, leaf in flatten_with_path(checkpoint) if _is_incomplete(leaf)]]
-        dist.broadcast_object_list(told, src=self._firsts[0], group=self._group.weak())
+        group = self._group.weak()
+        assert group is not None, "the process groups have been destroyed"
+        dist.broadcast_object_list(told, src=self._firsts[0], group=group)
         missing = told[0]
         if not missing:
             return checkpoint
@@ -149,6 +151,7 @@ class FullCheckpoint:
             All of them; nothing on the other ranks.
         """
         mesh, group = self._mesh, self._group.weak()
+        assert group is not None, "the process groups have been destroyed"
         leaves, spec = flatten(local)
         if mesh.data_rank == 0:
             # A rank that comes here alone waits where its watcher knows for whom, which a receive does not tell.

@@ -77,6 +77,7 @@ class Offload:
         if not self.moves_activations:
             yield
             return
+        self._last = lambda: None  # what an earlier forward has saved may be needed much later
         resident_storages = {to_local(tensor).untyped_storage()._cdata for tensor in resident()}
 
         def pack(tensor: Tensor) -> Any:

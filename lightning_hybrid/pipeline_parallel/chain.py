@@ -146,8 +146,9 @@ class CodeBefore(TorchFunctionMode):
             WrongUseError: If that has no value.
         """
         self._is_over = True
-        if "_fakes" in vars(self):
-            self._fakes.is_over = True
+        fakes = vars(self).pop("_fakes", None)
+        if fakes is not None:
+            fakes.is_over = True
         if any(isinstance(leaf, FakeTensor) for leaf in flatten(x)[0]):
             raise WrongUseError(_text("What the chain is called with", "is computed from"))
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]

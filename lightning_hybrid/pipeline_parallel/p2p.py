@@ -203,6 +203,7 @@ class Channel:
                 if wire.moves or wire.as_bytes:
                     tensor = self._to_wire(tensor)
                 if wire.of_host:
+                    tensor = tensor.clone()  # as those of the device, whose copy is in the order of its stream
                     work = self._host_group().send([tensor], self._host_peer, self._host_tag)
                 else:
                     work = group.send([tensor], self._peer, self._tag)

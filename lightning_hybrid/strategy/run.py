@@ -298,6 +298,7 @@ class Run:
         training_step: Runs training batches.
         evaluation_step: Runs evaluation batches.
         nonfinite: Looks at gradients before an optimizer steps; ``None`` if nothing does.
+        is_installed: Whether it has taken its places, and not given them back.
 
     Raises:
         ValueError: If the body is not the one that was divided; on every rank.
@@ -308,6 +309,7 @@ class Run:
         self._world, self._attached = world, attached
         self.context: StepContext | None = None
         self.nonfinite: NonfiniteGuard | None = None
+        self.is_installed = False
         self.training_step: TrainingStep | UncutTrainingStep | RefusedStep
         self.evaluation_step: EvaluationStep | UncutEvaluationStep | RefusedStep
         agree(parallelizer.check)
@@ -438,6 +440,7 @@ class Run:
             nonfinite: Looks at gradients before an optimizer steps.
         """
         world, module, undo = self._world, self._attached.module, self._installed
+        self.is_installed = True
         undo.enter_context(lines_beside_bars(world.mesh))
         self.grad_sync.zero.follow(trainer.strategy.optimizers)
         estimate = partial(self._attached.parallelizer.estimate_memory, trainer.strategy.optimizers)
@@ -487,6 +490,7 @@ class Run:
 
     def remove(self) -> None:
         """Undo :meth:`install`, and wait for sends that are under way."""
+        self.is_installed = False
         self._installed.close()
         if not self._world.failures.failed:
             self._world.engine.retire()

@@ -327,7 +327,7 @@ class HybridStrategy(ReplicaCollectives):
             TypeError: If the layout is no text and no mapping.
             ValueError: If it cannot be read, or a parameter cannot lie so.
         """
-        begins = self._run is None or not self.attached.parallelizer.is_done
+        begins = self._run is None or not self._run.is_installed
         return distribute(tensor, layout, self.device_mesh, makes_parameters=begins)
 
     @property

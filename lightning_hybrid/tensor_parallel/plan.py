@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_hybrid.config import GridShape, UserPlan
@@ -39,7 +38,6 @@ from lightning_hybrid.tensor_parallel.styles import (
 )
 
 _PLAN = "tensor_parallel_plan"
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _WITH_SUFFIX = ("sequence_region:0", "sequence_region:1", "attention:memory")
 
 
@@ -179,8 +177,16 @@ def plan_texts(requested: UserPlan | str | None) -> dict[str, str]:
 def _style_text(style: object) -> str:
     if not isinstance(style, ParallelStyle):
         return repr(style)
-    options = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(style).items()))
-    return f"{type(style).__name__}({_ADDRESS.sub('', options)})"
+    options = ", ".join(f"{name}={_option_text(value)}" for name, value in sorted(vars(style).items()))
+    return f"{type(style).__name__}({options})"
+
+
+def _option_text(value: object) -> str:
+    """The same on every rank: of what may be written differently there, such as a set or a tensor, the type alone."""
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_option_text, value))})"
+    is_plain = value is None or isinstance(value, (bool, int, float, str, Placement))
+    return repr(value) if is_plain else type(value).__name__
 
 
 def check_names(module: nn.Module, requested: UserPlan) -> None:

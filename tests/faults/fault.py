@@ -71,8 +71,8 @@ class Fault:
     def works(self) -> bool:
         """Whether it is none.
 
-        Where nobody has to agree on a log, where nobody needs this rank's part of the state, or it needs nobody else's, and
-        where a rank chooses a checkpoint of its own: all go on from rank 0's.
+        Where nobody has to agree on a log, where no rank needs another one's part of the state, and where one chooses a
+        checkpoint of its own: all go on from rank 0's.
         """
         data, tensor, pipeline, zero = self.layout
         is_whole = tensor == pipeline == 1 or (self.rank // tensor) % data > 0

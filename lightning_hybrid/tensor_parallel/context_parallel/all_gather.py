@@ -21,6 +21,7 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention import (
     Block,
     find_kernel,
+    for_kernels,
     merge,
     precise,
     without_autocast,
@@ -37,6 +38,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[tuple[int
         pieces: Of the queries: the first position of each, and its length.
         scale: Of the scores.
     """
+    q, k, v = for_kernels(q, k, v)
     with without_autocast(q.device.type):
         return _CausalAttention.apply(q, k, v, pieces, scale)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -64,7 +66,8 @@ class _CausalAttention(torch.autograd.Function):
         for queries, keys, is_causal in _blocks(ctx.pieces):
             block = Block(q[:, :, queries], k[:, :, keys], v[:, :, keys], None, is_causal, ctx.scale)
             of_out = gradient[:, :, queries], out[:, :, queries], logsumexp[:, :, queries]
-            found = ctx.kernel.backward(block, *of_out)
+            with without_autocast(q.device.type):
+                found = ctx.kernel.backward(block, *of_out)
             for total, summand, places in zip(sums, found[:3], (queries, keys, keys), strict=True):
                 total[:, :, places].add_(summand)
         of_q, of_k, of_v = (total.to(q.dtype) for total in sums)

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hybrid.distributed.random import derive_seed
 
@@ -103,9 +103,19 @@ def find_kernel(
     fused = _FUSED.get(q.device.type)
     if fused is None or dropout or learns_mask or (mask is not None and fused is not CpuKernel):
         return Products
-    if type(q) is not Tensor:  # it has no numbers to compare
+    # The user's choice, which torch's attention on a CPU heeds too.
+    if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return Products
+    if type(q) not in (Tensor, nn.Parameter):  # it has no numbers to compare
         return fused
     return fused if _agrees(fused, q.device, q.dtype, q.shape[-1], v.shape[-1]) else Products
+
+
+def for_kernels(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values as kernels take for granted: of one batch size, and with features side by side."""
+    batch = max(each.shape[0] for each in tensors)
+    alike = (each if each.shape[0] == batch else each.expand(batch, -1, -1, -1) for each in tensors)
+    return tuple(each if each.stride(-1) == 1 else each.contiguous() for each in alike)
 
 
 def merge(out: Tensor, logsumexp: Tensor, other: Tensor, of_other: Tensor) -> None:

@@ -37,6 +37,7 @@ from lightning_hybrid.tensor_parallel.context_parallel.block_attention import (
     Block,
     cast_by_autocast,
     find_kernel,
+    for_kernels,
     merge,
     precise,
     without_autocast,
@@ -123,6 +124,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: R
         ring: The rest.
     """
     q, k, v, mask = cast_by_autocast(q, k, v, mask)
+    q, k, v = for_kernels(q, k, v)
     with without_autocast(q.device.type):
         return _RingAttention.apply(q, k, v, mask, ring)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -168,7 +170,8 @@ class _RingAttention(torch.autograd.Function):
             if block is not None:
                 queries, keys = ring.seen(rank)
                 of_out = gradient[:, :, queries], out[:, :, queries], logsumexp[:, :, queries]
-                found = ctx.kernel.backward(block, *of_out)
+                with without_autocast(q.device.type):
+                    found = ctx.kernel.backward(block, *of_out)
                 of_q[:, :, queries].add_(found.q)
                 for sums, summand in zip(_unpacked(own, k.shape[3]), (found.k, found.v), strict=True):
                     sums[:, :, keys].add_(summand)

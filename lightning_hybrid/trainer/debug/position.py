@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import CodeType
+from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hybrid.distributed.debug.stall import Position
 from lightning_hybrid.distributed.mesh import Mesh
@@ -25,22 +27,20 @@ def place_text(engine: Engine, mesh: Mesh, trainer: Trainer | None) -> str:
     text = f"Rank {rank} (pipeline rank {mesh.pipeline_rank}, data rank {mesh.data_rank})"
     if position is not None:
         return f"{text}, stage {position.stage}, action {position},"
-    if trainer is None or trainer.state.stage is None:
+    begun = 0 if trainer is None else _loop(trainer).batch_progress.current.ready
+    if trainer is None or trainer.state.stage is None or not begun:
         return text
-    return f"{text}, {trainer.state.stage.value.replace('_', ' ')} batch {_batch_number(trainer)},"
+    return f"{text}, {trainer.state.stage.value.replace('_', ' ')} batch {begun - 1},"
 
 
-def _batches_begun(trainer: Trainer) -> tuple[int, tuple[int, ...]]:
-    """How many batches of training, and of each loop that evaluates, have begun."""
+def _loop(trainer: Trainer) -> Any:
+    """The loop that runs."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    loops = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    return epoch_loop.batch_progress.total.ready, tuple(loop.batch_progress.total.ready for loop in loops)
-
-
-def _batch_number(trainer: Trainer) -> int:
-    """The number of the batch that this rank is at, of training or of what evaluates, from 0."""
-    trained, evaluated = _batches_begun(trainer)
-    return max((trained if trainer.training else sum(evaluated)) - 1, 0)
+    if trainer.state.fn == TrainerFn.FITTING:
+        return epoch_loop if trainer.training else epoch_loop.val_loop
+    if trainer.state.fn == TrainerFn.TESTING:
+        return trainer.test_loop
+    return trainer.predict_loop if trainer.state.fn == TrainerFn.PREDICTING else trainer.validate_loop
 
 
 def find_position(calls: Sequence[CodeType], trainer: Trainer, engine: Engine, mesh: Mesh) -> Position:
@@ -52,10 +52,15 @@ def find_position(calls: Sequence[CodeType], trainer: Trainer, engine: Engine, m
         engine: Runs the actions of schedules.
         mesh: The ranks.
     """
-    action, stage = engine.position, trainer.state.stage
-    position = Position(progress=(engine.runs, action, *_batches_begun(trainer)))
+    epoch_loop = trainer.fit_loop.epoch_loop
+    loops = (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    evaluated = tuple(loop.batch_progress.total.ready for loop in loops)
+    action, trained = engine.position, epoch_loop.batch_progress.total.ready
+    stage = trainer.state.stage
+    position = Position(progress=(engine.runs, action, trained, evaluated))
     if stage is not None:
-        position.batch = f"{stage.value} {_batch_number(trainer)}"
+        number = trained if trainer.training else sum(evaluated)
+        position.batch = f"{stage.value} {max(number - 1, 0)}"
     awaited = next((each.awaited for each in mesh.broadcasts if each.awaited is not None), None)
     if awaited is not None:
         channel, other, _ = awaited

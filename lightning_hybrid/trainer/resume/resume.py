@@ -99,7 +99,9 @@ class ResumeCallback(Callback):
         is_first = self._mesh.context_rank == 0  # of those that share sequences, and draw the same around layers
         entry = (self._coordinate, of_rank) if is_first else None
         ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(entry, ranks, 0, group=self._group.weak())
+        group = self._group.weak()
+        assert group is not None, "the process groups have been destroyed"
+        dist.gather_object(entry, ranks, 0, group=group)
         return {**common, "ranks": dict(filter(None, ranks or ()))}
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.tensor_parallel.context_parallel import block_attention
+from lightning_hybrid.tensor_parallel.context_parallel.all_gather import causal_attention
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention import (
     Block,
     CpuKernel,
@@ -215,3 +216,35 @@ def test_the_kernel_of_cuda_takes_what_it_is_given() -> None:
     assert (out.shape, logsumexp.shape, logsumexp.dtype) == (q.shape, q.shape[:3], torch.float32)
     found = CudaKernel.backward(block, factors, out, logsumexp)
     assert [each.shape for each in found[:3]] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("which", ["features apart", "one batch of keys"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_tensors_that_kernels_do_not_look_at_are_made_what_they_take_for_granted(
+    which: str, dtype: torch.dtype
+) -> None:
+    """A kernel reads what lies there: of `Conv1d(x).view(...).transpose(-1, -2)` features do not lie side by side."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, HEADS, FEATURES, 16, generator=generator, dtype=torch.float64) for _ in range(3))
+    q, k, v = (each.to(dtype).transpose(-1, -2) for each in (q, k, v))
+    if which == "one batch of keys":
+        q, k, v = q.contiguous(), k[:1].contiguous(), v[:1].contiguous()
+    leaves = [each.detach().requires_grad_() for each in (q, k, v)]
+    others = [each.detach().requires_grad_() for each in (q, k, v)]
+    found = causal_attention(*leaves, [(0, 16)], SCALE)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(each.expand(2, -1, -1, -1) for each in others), is_causal=True, scale=SCALE
+    )
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    tolerance = 1e-10 if dtype == torch.float64 else 0.05
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    for mine, other in zip(leaves, others, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_the_users_choice_among_torchs_kernels_holds() -> None:
+    q = torch.ones(1, 2, 4, 8)
+    assert find_kernel(q, q, None, 0.0) is CpuKernel
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert find_kernel(q, q, None, 0.0) is Products

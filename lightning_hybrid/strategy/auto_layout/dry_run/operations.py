@@ -172,9 +172,10 @@ def _hop(size: int, block: Tensor) -> Message:
 
 
 def _count_flops(function: Any, args: Any, kwargs: Any, result: Any) -> int:
-    packet = function.overloadpacket
-    if packet not in FLOPS and function._schema.name.startswith(f"aten::{_FUSED_ATTENTION}"):
-        packet = getattr(torch.ops.aten, _FUSED_ATTENTION)  # the kernel of the CPU
+    packet, name = function.overloadpacket, function._schema.name
+    # The kernel of the CPU. No backward is traced, but where it is tried whether the kernel is right.
+    if packet not in FLOPS and name.startswith(f"aten::{_FUSED_ATTENTION}") and not name.endswith("_backward"):
+        packet = getattr(torch.ops.aten, _FUSED_ATTENTION)
     return FLOPS[packet](*args, **kwargs, out_val=result) if packet in FLOPS else 0
 
 
