@@ -512,6 +512,7 @@ def fits(limit: float | None) -> Any:
     return trainer.strategy.settings.recompute
 
 
+@pytest.mark.thorough
 def test_recompute_takes_the_least_that_fits(ranks: Pools) -> None:
     profile = make_profile(lambda: Blocks(width=16, depth=4), ranks=2)  # type: ignore[arg-type]
     model = CostModel(profile, Machine(), LoaderStep(16))

@@ -705,7 +705,14 @@ def ring(size: int, passes: int, num_bytes: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "mode", "depth"), [(4, "2d", 1), (16, "2d", 1), (8, "2.5d", 2), (16, "2.5d", 4), (8, "3d", 1)]
+    ("tensor", "mode", "depth"),
+    [
+        (4, "2d", 1),
+        pytest.param(16, "2d", 1, marks=pytest.mark.thorough),
+        (8, "2.5d", 2),
+        pytest.param(16, "2.5d", 4, marks=pytest.mark.thorough),
+        (8, "3d", 1),
+    ],
 )
 def test_blocks_over_a_grid_send_what_the_papers_say(
     of_blocked: ModuleProfile, tensor: int, mode: str, depth: int
@@ -731,8 +738,8 @@ def test_blocks_over_a_grid_send_what_the_papers_say(
     "layout",
     [
         arranged(2, 4, "2d", num_microbatches=4, zero_stage=1),
-        arranged(2, 8, "2.5d", 2, recompute=True),
-        arranged(1, 8, "3d", num_microbatches=2),
+        pytest.param(arranged(2, 8, "2.5d", 2, recompute=True), marks=pytest.mark.thorough),
+        pytest.param(arranged(1, 8, "3d", num_microbatches=2), marks=pytest.mark.thorough),
     ],
     ids=str,
 )
