@@ -39,7 +39,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.report import MemoryReport
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks
-from lightning_hybrid.trainer.debug.nonfinite import SkippedSteps
+from lightning_hybrid.trainer.debug.nonfinite_gradients import SkippedSteps
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
 from lightning_hybrid.trainer.lightning_internals import (
     example_input,

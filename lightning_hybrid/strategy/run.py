@@ -54,8 +54,8 @@ from lightning_hybrid.strategy.watch.start_watch import StartWatch
 from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
-from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
-from lightning_hybrid.trainer.debug.nonfinite import NonfiniteGuard, SkippedSteps
+from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
+from lightning_hybrid.trainer.debug.nonfinite_gradients import NonfiniteGuard, SkippedSteps
 from lightning_hybrid.trainer.debug.position import find_position, place_text
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
 from lightning_hybrid.trainer.exceptions import ExceptionCallback

@@ -51,7 +51,7 @@ from lightning_hybrid.tensor_parallel.layouts.layout import distribute
 from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import pinned
 from lightning_hybrid.trainer.debug.desync import DesyncDetector
-from lightning_hybrid.trainer.debug.nonfinite import NonfiniteGuard
+from lightning_hybrid.trainer.debug.nonfinite_gradients import NonfiniteGuard
 from lightning_hybrid.trainer.exceptions import print_shortly, stops_together
 from lightning_hybrid.trainer.optimization import GlobalBatch, PipelineClosure, check_accumulation
 from lightning_hybrid.trainer.precision import adapt, autocasts, check_master_weights, check_optimizer, scale_half

@@ -32,7 +32,7 @@ from lightning_hybrid.pipeline_parallel.microbatch import (
 )
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
-from lightning_hybrid.trainer.debug.anomaly import AnomalyDetector
+from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
 from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LabelWatch, LossWeights, weighted, weighted_sum
 from lightning_hybrid.trainer.precision import SharedCasts
 from lightning_hybrid.trainer.results.logging import merge_logs

@@ -37,7 +37,7 @@ from lightning_hybrid.trainer.resume.logged_state import (
 )
 from lightning_hybrid.trainer.resume.loop_state import LoopState, has_begun, is_epoch_over
 from lightning_hybrid.trainer.resume.replay import ReplayableLoader, loader_generators, set_loader_generators
-from lightning_hybrid.trainer.resume.replicas import in_new_batches
+from lightning_hybrid.trainer.resume.sample_position import in_new_batches
 
 Coordinate = tuple[int, int, int]  # (data, tensor, pipeline) rank
 

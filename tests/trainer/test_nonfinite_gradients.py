@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.strategy.checks import check_nonfinite
-from lightning_hybrid.trainer.debug.nonfinite import SKIPPED
+from lightning_hybrid.trainer.debug.nonfinite_gradients import SKIPPED
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, loader, make_trainer, weights
 
