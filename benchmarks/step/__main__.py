@@ -169,7 +169,7 @@ def measure(size: Size, data_parallel_size: int, clip: float | None, rounds: int
         Model(size),
         loader_of(size, replica),
         size.batches,
-        warm_up=WARM_UP,
+        watch=Stopwatch(WARM_UP),
         strategy=strategy,
         devices=2 * data_parallel_size,
         gradient_clip_val=clip,
