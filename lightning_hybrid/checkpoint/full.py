@@ -120,11 +120,9 @@ class FullCheckpoint:
         Returns:
             The checkpoint, filled on global rank 0.
         """
-        told = [[path for path, leaf in flatten_with_path(checkpoint) if _is_incomplete(leaf)]]
-        group = self._group.weak()
-        assert group is not None, "the process groups have been destroyed"
-        dist.broadcast_object_list(told, src=self._firsts[0], group=group)
-        missing = told[0]
+        first_has = [[path for path, leaf in flatten_with_path(checkpoint) if _is_incomplete(leaf)]]
+        dist.broadcast_object_list(first_has, src=self._firsts[0], group=self._ranks())
+        missing = first_has[0]
         if not missing:
             return checkpoint
         tied = self._ownership.first_names()
@@ -141,6 +139,11 @@ class FullCheckpoint:
                 found[path] = found[first]
         return replaced(checkpoint, found) if found else checkpoint
 
+    def _ranks(self) -> dist.ProcessGroup:
+        group = self._group.weak()
+        assert group is not None, "the process groups have been destroyed"
+        return group
+
     def _gather(self, local: dict[Any, Any]) -> dict[Any, Any]:
         """The values of all pipeline ranks of its model group, full and on the host, on global rank 0.
 
@@ -150,8 +153,7 @@ class FullCheckpoint:
         Returns:
             All of them; nothing on the other ranks.
         """
-        mesh, group = self._mesh, self._group.weak()
-        assert group is not None, "the process groups have been destroyed"
+        mesh, group = self._mesh, self._ranks()
         leaves, spec = flatten(local)
         if mesh.data_rank == 0:
             # A rank that comes here alone waits where its watcher knows for whom, which a receive does not tell.
@@ -174,7 +176,7 @@ class FullCheckpoint:
         return values
 
 
-def _send(leaves: list[Any], spec: TreeSpec, target: int, group: dist.ProcessGroup | None) -> None:
+def _send(leaves: list[Any], spec: TreeSpec, target: int, group: dist.ProcessGroup) -> None:
     """Send a tree to the rank that receives it, tensor by tensor."""
     dist.send_object_list([split_values(leaves, spec)], dst=target, group=group)
     for leaf in leaves:
@@ -183,7 +185,7 @@ def _send(leaves: list[Any], spec: TreeSpec, target: int, group: dist.ProcessGro
             dist.send(as_bytes(full), dst=target, group=group)
 
 
-def _receive(source: int, group: dist.ProcessGroup | None) -> Any:
+def _receive(source: int, group: dist.ProcessGroup) -> Any:
     """The tree that a rank sends; its tensors are on the host."""
     received: list[Any] = [None]
     dist.recv_object_list(received, src=source, group=group)
