@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.p2p import Channel, Recv, Send
-from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule
+from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule, build_preposted
 from lightning_hybrid.pipeline_parallel.stage import Stage
 
 # Sends under way in a schedule without proofs (forward only). Waiting for the oldest cannot wait in a circle: the lists
 # of a schedule would not even if every send blocked.
 _WINDOW = 4
+# Bytes of the messages of a run up to which their receives may all be posted before it.
+_PREPOSTED = 1 << 20
 # Schedules remembered: few are in use at a time (training, evaluation, ragged last batches).
 _MAX_PROGRAMS = 64
 
@@ -91,7 +96,7 @@ class Engine:
         self._trace = _ignore if trace is None else trace
         self._sends: dict[str, Send] = {}
         # By identity: the hash of a schedule is that of all its actions. Holding the schedule keeps its id its own.
-        self._programs: dict[int, tuple[Schedule, list[_Step]]] = {}
+        self._programs: dict[int, _Program] = {}
 
     def run(
         self,
@@ -127,11 +132,14 @@ class Engine:
         """
         if len(keys) != schedule.num_microbatches:
             raise ValueError(f"got {len(keys)} keys for a schedule of {schedule.num_microbatches} microbatches")
-        steps = self._program(schedule)
+        program = self._program(schedule)
+        if program.bytes_ahead(keys) <= _PREPOSTED:
+            program = self._program(program.preposted)
+        steps = program.steps
         self._connect()
         self.retire()
         self.runs += 1
-        self._running = schedule, steps
+        self._running = program.schedule, steps
         run = _Run(compute, keys, backward_begins, backward_ends, {})
         if profile is not None:
             self._run_profiled(steps, run, profile)
@@ -188,8 +196,8 @@ class Engine:
         """Drop everything that is under way, after a failure: a pending message keeps its connection open."""
         for channel in self.channels.values():
             channel.abandon()
-        for _, steps in self._programs.values():
-            for step in steps:
+        for program in self._programs.values():
+            for step in program.steps:
                 for buffer in (step.source, step.target):
                     if buffer is not None:
                         buffer.clear()
@@ -276,15 +284,16 @@ class Engine:
                 self.channels[key].connect(sends=key[0] == self._rank)
             self._connected = True
 
-    def _program(self, schedule: Schedule) -> list[_Step]:
+    def _program(self, schedule: Schedule) -> _Program:
         known = self._programs.get(id(schedule))
         if known is not None:
-            return known[1]
+            return known
         if len(self._programs) >= _MAX_PROGRAMS:
             self._programs.clear()
         steps = self._compile(schedule)
-        self._programs[id(schedule)] = schedule, steps
-        return steps
+        receives = Counter((step.channel, step.boundary) for step in steps if step.action.kind.is_receive)
+        program = self._programs[id(schedule)] = _Program(schedule, steps, receives)
+        return program
 
     def _compile(self, schedule: Schedule) -> list[_Step]:
         actions = schedule.actions[self._rank]
@@ -332,6 +341,34 @@ class _Run(NamedTuple):
     backward_begins: Callable[[int, bool], None]
     backward_ends: Callable[[int, bool], None]
     results: dict[int, Any]
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What a schedule is for this rank.
+
+    Attributes:
+        schedule: It.
+        steps: Its actions.
+        receives: How many there are of each channel and stage boundary.
+    """
+
+    schedule: Schedule
+    steps: list[_Step]
+    receives: Mapping[tuple[Channel, int], int]
+
+    @cached_property
+    def preposted(self) -> Schedule:
+        """The schedule for runs in which little comes."""
+        return build_preposted(self.schedule)
+
+    def bytes_ahead(self, keys: Sequence[Hashable]) -> float:
+        """At most so many bytes of the host come in a run; infinity where not all receives may be posted before it."""
+        distinct = set(keys)
+        return sum(
+            number * max(channel.bytes_ahead((boundary, key)) for key in distinct)
+            for (channel, boundary), number in self.receives.items()
+        )
 
 
 _Handler = Callable[["Engine", "_Step", _Run, Any], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -151,6 +152,16 @@ class Channel:
     def largest_message(self) -> int:
         """The bytes of the largest message so far."""
         return max((each.num_bytes for each in self._formats.values()), default=0)
+
+    def bytes_ahead(self, key: Hashable) -> float:
+        """The memory of the host that a receive with this key takes as soon as it is posted.
+
+        Returns:
+            Bytes; infinity where nothing may be posted far ahead: the form of the message is not known yet, or its
+            receive is a kernel of a device, on which others wait.
+        """
+        known = None if self._dynamic or self._wire.type != "cpu" else self._formats.get(key)
+        return math.inf if known is None else known.num_bytes
 
     def abandon(self) -> None:
         """Drop the receives that have not started, after a failure."""
@@ -307,8 +318,9 @@ def make_channels(
 ) -> dict[ChannelKey, Channel]:
     """One channel for each ordered pair of neighbours and kind of message; on every rank in the same order.
 
-    On a device each has a group of its own, as a receive that waits there holds up all behind it. Messages of the host
-    are told apart by their tags, in the control group: each group more takes time to connect.
+    Each has a group of its own: on a device a receive that waits holds up all behind it, and a connection of gloo is
+    quick where one side sends and the other one receives (see :func:`~.schedules.passes.prepost_receives`). Metas, and
+    what is on the host beside a device, are told apart by tags in the control group.
 
     Args:
         mesh: The ranks.
@@ -323,23 +335,17 @@ def make_channels(
     hops = [(rank, rank + 1) for rank in range(size - 1)]
     if num_chunks > 1 and size > 1:
         hops.append((size - 1, 0))
-    through_host = _wire_device(mesh.model_group, device).type == "cpu"
     channels: dict[ChannelKey, Channel] = {}
     for disjoint in _disjoint(hops):
         own = next((hop for hop in disjoint if mesh.pipeline_rank in hop), None)
         for kind in STAGE_TAGS:
-            group = None if through_host else mesh.new_p2p_group(disjoint)
-            if own is None:
+            group = mesh.new_p2p_group(disjoint)
+            if group is None or own is None:
                 continue
             sender, receiver = own if kind == "activation" else own[::-1]
             key: ChannelKey = sender, receiver, kind
-            control = _in_control_group(mesh, key)
-            if through_host:
-                channels[key] = Channel(control[0], control[1], device, dynamic_shapes, control[2])
-            else:
-                assert group is not None
-                peer = int(mesh.pipeline_rank == min(own))  # the lower rank comes first in the group
-                channels[key] = Channel(group, peer, device, dynamic_shapes, of_host=control)
+            peer = int(mesh.pipeline_rank == min(own))  # the lower rank comes first in the group
+            channels[key] = Channel(group, peer, device, dynamic_shapes, of_host=_in_control_group(mesh, key))
     return channels
 
 
