@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -366,7 +367,7 @@ class _Program:
         """At most so many bytes of the host come in a run; infinity where not all receives may be posted before it."""
         distinct = set(keys)
         return sum(
-            number * max(channel.bytes_ahead((boundary, key)) for key in distinct)
+            number * max(channel.bytes_ahead.get((boundary, key), math.inf) for key in distinct)
             for (channel, boundary), number in self.receives.items()
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -124,6 +123,8 @@ class Channel:
     Attributes:
         num_messages: How many have been sent, or posted.
         num_bytes: Of the tensors of all that have been sent.
+        bytes_ahead: By key, the bytes of the host that a receive takes as soon as it is posted; of keys whose receives
+            may be posted far ahead: the form of the message is known, and no device waits for it.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Channel:
         self._host_group = GroupRef(host_group)
         self._host_wire = self._wire if of_host is None else torch.device("cpu")
         self._formats: dict[Hashable, _Format] = {}
+        self.bytes_ahead: dict[Hashable, int] = {}
         # Posted receives that have not started, because a meta before them is unread.
         self._unread: deque[Recv] = deque()
 
@@ -152,16 +154,6 @@ class Channel:
     def largest_message(self) -> int:
         """The bytes of the largest message so far."""
         return max((each.num_bytes for each in self._formats.values()), default=0)
-
-    def bytes_ahead(self, key: Hashable) -> float:
-        """The memory of the host that a receive with this key takes as soon as it is posted.
-
-        Returns:
-            Bytes; infinity where nothing may be posted far ahead: the form of the message is not known yet, or its
-            receive is a kernel of a device, on which others wait.
-        """
-        known = None if self._dynamic or self._wire.type != "cpu" else self._formats.get(key)
-        return math.inf if known is None else known.num_bytes
 
     def abandon(self) -> None:
         """Drop the receives that have not started, after a failure."""
@@ -262,8 +254,12 @@ class Channel:
     def _remember(self, key: Hashable, new: _Format) -> _Format:
         """Keep a format; the oldest one goes where there are many, at the same message on both sides."""
         if len(self._formats) >= MOST_FORMATS and key not in self._formats:
-            del self._formats[next(iter(self._formats))]
+            oldest = next(iter(self._formats))
+            del self._formats[oldest]
+            self.bytes_ahead.pop(oldest, None)
         self._formats[key] = new
+        if self._wire.type == "cpu" and not self._dynamic:
+            self.bytes_ahead[key] = new.num_bytes
         return new
 
     def _start(self, recv: Recv, known: _Format) -> None:

@@ -333,7 +333,9 @@ def test_a_rank_that_stands_still_in_the_users_code_is_named_and_ended(ranks: Po
     assert "last actions" not in also_printed
     row = next(line for line in printed.splitlines() if line.startswith("0 "))
     # One microbatch is forward on the last stage: the warm-up of the first one has two, and it waits for the first.
-    found = re.search(r"waits for 1 .*train 2 +0B0 +0RECV_B0 0F1 0SEND_F1 .*0RECV_B0 from rank 1, .*0SEND_F1 to", row)
+    found = re.search(
+        r"waits for 1 .*train 2 +0B0 +0F0 0SEND_F0 0F1 0SEND_F1 .*0RECV_B0 from rank 1, .*0SEND_F1 to", row
+    )
     assert found, row
 
 
