@@ -384,6 +384,13 @@ class Mesh:
         reference = self._find_group(partition, backend)
         return None if reference is None else reference()
 
+    def spans_machines(self, *pipeline_ranks: int) -> bool:
+        """Whether these pipeline ranks are on different machines, in any replica; the same on every rank."""
+        return bool(self.hosts) and any(
+            len({self.hosts[rank] for rank in ranks}) > 1
+            for ranks in self._ranks[list(pipeline_ranks)].flatten(1).T.tolist()
+        )
+
     def new_p2p_group(self, pairs: Iterable[tuple[int, int]]) -> dist.ProcessGroup | None:
         """A new group of two pipeline ranks of this rank's replica, the lower one first.
 

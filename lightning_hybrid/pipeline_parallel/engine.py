@@ -6,20 +6,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.p2p import Channel, Recv, Send
-from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule, build_preposted
+from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule, prepost_receives
 from lightning_hybrid.pipeline_parallel.stage import Stage
 
 # Sends under way in a schedule without proofs (forward only). Waiting for the oldest cannot wait in a circle: the lists
 # of a schedule would not even if every send blocked.
 _WINDOW = 4
-# Bytes of the messages of a run up to which their receives may all be posted before it.
-_PREPOSTED = 1 << 20
+# Of the messages of a run whose receives are posted long before: what they may take, and how many they may be.
+_MOST_BYTES_AHEAD, _MOST_AHEAD = 1 << 20, 1 << 10
 # Schedules remembered: few are in use at a time (training, evaluation, ragged last batches).
 _MAX_PROGRAMS = 64
 
@@ -57,6 +55,9 @@ def _ignore(*_: Any) -> None:
 
 class Engine:
     """Runs the actions of one pipeline rank, in the order of the schedule and no other.
+
+    Where little comes in a run, through the host and in known form, it is the order of
+    :func:`~.passes.prepost_receives`. Each rank decides that for itself.
 
     Every stage has four buffers, and every action takes a message from one and puts one into another::
 
@@ -134,13 +135,11 @@ class Engine:
         if len(keys) != schedule.num_microbatches:
             raise ValueError(f"got {len(keys)} keys for a schedule of {schedule.num_microbatches} microbatches")
         program = self._program(schedule)
-        if program.bytes_ahead(keys) <= _PREPOSTED:
-            program = self._program(program.preposted)
-        steps = program.steps
+        steps = self._preposted(program) if program.preposts(keys) else program.steps
         self._connect()
         self.retire()
         self.runs += 1
-        self._running = program.schedule, steps
+        self._running = schedule, steps
         run = _Run(compute, keys, backward_begins, backward_ends, {})
         if profile is not None:
             self._run_profiled(steps, run, profile)
@@ -165,6 +164,11 @@ class Engine:
     def schedule(self) -> Schedule | None:
         """What runs, or has run last."""
         return None if self._running is None else self._running[0]
+
+    @property
+    def actions(self) -> list[Action]:
+        """The actions of this rank in that, in the order in which they run."""
+        return [] if self._running is None else [step.action for step in self._running[1]]
 
     def retire(self) -> None:
         """Wait for every send that is under way."""
@@ -198,7 +202,7 @@ class Engine:
         for channel in self.channels.values():
             channel.abandon()
         for program in self._programs.values():
-            for step in program.steps:
+            for step in (*program.steps, *program.preposted):
                 for buffer in (step.source, step.target):
                     if buffer is not None:
                         buffer.clear()
@@ -293,8 +297,13 @@ class Engine:
             self._programs.clear()
         steps = self._compile(schedule)
         receives = Counter((step.channel, step.boundary) for step in steps if step.action.kind.is_receive)
-        program = self._programs[id(schedule)] = _Program(schedule, steps, receives)
+        program = self._programs[id(schedule)] = _Program(schedule, steps, receives, [])
         return program
+
+    def _preposted(self, program: _Program) -> list[_Step]:
+        if not program.preposted:
+            program.preposted.extend(self._compile(prepost_receives(program.schedule)))
+        return program.preposted
 
     def _compile(self, schedule: Schedule) -> list[_Step]:
         actions = schedule.actions[self._rank]
@@ -344,32 +353,31 @@ class _Run(NamedTuple):
     results: dict[int, Any]
 
 
-@dataclass(frozen=True)
-class _Program:
+class _Program(NamedTuple):
     """What a schedule is for this rank.
 
     Attributes:
         schedule: It.
         steps: Its actions.
         receives: How many there are of each channel and stage boundary.
+        preposted: Its actions with receives that are posted long before their messages; empty before it is used.
     """
 
     schedule: Schedule
     steps: list[_Step]
     receives: Mapping[tuple[Channel, int], int]
+    preposted: list[_Step]
 
-    @cached_property
-    def preposted(self) -> Schedule:
-        """The schedule for runs in which little comes."""
-        return build_preposted(self.schedule)
-
-    def bytes_ahead(self, keys: Sequence[Hashable]) -> float:
-        """At most so many bytes of the host come in a run; infinity where not all receives may be posted before it."""
+    def preposts(self, keys: Sequence[Hashable]) -> bool:
+        """Whether receives of a run are posted long before their messages."""
+        if not 0 < sum(self.receives.values()) <= _MOST_AHEAD:
+            return False
         distinct = set(keys)
-        return sum(
+        most_bytes = sum(
             number * max(channel.bytes_ahead.get((boundary, key), math.inf) for key in distinct)
             for (channel, boundary), number in self.receives.items()
         )
+        return most_bytes <= _MOST_BYTES_AHEAD
 
 
 _Handler = Callable[["Engine", "_Step", _Run, Any], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -315,8 +315,9 @@ def make_channels(
     """One channel for each ordered pair of neighbours and kind of message; on every rank in the same order.
 
     Each has a group of its own: on a device a receive that waits holds up all behind it, and a connection of gloo is
-    quick where one side sends and the other one receives (see :func:`~.schedules.passes.prepost_receives`). Metas, and
-    what is on the host beside a device, are told apart by tags in the control group.
+    quick where one side sends and the other one receives (see :func:`~.schedules.passes.prepost_receives`). Between
+    machines messages of the host go through the control group instead, told apart by tags, as do metas and what is on
+    the host beside a device: to make one more group takes eight delays of a slow link.
 
     Args:
         mesh: The ranks.
@@ -331,18 +332,29 @@ def make_channels(
     hops = [(rank, rank + 1) for rank in range(size - 1)]
     if num_chunks > 1 and size > 1:
         hops.append((size - 1, 0))
+    through_host = _wire_device(mesh.model_group, device).type == "cpu"
+    far = [hop for hop in hops if through_host and mesh.spans_machines(*hop)]
     channels: dict[ChannelKey, Channel] = {}
-    for disjoint in _disjoint(hops):
-        own = next((hop for hop in disjoint if mesh.pipeline_rank in hop), None)
+    for hop in far:
+        for kind in STAGE_TAGS if mesh.pipeline_rank in hop else ():
+            key = _channel_key(hop, kind)
+            group, peer, tag = _in_control_group(mesh, key)
+            channels[key] = Channel(group, peer, device, dynamic_shapes, tag)
+    for disjoint in _disjoint([hop for hop in hops if hop not in far]):
         for kind in STAGE_TAGS:
-            group = mesh.new_p2p_group(disjoint)
-            if group is None or own is None:
-                continue
-            sender, receiver = own if kind == "activation" else own[::-1]
-            key: ChannelKey = sender, receiver, kind
-            peer = int(mesh.pipeline_rank == min(own))  # the lower rank comes first in the group
-            channels[key] = Channel(group, peer, device, dynamic_shapes, of_host=_in_control_group(mesh, key))
+            own_group = mesh.new_p2p_group(disjoint)
+            if own_group is not None:
+                own = next(hop for hop in disjoint if mesh.pipeline_rank in hop)
+                key = _channel_key(own, kind)
+                peer = int(mesh.pipeline_rank == min(own))  # the lower rank comes first in the group
+                control = None if through_host else _in_control_group(mesh, key)
+                channels[key] = Channel(own_group, peer, device, dynamic_shapes, of_host=control)
     return channels
+
+
+def _channel_key(hop: tuple[int, int], kind: Literal["activation", "gradient"]) -> ChannelKey:
+    sender, receiver = hop if kind == "activation" else hop[::-1]
+    return sender, receiver, kind
 
 
 def _disjoint(hops: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.pipeline_parallel import engine as engine_module
 from lightning_hybrid.pipeline_parallel.engine import Engine
-from lightning_hybrid.pipeline_parallel.schedules import Action, Kind, Schedule, build, build_forward, build_preposted
+from lightning_hybrid.pipeline_parallel.schedules import Action, Kind, Schedule, build, build_forward, prepost_receives
 from tests.pipeline_parallel.channels import CountingGroup, open_channels
 from tests.pool import Pools
 
@@ -256,14 +256,14 @@ def executed(name: str, num_chunks: int, num_microbatches: int, preposts: bool) 
 
     schedule = build(name, size, num_microbatches, num_chunks)
     bytes_in = sum(action.kind.is_receive for action in schedule.actions[rank]) * 2 * WIDTH * 8
-    with mock.patch.object(engine_module, "_PREPOSTED", bytes_in if preposts else bytes_in - 1):
+    with mock.patch.object(engine_module, "_MOST_BYTES_AHEAD", bytes_in if preposts else bytes_in - 1):
         engine.run(schedule, compute, ["key"] * num_microbatches)
         assert said == list(map(str, schedule.actions[rank]))
         said.clear()
         happened.clear()  # the first time metas travel, too
         engine.run(schedule, compute, ["key"] * num_microbatches)
     engine.retire()
-    expected = (build_preposted(schedule) if preposts else schedule).actions[rank]
+    expected = (prepost_receives(schedule) if preposts else schedule).actions[rank]
     assert said == list(map(str, expected))
     assert happened == [action.kind.value for action in expected]
 
@@ -273,6 +273,27 @@ def executed(name: str, num_chunks: int, num_microbatches: int, preposts: bool) 
 @pytest.mark.parametrize(("name", "num_chunks"), SCHEDULES[1:4])
 def test_executed_is_scheduled(ranks: Pools, name: str, num_chunks: int, size: int, preposts: bool) -> None:
     ranks(size).run(executed, name, num_chunks, 6, preposts)
+
+
+def preposted_on(which: set[int], name: str, num_chunks: int) -> bool:
+    """Whether this rank has posted receives ahead, where only some do."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    channels, _ = open_channels()
+    engine, job = Engine(rank, channels), Job("plain", size * num_chunks, [2] * 6)
+    schedule = build(name, size, 6, num_chunks)
+    with mock.patch.object(engine_module, "_MOST_AHEAD", 1000 if rank in which else 0):
+        for _ in range(3):
+            job.zero_grad()
+            engine.run(schedule, job.compute, ["key"] * 6)
+            assert_gradients_of_one_process(job, range(rank, job.last + 1, size))
+    engine.retire()
+    return tuple(engine.actions) == prepost_receives(schedule).actions[rank] != schedule.actions[rank]
+
+
+@pytest.mark.parametrize(("name", "num_chunks"), [("1f1b", 1), ("interleaved_1f1b", 2)])
+def test_each_rank_decides_for_itself_when_it_posts_receives(ranks: Pools, name: str, num_chunks: int) -> None:
+    for which in ({0, 2}, {1}, {3}):
+        assert ranks(4).run(preposted_on, which, name, num_chunks) == [rank in which for rank in range(4)]
 
 
 def unknown_ahead(dynamic_shapes: bool) -> list[list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,13 +42,7 @@ def far_links(mesh: Mesh, num_chunks: int) -> list[int]:
     """
     size = mesh.pipeline_parallel_size
     ends = [(rank, (rank + 1) % size) for rank in range(size if num_chunks > 1 else size - 1)]
-    sizes = mesh.data_parallel_size, mesh.tensor_parallel_size, mesh.context_parallel_size
-    others = list(itertools.product(*map(range, sizes)))
-    return [
-        here
-        for here, there in ends
-        if any(mesh.hosts[mesh.rank(here, *at)] != mesh.hosts[mesh.rank(there, *at)] for at in others)
-    ]
+    return [here for here, there in ends if mesh.spans_machines(here, there)]
 
 
 def measure_delays(

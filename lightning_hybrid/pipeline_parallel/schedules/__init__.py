@@ -25,7 +25,6 @@ __all__ = [
     "add_communication",
     "build",
     "build_forward",
-    "build_preposted",
     "compute_order",
     "post_receives_early",
     "prepost_receives",
@@ -71,23 +70,10 @@ def build_forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) ->
     return _complete(Schedule("forward", num_ranks, num_chunks, num_microbatches, order))
 
 
-def build_preposted(schedule: Schedule) -> Schedule:
-    """A complete schedule again, with receives that are posted long before their messages.
-
-    Args:
-        schedule: Of :func:`build` or :func:`build_forward`.
-    """
-    return _prove(prepost_receives(schedule))
-
-
 def _complete(schedule: Schedule, extra_in_flight: Sequence[int] = ()) -> Schedule:
     schedule = add_communication(schedule)
     if not _waits_for_each_kernel():
         schedule = post_receives_early(schedule, extra_in_flight)
-    return _prove(schedule)
-
-
-def _prove(schedule: Schedule) -> Schedule:
     validate(schedule)
     return prove_sends_received(schedule)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,14 +93,17 @@ class HybridTimeline(Callback):
         mesh = strategy.mesh
         record = (mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank), recorder.ranges
         told: list[Any] = [None] * trainer.world_size
-        # The first replica's schedule: another one may have fewer microbatches in this step.
+        # Of the first replica: another one may have fewer microbatches in this step. And of each of its ranks its own
+        # actions: when a receive is posted is its own matter.
         schedule = recorder.schedule if mesh.is_first else None
-        dist.all_gather_object(told, (record, schedule), group=mesh.decision_group)
-        records = [of_rank for of_rank, _ in told]
-        first = [
-            ranges for (_, data, tensor), ranges in sorted(records, key=lambda each: each[0]) if data == tensor == 0
-        ]
-        timeline = measured(next(of_first for _, of_first in told if of_first is not None), first)
+        is_shown = mesh.data_rank == mesh.tensor_rank == mesh.context_rank == 0
+        actions = tuple(recorder.actions) if is_shown else None
+        dist.all_gather_object(told, (record, schedule, actions), group=mesh.decision_group)
+        records = [of_rank for of_rank, _, _ in told]
+        shown = sorted((each for each in told if each[2] is not None), key=lambda each: each[0][0])
+        first = [ranges for (_, ranges), _, _ in shown]
+        schedule = next(of_first for _, of_first, _ in told if of_first is not None)
+        timeline = measured(replace(schedule, actions=tuple(of_rank for _, _, of_rank in shown)), first)
         pl_module.log_dict(_shares(timeline, first), rank_zero_only=True)
         if trainer.is_global_zero:
             self._write(trainer, timeline, records)
