@@ -30,6 +30,7 @@ class Ending:
         seconds: From the fault to the end of all processes; ``None`` if it never happened.
         codes: Exit codes by rank; of a launcher, its own. ``None`` for what had to be ended.
         texts: What each rank said in the end.
+        output: What the launcher said, if there is one.
         orphans: Processes that were left.
         checkpoint: Whether a run goes on from the last checkpoint, if there is one.
     """
@@ -38,6 +39,7 @@ class Ending:
     seconds: float | None = None
     codes: list[int | None] = field(default_factory=list)
     texts: dict[int, str] = field(default_factory=dict)
+    output: str = ""
     orphans: int = 0
     checkpoint: str = ""
 
@@ -55,6 +57,11 @@ class Ending:
         others = [text for rank, text in self.texts.items() if rank != fault.rank]
         if fault.kind in ALONE:
             return bool(self.texts) and all(_ALONE.search(text) for text in self.texts.values())
+        if fault.launcher == "torchrun" and fault.kind == "sleep+sigint":  # it interrupts every rank itself
+            return bool(self.texts) and all(_INTERRUPTED.search(text) for text in self.texts.values())
+        if fault.launcher == "torchrun" and fault.kind in ("exit", "kill") and not others:
+            # It ends the others at once. Before their run has begun that is without a word of theirs; it has the last.
+            return re.search(rf"Root Cause.*? rank +: {fault.rank} ", self.output, re.DOTALL) is not None
         if fault.kind == "sleep+sigterm":
             return all(f"rank {fault.rank} stands still" in text for text in self.texts.values())
         if fault.kind == "sigterm":  # before a run has begun, it kills; and so it does a worker that gets it too
@@ -93,6 +100,7 @@ class Ending:
         return found
 
 
+_INTERRUPTED = re.compile(r"^SystemExit: 1$|KeyboardInterrupt")
 _ALONE = re.compile(r"do not do the same|The run is over for|in a step|not the same on every rank|logs '")
 
 
@@ -122,6 +130,8 @@ def run(fault: Fault, timeout: float = TIMEOUT) -> Ending:
         ending.codes = [codes.get(index) for index in range(len(processes))]
         ending.orphans = _end(processes, codes, directory) - sum(code is None for code in ending.codes)
         ending.texts = _texts(fault, directory)
+        if fault.launcher != "fork":
+            ending.output = (directory / "output").read_text()
         ending.checkpoint = _train_on(fault, directory)
     return ending
 

@@ -21,6 +21,7 @@ from lightning_hybrid import HybridTimeline
 from lightning_hybrid.pipeline_parallel import engine
 from lightning_hybrid.pipeline_parallel.schedules import build, prepost_receives
 from tests.pool import Pools
+from tests.tensor_modules import NanoGPT
 from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -79,6 +80,17 @@ def mixed(folder: str) -> set[str]:
 def test_ranks_that_post_receives_at_other_times_are_recorded_too(ranks: Pools, tmp_path: Path) -> None:
     assert all("timeline/bubble" in shares for shares in ranks(2, lightning=True).run(mixed, str(tmp_path)))
     assert (tmp_path / "batch-3.svg").exists()
+
+
+def of_shares(folder: str) -> None:
+    layout = {"pipeline_parallel_size": 1, "context_parallel_size": 2, "num_microbatches": 2}
+    trainer = make_trainer(layout, callbacks=[HybridTimeline(batches=[1], dirpath=folder)])
+    trainer.fit(NanoGPT())
+
+
+def test_ranks_that_share_sequences_are_recorded(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2, lightning=True).run(of_shares, str(tmp_path))
+    assert (tmp_path / "batch-1.svg").exists()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
