@@ -57,11 +57,8 @@ class Ending:
         others = [text for rank, text in self.texts.items() if rank != fault.rank]
         if fault.kind in ALONE:
             return bool(self.texts) and all(_ALONE.search(text) for text in self.texts.values())
-        if fault.launcher == "torchrun" and fault.kind == "sleep+sigint":  # it interrupts every rank itself
+        if fault.launcher != "fork" and fault.kind == "sleep+sigint":  # its first rank is interrupted, or all are
             return bool(self.texts) and all(_INTERRUPTED.search(text) for text in self.texts.values())
-        if fault.launcher == "torchrun" and fault.kind in ("exit", "kill") and not others:
-            # It ends the others at once. Before their run has begun that is without a word of theirs; it has the last.
-            return re.search(rf"Root Cause.*? rank +: {fault.rank} ", self.output, re.DOTALL) is not None
         if fault.kind == "sleep+sigterm":
             return all(f"rank {fault.rank} stands still" in text for text in self.texts.values())
         if fault.kind == "sigterm":  # before a run has begun, it kills; and so it does a worker that gets it too
@@ -77,7 +74,13 @@ class Ending:
             names += r".*, (stage \d+, action \w+|(train|sanity check|validate) batch \d+), failed: "
         elif fault.kind == "sleep+sigint":
             names += ".* failed: KeyboardInterrupt"
-        return len(others) == fault.size - 1 and all(re.search(names, text, re.IGNORECASE) for text in others)
+        # A launcher ends other ranks at once, its own one too, so that some have no word; it has the last.
+        ended_by_launcher = fault.kind in ("exit", "kill") and re.search(
+            rf"Root Cause.*? rank +: {fault.rank} |\[rank: {fault.rank}\] Child process", self.output, re.DOTALL
+        )
+        is_killed = fault.launcher == "lightning" and not fault.rank and fault.kind in ("sigint", "keyboard_interrupt")
+        is_complete = len(others) == fault.size - 1 or bool(ended_by_launcher) or is_killed
+        return is_complete and all(re.search(names, text, re.IGNORECASE) for text in others)
 
     @property
     def problems(self) -> list[str]:
