@@ -167,7 +167,7 @@ class Engine:
 
     @property
     def actions(self) -> list[Action]:
-        """The actions of this rank in that, in the order in which they run."""
+        """The actions of this rank in :attr:`schedule`, in the order in which they run."""
         return [] if self._running is None else [step.action for step in self._running[1]]
 
     def retire(self) -> None:
