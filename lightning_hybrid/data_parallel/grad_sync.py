@@ -119,6 +119,7 @@ class GradientSync:
         self._float32 = [Float32Gradients(self.local_parameters())] if self._has_float32 else []
         named = dict(module.named_parameters(remove_duplicate=False))
         self._make_buckets(named[name] for name in self._adds_up)
+        self.acts_at_backward = bool(self._float32 or self._by_stage) or zero.is_active
 
     def local_parameters(self) -> list[Tensor]:
         """The parameters of this rank, of sharded ones both forms."""

@@ -13,11 +13,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_hybrid.config import GridShape
 from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast
+from lightning_hybrid.distributed.host_messages import HostMessages, connect
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends, make_group, set_timeout
 
 #: Short names, as in ``rank_order``, and the names of the axes, as Lightning spells them.
@@ -71,7 +73,7 @@ class _WorldCache:
         for entry in self._entries.values():
             if isinstance(entry, DeviceMesh):
                 getattr(entry, "_pg_registry", {}).clear()
-            if isinstance(entry, PostedBroadcast):
+            if isinstance(entry, PostedBroadcast | HostMessages):
                 entry.abandon()
         self._entries.clear()
 
@@ -130,6 +132,7 @@ class Mesh:
     Attributes:
         hosts: As given.
         grid: As given.
+        host_messages: Between the ranks of the control group.
         is_first: Whether this is the first rank of every axis: the one that writes and logs.
         broadcasts: Those that have been asked for.
     """
@@ -182,6 +185,7 @@ class Mesh:
         # Nothing here uses it: who does, has it connected.
         pipeline_group = self._group(self._ranks.permute(1, 2, 3, 0).flatten(0, 2), connects_when_used=True)
         self._control_group = self._group(by_replica, "gloo", use="control")
+        self.host_messages = self._connect_host()
         takes_host_tensors = "cpu" in device_backends()
         self._decision_group = GroupRef(dist.group.WORLD) if takes_host_tensors else self._group(everyone, "gloo")
         beside = self._group(everyone, "gloo", use="beside training") if writes_together else self._decision_group
@@ -276,7 +280,7 @@ class Mesh:
         tag = before + _BROADCASTS.index(name)
         ranks = tuple(dist.get_process_group_ranks(group))
         messages: PostedBroadcast = _WORLD_CACHE.get(
-            (ranks, tag, self._timeout), lambda: PostedBroadcast(group, source, tag, name)
+            (ranks, tag, self._timeout), lambda: PostedBroadcast(self.host_messages, source, tag, name)
         )
         if messages not in self.broadcasts:
             self.broadcasts.append(messages)
@@ -332,6 +336,17 @@ class Mesh:
         if self.grid is None:
             return {AXES["tp"]: self.tensor_group}
         return {name: self.grid_group(axes) for name, axes in self.grid.mesh_axes.items()}
+
+    def _connect_host(self) -> HostMessages:
+        group = self.control_group
+        ranks = dist.get_process_group_ranks(group)
+        own = self.hosts[dist.get_rank()] if self.hosts else ""
+        local = [index for index, rank in enumerate(ranks) if not self.hosts or self.hosts[rank] == own]
+        timeout = self._timeout or default_pg_timeout
+        messages: HostMessages = _WORLD_CACHE.get(
+            ("host messages", tuple(ranks), timeout), lambda: connect(group, local, timeout)
+        )
+        return messages
 
     def data_parallel_min(self, number: int) -> int:
         """The smallest of the numbers that the replicas' ranks have."""

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.p2p import Channel, Recv, Send
-from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule, prepost_receives
+from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule
 from lightning_hybrid.pipeline_parallel.stage import Stage
 
 # Sends under way in a schedule without proofs (forward only). Waiting for the oldest cannot wait in a circle: the lists
 # of a schedule would not even if every send blocked.
 _WINDOW = 4
-# Of the messages of a run whose receives are posted long before: what they may take, and how many they may be.
-_MOST_BYTES_AHEAD, _MOST_AHEAD = 1 << 20, 1 << 10
 # Schedules remembered: few are in use at a time (training, evaluation, ragged last batches).
 _MAX_PROGRAMS = 64
 
@@ -55,9 +51,6 @@ def _ignore(*_: Any) -> None:
 
 class Engine:
     """Runs the actions of one pipeline rank, in the order of the schedule and no other.
-
-    Where little comes in a run, through the host and in known form, it is the order of
-    :func:`~.passes.prepost_receives`. Each rank decides that for itself.
 
     Every stage has four buffers, and every action takes a message from one and puts one into another::
 
@@ -98,7 +91,7 @@ class Engine:
         self._trace = _ignore if trace is None else trace
         self._sends: dict[str, Send] = {}
         # By identity: the hash of a schedule is that of all its actions. Holding the schedule keeps its id its own.
-        self._programs: dict[int, _Program] = {}
+        self._programs: dict[int, tuple[Schedule, list[_Step]]] = {}
 
     def run(
         self,
@@ -134,8 +127,7 @@ class Engine:
         """
         if len(keys) != schedule.num_microbatches:
             raise ValueError(f"got {len(keys)} keys for a schedule of {schedule.num_microbatches} microbatches")
-        program = self._program(schedule)
-        steps = self._preposted(program) if program.preposts(keys) else program.steps
+        steps = self._program(schedule)
         self._connect()
         self.retire()
         self.runs += 1
@@ -165,15 +157,11 @@ class Engine:
         """What runs, or has run last."""
         return None if self._running is None else self._running[0]
 
-    @property
-    def actions(self) -> list[Action]:
-        """The actions of this rank in :attr:`schedule`, in the order in which they run."""
-        return [] if self._running is None else [step.action for step in self._running[1]]
-
     def retire(self) -> None:
         """Wait for every send that is under way."""
         for send in self._sends.values():
-            send.wait()
+            if send.pending:
+                send.wait()
         self._sends.clear()
 
     def under_way(self, last: int = 4) -> UnderWay:
@@ -201,8 +189,8 @@ class Engine:
         """Drop everything that is under way, after a failure: a pending message keeps its connection open."""
         for channel in self.channels.values():
             channel.abandon()
-        for program in self._programs.values():
-            for step in (*program.steps, *program.preposted):
+        for _, steps in self._programs.values():
+            for step in steps:
                 for buffer in (step.source, step.target):
                     if buffer is not None:
                         buffer.clear()
@@ -277,7 +265,7 @@ class Engine:
             self.awaited = None
         for name in step.retired:
             send = self._sends.pop(name, None)
-            if send is not None:  # it may have left the window already
+            if send is not None and send.pending:  # it may have left the window already
                 send.wait()
         return message
 
@@ -289,21 +277,15 @@ class Engine:
                 self.channels[key].connect(sends=key[0] == self._rank)
             self._connected = True
 
-    def _program(self, schedule: Schedule) -> _Program:
+    def _program(self, schedule: Schedule) -> list[_Step]:
         known = self._programs.get(id(schedule))
         if known is not None:
-            return known
+            return known[1]
         if len(self._programs) >= _MAX_PROGRAMS:
             self._programs.clear()
         steps = self._compile(schedule)
-        receives = Counter((step.channel, step.boundary) for step in steps if step.action.kind.is_receive)
-        program = self._programs[id(schedule)] = _Program(schedule, steps, receives, [])
-        return program
-
-    def _preposted(self, program: _Program) -> list[_Step]:
-        if not program.preposted:
-            program.preposted.extend(self._compile(prepost_receives(program.schedule)))
-        return program.preposted
+        self._programs[id(schedule)] = schedule, steps
+        return steps
 
     def _compile(self, schedule: Schedule) -> list[_Step]:
         actions = schedule.actions[self._rank]
@@ -351,33 +333,6 @@ class _Run(NamedTuple):
     backward_begins: Callable[[int, bool], None]
     backward_ends: Callable[[int, bool], None]
     results: dict[int, Any]
-
-
-class _Program(NamedTuple):
-    """What a schedule is for this rank.
-
-    Attributes:
-        schedule: It.
-        steps: Its actions.
-        receives: How many there are of each channel and stage boundary.
-        preposted: Its actions with receives that are posted long before their messages; empty before it is used.
-    """
-
-    schedule: Schedule
-    steps: list[_Step]
-    receives: Mapping[tuple[Channel, int], int]
-    preposted: list[_Step]
-
-    def preposts(self, keys: Sequence[Hashable]) -> bool:
-        """Whether receives of a run are posted long before their messages."""
-        if not 0 < sum(self.receives.values()) <= _MOST_AHEAD:
-            return False
-        distinct = set(keys)
-        most_bytes = sum(
-            number * max(channel.bytes_ahead.get((boundary, key), math.inf) for key in distinct)
-            for (channel, boundary), number in self.receives.items()
-        )
-        return most_bytes <= _MOST_BYTES_AHEAD
 
 
 _Handler = Callable[["Engine", "_Step", _Run, Any], None]

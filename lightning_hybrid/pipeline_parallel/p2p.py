@@ -5,12 +5,13 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
+from lightning_hybrid.distributed.host_messages import HostMessages, Work
 from lightning_hybrid.distributed.mesh import STAGE_TAGS, Mesh
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends
 from lightning_hybrid.distributed.pytree import TensorMeta, TreeMeta, TreeSpec
@@ -110,43 +111,40 @@ class Channel:
     A tensor that is sent must not be changed in place before it is received.
 
     Args:
-        group: A process group with the two ranks. Its own ``send`` and ``recv`` are used: ``torch.distributed.isend``
-            adds microseconds of checks to every message.
+        group: A process group with the two ranks, or messages of the host between them. Its own ``send`` and ``recv``
+            are used: ``torch.distributed.isend`` adds microseconds of checks to every message.
         peer: Rank of the other side inside ``group``.
         device: Where the tensors of this rank live. CUDA tensors cross a gloo group through pinned host memory.
         dynamic_shapes: Send the meta with every message, because shapes (or values) depend on data.
         tag: Of the messages; nothing else in this direction between the two ranks has it in ``group``, so the k-th send
             meets the k-th receive.
-        of_host: How metas and tensors of the host travel: a group over gloo, the peer's rank inside it, and a tag; by
-            default as other tensors do. On the device, the host would wait until they are copied from there.
+        of_host: How metas and tensors of the host travel, the peer's rank there, and a tag; by default as other tensors
+            do. On the device, the host would wait until they are copied from there.
 
     Attributes:
         num_messages: How many have been sent, or posted.
         num_bytes: Of the tensors of all that have been sent.
-        bytes_ahead: By key, the bytes of the host that a receive takes as soon as it is posted; of keys whose receives
-            may be posted far ahead: the form of the message is known, and no device waits for it.
     """
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: ProcessGroup | HostMessages,
         peer: int,
         device: torch.device,
         dynamic_shapes: bool = False,
         tag: int = 0,
-        of_host: tuple[ProcessGroup, int, int] | None = None,
+        of_host: tuple[HostMessages, int, int] | None = None,
     ) -> None:
         self.num_messages = self.num_bytes = 0
-        self._group = GroupRef(group)
+        self._group = GroupRef(cast(ProcessGroup, group))  # messages of the host are sent as those of a group
         self._peer, self._tag = peer, tag
         self._device = device
         self._wire = _wire_device(group, device)
         self._dynamic = dynamic_shapes
         host_group, self._host_peer, self._host_tag = of_host or (group, peer, tag)
-        self._host_group = GroupRef(host_group)
+        self._host_group = GroupRef(cast(ProcessGroup, host_group))
         self._host_wire = self._wire if of_host is None else torch.device("cpu")
         self._formats: dict[Hashable, _Format] = {}
-        self.bytes_ahead: dict[Hashable, int] = {}
         # Posted receives that have not started, because a meta before them is unread.
         self._unread: deque[Recv] = deque()
 
@@ -210,7 +208,8 @@ class Channel:
                     work = self._host_group().send([tensor], self._host_peer, self._host_tag)
                 else:
                     work = group.send([tensor], self._peer, self._tag)
-                send.pending.append((work, tensor))
+                if work is not None:
+                    send.pending.append((work, tensor))
         self.num_messages += 1
         self.num_bytes += known.num_bytes
         return send
@@ -254,12 +253,8 @@ class Channel:
     def _remember(self, key: Hashable, new: _Format) -> _Format:
         """Keep a format; the oldest one goes where there are many, at the same message on both sides."""
         if len(self._formats) >= MOST_FORMATS and key not in self._formats:
-            oldest = next(iter(self._formats))
-            del self._formats[oldest]
-            self.bytes_ahead.pop(oldest, None)
+            del self._formats[next(iter(self._formats))]
         self._formats[key] = new
-        if self._wire.type == "cpu" and not self._dynamic:
-            self.bytes_ahead[key] = new.num_bytes
         return new
 
     def _start(self, recv: Recv, known: _Format) -> None:
@@ -278,11 +273,14 @@ class Channel:
             recv.pending.append((wire, tensor, work))
 
     def _send_meta(self, meta: TreeMeta, send: Send) -> _Format:
-        payload, group = pickle.dumps(meta), self._host_group()
+        payload = pickle.dumps(meta)
+        group: Any = self._host_group()
         rest = payload[room(FIRST_MESSAGE) :]
         for message in (first_message(payload, FIRST_MESSAGE), *([rest] if rest else [])):
             tensor = bytes_tensor(message).to(self._host_wire)
-            send.pending.append((group.send([tensor], self._host_peer, self._host_tag), tensor))
+            work = group.send([tensor], self._host_peer, self._host_tag)
+            if work is not None:
+                send.pending.append((work, tensor))
         return _Format.of(meta, self._wire)
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
@@ -314,10 +312,8 @@ def make_channels(
 ) -> dict[ChannelKey, Channel]:
     """One channel for each ordered pair of neighbours and kind of message; on every rank in the same order.
 
-    Each has a group of its own: on a device a receive that waits holds up all behind it, and a connection of gloo is
-    quick where one side sends and the other one receives (see :func:`~.schedules.passes.prepost_receives`). Between
-    machines messages of the host go through the control group instead, told apart by tags, as do metas and what is on
-    the host beside a device: to make one more group takes eight delays of a slow link.
+    On a device each has a group of its own, as a receive that waits there holds up all behind it. Messages of the host
+    are told apart by their tags, among those of the control group: each group more takes time to connect.
 
     Args:
         mesh: The ranks.
@@ -333,28 +329,23 @@ def make_channels(
     if num_chunks > 1 and size > 1:
         hops.append((size - 1, 0))
     through_host = _wire_device(mesh.model_group, device).type == "cpu"
-    far = [hop for hop in hops if through_host and mesh.spans_machines(*hop)]
     channels: dict[ChannelKey, Channel] = {}
-    for hop in far:
-        for kind in STAGE_TAGS if mesh.pipeline_rank in hop else ():
-            key = _channel_key(hop, kind)
-            group, peer, tag = _in_control_group(mesh, key)
-            channels[key] = Channel(group, peer, device, dynamic_shapes, tag)
-    for disjoint in _disjoint([hop for hop in hops if hop not in far]):
+    for disjoint in _disjoint(hops):
+        own = next((hop for hop in disjoint if mesh.pipeline_rank in hop), None)
         for kind in STAGE_TAGS:
-            own_group = mesh.new_p2p_group(disjoint)
-            if own_group is not None:
-                own = next(hop for hop in disjoint if mesh.pipeline_rank in hop)
-                key = _channel_key(own, kind)
+            group = None if through_host else mesh.new_p2p_group(disjoint)
+            if own is None:
+                continue
+            sender, receiver = own if kind == "activation" else own[::-1]
+            key: ChannelKey = sender, receiver, kind
+            of_host = _through_host(mesh, key)
+            if through_host:
+                channels[key] = Channel(of_host[0], of_host[1], device, dynamic_shapes, of_host[2])
+            else:
+                assert group is not None
                 peer = int(mesh.pipeline_rank == min(own))  # the lower rank comes first in the group
-                control = None if through_host else _in_control_group(mesh, key)
-                channels[key] = Channel(own_group, peer, device, dynamic_shapes, of_host=control)
+                channels[key] = Channel(group, peer, device, dynamic_shapes, of_host=of_host)
     return channels
-
-
-def _channel_key(hop: tuple[int, int], kind: Literal["activation", "gradient"]) -> ChannelKey:
-    sender, receiver = hop if kind == "activation" else hop[::-1]
-    return sender, receiver, kind
 
 
 def _disjoint(hops: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -375,11 +366,11 @@ def _disjoint(hops: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return lists
 
 
-def _in_control_group(mesh: Mesh, key: ChannelKey) -> tuple[ProcessGroup, int, int]:
-    """How a channel's messages of the host travel: the group, the other side's rank inside it, and a tag."""
+def _through_host(mesh: Mesh, key: ChannelKey) -> tuple[HostMessages, int, int]:
+    """How a channel's messages of the host travel, and there the other side's rank and a tag."""
     sender, receiver, kind = key
     other = receiver if mesh.pipeline_rank == sender else sender
-    return mesh.control_group, mesh.model_group_rank(other, mesh.tensor_rank, mesh.context_rank), STAGE_TAGS[kind]
+    return mesh.host_messages, mesh.model_group_rank(other, mesh.tensor_rank, mesh.context_rank), STAGE_TAGS[kind]
 
 
 class _WireTensor:
@@ -445,8 +436,10 @@ def _check_equal(known: TreeMeta, meta: TreeMeta) -> None:
     )
 
 
-def _wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
+def _wire_device(group: ProcessGroup | HostMessages, device: torch.device) -> torch.device:
     """Where the backend wants tensors: gloo sends and receives only those of the host."""
     if device.type == "cpu":
         return device
+    if isinstance(group, HostMessages):
+        return torch.device("cpu")
     return torch.device("cpu") if device_backends(group).get(device.type, "gloo") == "gloo" else device

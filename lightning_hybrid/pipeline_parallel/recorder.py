@@ -67,11 +67,6 @@ class Recorder:
         return self._engine.schedule
 
     @property
-    def actions(self) -> list[Action]:
-        """What this rank does in it, in the order in which it does."""
-        return self._engine.actions
-
-    @property
     def ranges(self) -> list[Range]:
         """What has been noted, in order. Waits for the device."""
         if self._on_cuda:

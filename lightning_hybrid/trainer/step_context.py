@@ -30,6 +30,7 @@ from lightning_hybrid.tensor_parallel.shape_errors import explain_shape_error
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.debug.desync import StepDesync
 from lightning_hybrid.trainer.debug.position import place_text
+from lightning_hybrid.trainer.lightning_internals import attached_trainer
 from lightning_hybrid.trainer.results.logger_proxy import LoggerProxy, make_calls, pack_calls
 from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
@@ -127,6 +128,7 @@ class StepContext:
             stage: [body.layers[index] for index in stage_map.stages[stage]] if body else [] for stage in own
         }
         own_layers = [layer for layers in self.layers.values() for layer in layers]
+        self._epoch: Any = None  # of which the metrics have been found
         self._watch = BodyWatch(module, body, own_layers) if body else None
 
     def place_parameters(self, stage_map: StageMap) -> None:
@@ -218,7 +220,13 @@ class StepContext:
         Yields:
             The logs of each microbatch.
         """
-        local = self.metrics.step(num_microbatches=num_microbatches, counts=counts)
+        trainer = attached_trainer(self.module)
+        epoch = None if trainer is None else (trainer.state.stage, trainer.current_epoch)
+        if epoch != self._epoch:  # its first step, after the hooks of its start
+            self._epoch = epoch
+            self.metrics.find()
+        has_metrics = self.metrics.exist
+        local = self.metrics.step(num_microbatches=num_microbatches, counts=counts) if has_metrics else nullcontext()
         with (
             self.guard(),
             self.streams.isolated(),
@@ -248,11 +256,12 @@ class StepContext:
             keep: Whether its logs and metrics count: code before the body also runs on the first stage, where they do
                 not.
         """
-        if self.frame.cut is not None and not keep:
-            self.metrics.uncounted_microbatch()
-        if self.is_last:
-            if self.frame.cut is None or keep:
+        if self.metrics.exist:
+            if self.frame.cut is not None and not keep:
+                self.metrics.uncounted_microbatch()
+            elif self.is_last:
                 self.metrics.next_microbatch(keep=keep)
+        if self.is_last:
             self._recorder.next_microbatch(keep=keep)
         self.streams.seed_user(*coordinates)
 

@@ -28,7 +28,6 @@ from lightning_hybrid.distributed.failure import close_groups
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel import p2p
 from lightning_hybrid.pipeline_parallel.p2p import make_channels
-from lightning_hybrid.pipeline_parallel.schedules import ChannelKey
 from tests.pool import Pools
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -506,6 +505,7 @@ def groups_survive() -> bool:
     mesh = Mesh(1, 1, 2)
     group = weakref.ref(mesh.control_group)
     assert dist.get_rank(mesh.control_group) == dist.get_rank()
+    dist.barrier()  # the other one may still connect
     dist.destroy_process_group(mesh.control_group)
     gc.collect()
     return group() is not None
@@ -560,6 +560,7 @@ def outlive() -> bool:
     mesh = Mesh(1, 2, 1)
     group = weakref.ref(mesh.tensor_group)
     sharded = DTensor.from_local(torch.ones(1), mesh.device_mesh["tensor_parallel"], [Shard(0)])
+    dist.barrier()  # the other one may still connect
     mesh.abandon()
     close_groups()
     assert sharded.shape == (2,)
@@ -584,26 +585,3 @@ def test_results_of_divided_tensors_belong_to_the_world_of_now(ranks: Pools) -> 
     """torch took the mesh of a result from an equal one that it had seen, with the groups of a world that was gone."""
     for num_groups in (7, 0, 3):
         assert ranks(4).run(doubled, num_groups) == [[2.0, 2.0]] * 4
-
-
-def talk(hosts: list[str]) -> dict[ChannelKey, bool]:
-    """Which channels of this rank have a group of their own; a message goes through each."""
-    mesh = Mesh(1, 1, len(hosts), hosts=hosts)
-    channels = make_channels(mesh, 1, torch.device("cpu"), dynamic_shapes=False)
-    rank = dist.get_rank()
-    sends = [channels[key].send("key", [torch.tensor(float(rank))], None) for key in sorted(channels) if key[0] == rank]
-    for sender, receiver, kind in sorted(channels):
-        if receiver == rank:
-            [value], _ = channels[sender, receiver, kind].post("key").wait()
-            assert value.item() == sender
-    for send in sends:
-        send.wait()
-    return {key: channel._group() is not mesh.control_group for key, channel in channels.items()}
-
-
-def test_messages_inside_of_a_machine_have_connections_of_their_own(ranks: Pools) -> None:
-    """Between machines those that are there anyhow: to make one takes eight delays of a link."""
-    first, middle, last = ranks(3).run(talk, ["node0", "node0", "node1"])
-    near: dict[ChannelKey, bool] = {(0, 1, "activation"): True, (1, 0, "gradient"): True}
-    far: dict[ChannelKey, bool] = {(1, 2, "activation"): False, (2, 1, "gradient"): False}
-    assert (first, middle, last) == (near, near | far, far)

@@ -137,6 +137,7 @@ class MemoryMeter(Callback):
         self._is_uncut = isinstance(trainer.strategy.run.training_step, UncutTrainingStep)
         self._around(trainer.strategy, "training_step", around=self._training_step)
         self._around(Stage, "enter", before=lambda stage, *_: self._forward_begins(stage.index))
+        self._around(Stage, "backward", after=self._look)
         self._around(grad_sync, "backward_ends", before=self._look)
         self._around(grad_sync, "finish", after=self._look)
         for buckets in grad_sync._all:

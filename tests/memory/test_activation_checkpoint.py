@@ -8,7 +8,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.memory.activation_checkpoint import selective
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute, chosen_layers
-from lightning_hybrid.pipeline_parallel import engine
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.p2p import Channel, Recv
@@ -706,8 +704,7 @@ def measure(layouts: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
     for layout in layouts:
         messages = Messages()
         x = torch.randn(2 * 8 * B, S, H)
-        # As with messages of which those of a step take more than a MiB: smaller ones are expected all at once.
-        with messages, mock.patch.object(engine, "_MOST_BYTES_AHEAD", 0):
+        with messages:
             make_trainer(layout, callbacks=[messages]).fit(Papers(), DataLoader(TensorDataset(x), 8 * B))
         assert messages.account.bytes == 0
         found.append((messages.account.peak, max(messages.peak, messages.account.peak), messages.message))

@@ -3,16 +3,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline_parallel import engine as engine_module
 from lightning_hybrid.pipeline_parallel.engine import Engine
-from lightning_hybrid.pipeline_parallel.schedules import Action, Kind, Schedule, build, build_forward, prepost_receives
+from lightning_hybrid.pipeline_parallel.schedules import Action, Kind, Schedule, build, build_forward
 from tests.pipeline_parallel.channels import CountingGroup, open_channels
 from tests.pool import Pools
 
@@ -233,11 +231,8 @@ class LoggedLayer(torch.autograd.Function):
         return gradient, None
 
 
-def executed(name: str, num_chunks: int, num_microbatches: int, preposts: bool) -> None:
-    """What the engine says, and what really happens (calls of autograd and of the process groups), is the schedule.
-
-    In the second run messages are known, and small, so their receives may be preposted.
-    """
+def executed(name: str, num_chunks: int, num_microbatches: int) -> tuple[list[str], list[str], list[str]]:
+    """What the engine says, what really happened (calls of autograd and of the process groups), and the schedule."""
     rank, size = dist.get_rank(), dist.get_world_size()
     said: list[str] = []
     happened: list[str] = []
@@ -255,69 +250,20 @@ def executed(name: str, num_chunks: int, num_microbatches: int, preposts: bool) 
         return job.loss(outputs) if stage == job.last else outputs
 
     schedule = build(name, size, num_microbatches, num_chunks)
-    bytes_in = sum(action.kind.is_receive for action in schedule.actions[rank]) * 2 * WIDTH * 8
-    with mock.patch.object(engine_module, "_MOST_BYTES_AHEAD", bytes_in if preposts else bytes_in - 1):
-        engine.run(schedule, compute, ["key"] * num_microbatches)
-        assert said == list(map(str, schedule.actions[rank]))
+    for _ in range(2):  # the first time metas travel, too
         said.clear()
-        happened.clear()  # the first time metas travel, too
+        happened.clear()
         engine.run(schedule, compute, ["key"] * num_microbatches)
     engine.retire()
-    expected = (prepost_receives(schedule) if preposts else schedule).actions[rank]
-    assert said == list(map(str, expected))
-    assert happened == [action.kind.value for action in expected]
+    return said, happened, list(map(str, schedule.actions[rank]))
 
 
-@pytest.mark.parametrize("preposts", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("name", "num_chunks"), SCHEDULES[1:4])
-def test_executed_is_scheduled(ranks: Pools, name: str, num_chunks: int, size: int, preposts: bool) -> None:
-    ranks(size).run(executed, name, num_chunks, 6, preposts)
-
-
-def preposted_on(which: set[int], name: str, num_chunks: int) -> bool:
-    """Whether this rank has posted receives ahead, where only some do."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    channels, _ = open_channels()
-    engine, job = Engine(rank, channels), Job("plain", size * num_chunks, [2] * 6)
-    schedule = build(name, size, 6, num_chunks)
-    with mock.patch.object(engine_module, "_MOST_AHEAD", 1000 if rank in which else 0):
-        for _ in range(3):
-            job.zero_grad()
-            engine.run(schedule, job.compute, ["key"] * 6)
-            assert_gradients_of_one_process(job, range(rank, job.last + 1, size))
-    engine.retire()
-    return tuple(engine.actions) == prepost_receives(schedule).actions[rank] != schedule.actions[rank]
-
-
-@pytest.mark.parametrize(("name", "num_chunks"), [("1f1b", 1), ("interleaved_1f1b", 2)])
-def test_each_rank_decides_for_itself_when_it_posts_receives(ranks: Pools, name: str, num_chunks: int) -> None:
-    for which in ({0, 2}, {1}, {3}):
-        assert ranks(4).run(preposted_on, which, name, num_chunks) == [rank in which for rank in range(4)]
-
-
-def unknown_ahead(dynamic_shapes: bool) -> list[list[str]]:
-    """The receives of three steps of each rank, before its first computation; the last step has other messages."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    channels, _ = open_channels(dynamic_shapes)
-    said: list[str] = []
-    engine = Engine(rank, channels, trace=said.append)
-    first = []
-    for samples in (2, 2, 3):
-        said.clear()
-        job = Job("plain", size, [samples] * 4)
-        engine.run(build("gpipe", size, 4), job.compute, [samples] * 4)
-        assert_gradients_of_one_process(job, range(rank, size, size))
-        first.append(said[: next(index for index, text in enumerate(said) if not Action.parse(text).kind.is_receive)])
-    engine.retire()
-    return first
-
-
-@pytest.mark.parametrize("dynamic_shapes", [False, True])
-def test_only_messages_of_known_form_are_received_into_memory_ahead(ranks: Pools, dynamic_shapes: bool) -> None:
-    few, all_of_them = ["1RECV_F0", "1RECV_F1"], [f"1RECV_F{microbatch}" for microbatch in range(4)]
-    _, last = ranks(2).run(unknown_ahead, dynamic_shapes)
-    assert last == [few, few if dynamic_shapes else all_of_them, few]
+def test_executed_is_scheduled(ranks: Pools, name: str, num_chunks: int, size: int) -> None:
+    for said, happened, scheduled in ranks(size).run(executed, name, num_chunks, 6):
+        assert said == scheduled
+        assert happened == [Action.parse(text).kind.value for text in scheduled]
 
 
 def count_messages(dynamic_shapes: bool, same_keys: bool) -> list[tuple[int, int]]:

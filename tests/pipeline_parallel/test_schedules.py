@@ -22,8 +22,6 @@ from lightning_hybrid.pipeline_parallel.schedules import (
     build_forward,
     compute_order,
     post_receives_early,
-    prepost_receives,
-    prove_sends_received,
     validate,
 )
 
@@ -316,69 +314,6 @@ def test_receives_are_posted_when_the_message_before_is_worked_on(layout: tuple[
                     assert posted == min(originally, before_that)
                 assert min(originally, before_that) <= posted <= originally
                 before_that = num_computations_before(after, users[receive])
-
-
-PREPOSTED = [
-    *(build(*layout) for layout in LAYOUTS),
-    *(build("1f1b", 3, 8, 1, (1, 2)), build("1f1b", 2, 1), build("1f1b", 1, 3)),
-    *(build_forward(3, 7), build_forward(2, 5, 2), build_forward(1, 2)),
-]
-
-
-@pytest.mark.parametrize("schedule", PREPOSTED, ids=lambda schedule: f"{schedule.name}-{schedule.num_ranks}")
-def test_preposted_receives_disturb_nothing(schedule: Schedule) -> None:
-    """Only receives move, only forward, and before their message can come, unless that may be from the start."""
-    preposted = prepost_receives(schedule)
-    for rank, (before, after) in enumerate(zip(schedule.actions, preposted.actions, strict=True)):
-        assert proofs_of(preposted, rank) == proofs_of(schedule, rank)
-        assert [a for a in after if not a.kind.is_receive] == [a for a in before if not a.kind.is_receive]
-        for receive in (action for action in before if action.kind.is_receive):
-            channel = [a for a in before if a.kind.is_receive and schedule.channel(a) == schedule.channel(receive)]
-            posted = num_computations_before(after, receive)
-            assert posted <= num_computations_before(before, receive)
-            assert [a for a in after if a in channel] == channel
-            assert posted == 0 or not can_be_sent(schedule, rank, after[: after.index(receive)], receive)
-
-
-@pytest.mark.parametrize("schedule", PREPOSTED, ids=lambda schedule: f"{schedule.name}-{schedule.num_ranks}")
-def test_some_ranks_may_prepost_and_others_not(schedule: Schedule) -> None:
-    """Each decides for itself: by the bytes that come to it."""
-    both = list(zip(schedule.actions, prepost_receives(schedule).actions, strict=True))
-    for choice in itertools.product((0, 1), repeat=schedule.num_ranks):
-        mixed = replace(schedule, actions=tuple(lists[each] for lists, each in zip(both, choice, strict=True)))
-        validate(mixed)
-        assert prove_sends_received(mixed).retired == tuple(
-            tuple(proofs_of(schedule, rank)[action] for action in actions) for rank, actions in enumerate(mixed.actions)
-        )
-
-
-def proofs_of(schedule: Schedule, rank: int) -> dict[Action, tuple[Action, ...]]:
-    """Which sends are proven received where."""
-    return dict(zip(schedule.actions[rank], schedule.retired[rank], strict=True))
-
-
-def can_be_sent(schedule: Schedule, rank: int, done: tuple[Action, ...], receive: Action) -> bool:
-    """Whether a message can be on its way when this rank has come so far, and all others go as far as they can."""
-    lists = [done if other == rank else actions for other, actions in enumerate(schedule.actions)]
-    sent: set[Action] = set()
-
-    def do(_: int, action: Action) -> bool:
-        if action.kind.is_compute:
-            send = schedule.send_for(action)
-            return send is None or send in sent
-        if action.kind.is_send:
-            sent.add(action)
-        return True
-
-    replace(schedule, actions=tuple(lists)).play(do)
-    return schedule.counterpart(receive) in sent
-
-
-def test_preposted_receives_of_1f1b() -> None:
-    """What depends on a send of this rank is posted in front of the computation before it."""
-    first, last = prepost_receives(build("1f1b", 2, 4)).actions
-    assert " ".join(map(str, first[:5])) == "0RECV_B0 0RECV_B1 0RECV_B2 0RECV_B3 0F0"
-    assert " ".join(map(str, last[:7])) == "1RECV_F0 1RECV_F1 1F0 1RECV_F2 1RECV_F3 1B0 1SEND_B0"
 
 
 def most_posted_ahead(schedule: Schedule) -> list[Counter[ChannelKey]]:

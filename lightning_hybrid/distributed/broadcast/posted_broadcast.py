@@ -7,11 +7,10 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Work
 
-from lightning_hybrid.distributed.process_group import GroupRef, torch_profiles
+from lightning_hybrid.distributed.host_messages import HostMessages, Work
+from lightning_hybrid.distributed.process_group import torch_profiles
 
 _MOST_PENDING = 8  # messages to one rank that are not known to be received
 
@@ -36,7 +35,7 @@ class PostedBroadcast:
     A receive stays posted when a run is over, so one of these lives as long as its group.
 
     Args:
-        group: The ranks, over gloo.
+        messages: Between the ranks.
         source: The rank inside the group that sends.
         tag: Of these messages, and of no others between ranks of this group.
         name: What is sent, for messages about ranks that wait.
@@ -48,9 +47,10 @@ class PostedBroadcast:
             message; ``None`` if it does not wait. Another thread may ask.
     """
 
-    def __init__(self, group: dist.ProcessGroup, source: int, tag: int, name: str) -> None:
-        self._group, self._tag = GroupRef(group), tag
-        rank, size, ranks = dist.get_rank(group), group.size(), dist.get_process_group_ranks(group)
+    def __init__(self, messages: HostMessages, source: int, tag: int, name: str) -> None:
+        self._messages, self._tag = messages, tag
+        rank, ranks = messages.rank, messages.ranks
+        size = len(ranks)
         self.source, self.is_source = source, rank == source
         position = (rank - source) % size
         span = position & -position or 1 << (size - 1).bit_length()
@@ -91,12 +91,14 @@ class PostedBroadcast:
             data: Contiguous. It must not be changed any more.
             readers: The ranks of the group that it is for; ``None`` for all.
         """
-        group: Any = self._group.weak()  # at every message: no call of Python
         for child, branch in self._children.items():
             if readers is None or not branch.isdisjoint(readers):
                 self._num_sent[child] += 1
-                self._pending.append((group.send([data], child, self._tag), data, child, self._num_sent[child]))
-        self.retire(0 if torch_profiles() else _MOST_PENDING * len(self._children))
+                work = self._messages.send([data], child, self._tag)
+                if work is not None:
+                    self._pending.append((work, data, child, self._num_sent[child]))
+        if self._pending:
+            self.retire(0 if torch_profiles() else _MOST_PENDING * len(self._children))
 
     def post(self, data: Tensor, readers: Collection[int] | None = None) -> None:
         """On the others: receive one more message that :meth:`passes`.
@@ -105,9 +107,9 @@ class PostedBroadcast:
             data: Into this tensor, which is contiguous and as long as what is sent.
             readers: The ranks of the group that it is for; ``None`` for all.
         """
-        group: Any = self._group.weak()  # at every message: no call of Python
+        assert self._parent is not None
         self._num_posted += 1
-        self._posted.append((group.recv([data], self._parent, self._tag), data, readers))
+        self._posted.append((self._messages.recv([data], self._parent, self._tag), data, readers))
 
     def post_ahead(self, num_bytes: int) -> None:
         """On the others: post the receive of the next message, for :meth:`receive`.

@@ -11,7 +11,6 @@ from lightning_hybrid.pipeline_parallel.schedules.generators import SCHEDULES, c
 from lightning_hybrid.pipeline_parallel.schedules.passes import (
     add_communication,
     post_receives_early,
-    prepost_receives,
     prove_sends_received,
 )
 from lightning_hybrid.pipeline_parallel.schedules.validation import validate
@@ -27,7 +26,6 @@ __all__ = [
     "build_forward",
     "compute_order",
     "post_receives_early",
-    "prepost_receives",
     "prove_sends_received",
     "validate",
 ]

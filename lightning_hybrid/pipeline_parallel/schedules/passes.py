@@ -149,58 +149,6 @@ def _post_early(
     return [*moved, *gaps[-1]]
 
 
-def prepost_receives(schedule: Schedule) -> Schedule:
-    """Post receives long before their messages: where these are small, and no device waits for them.
-
-    A connection of gloo has a lock, which a thread that sends holds; what comes meanwhile, as the word that a receive
-    has been posted, keeps the thread that reads turning until the lock is free. If it turns on the core of the one that
-    holds it, that is at the kernel's next tick, milliseconds later. So little is to come over a connection while its
-    other side sends. What may be sent before this rank has sent anything is received from the start; of the same
-    channel, what depends on a send of this rank is posted before the first such send, after which it may come::
-
-        posted early   RECV_F0 RECV_F1 F0   RECV_F2 B0 SEND_B0 F1   RECV_F3 B1 SEND_B1 F2
-        preposted      RECV_F0 RECV_F1 F0   RECV_F2 RECV_F3 ...   B0 SEND_B0 F1   B1 SEND_B1 F2
-                                            `- F2 is not sent before SEND_B0 is there
-
-    A channel whose messages all depend on this rank is quiet from the start, and its receives are posted there.
-
-    It takes memory for all messages of a step. The order of each channel, of computations and of sends stays, and so do
-    the proofs; a receive only moves forward, so what had no deadlock has none, whichever ranks do this.
-
-    Args:
-        schedule: With its communication.
-    """
-    needed = _last_sends_before(schedule)
-    lists = tuple(tuple(_prepost(schedule, actions, needed)) for actions in schedule.actions)
-    if not schedule.retired:
-        return replace(schedule, actions=lists)
-    proofs = [dict(zip(*both, strict=True)) for both in zip(schedule.actions, schedule.retired, strict=True)]
-    retired = (tuple(proven[action] for action in actions) for proven, actions in zip(proofs, lists, strict=True))
-    return replace(schedule, actions=lists, retired=tuple(retired))
-
-
-def _prepost(schedule: Schedule, actions: Sequence[Action], needed: Mapping[Action, int]) -> list[Action]:
-    channels: dict[ChannelKey, list[Action]] = {}
-    for action in actions:
-        if action.kind.is_receive:
-            channels.setdefault(schedule.channel(action), []).append(action)
-    before: dict[int, list[Action]] = {}  # which receives are posted in front of a computation
-    for receives in channels.values():
-        dependent = [needed[receive] for receive in receives if needed[receive]]
-        first = min(dependent) - 1 if len(dependent) < len(receives) and dependent else 0
-        for receive in receives:
-            before.setdefault(first if needed[receive] else 0, []).append(receive)
-    moved: list[Action] = []
-    number = 0
-    for action in actions:
-        if action.kind.is_compute:
-            moved += before.get(number, [])
-            number += 1
-        if not action.kind.is_receive:
-            moved.append(action)
-    return moved
-
-
 def prove_sends_received(schedule: Schedule) -> Schedule:
     """Prove, without asking, which sends have been received; fills :attr:`Schedule.retired`.
 

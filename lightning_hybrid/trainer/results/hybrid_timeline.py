@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -93,17 +92,14 @@ class HybridTimeline(Callback):
         mesh = strategy.mesh
         record = (mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank), recorder.ranges
         told: list[Any] = [None] * trainer.world_size
-        # Of the first replica: another one may have fewer microbatches in this step. And of each of its ranks its own
-        # actions: when a receive is posted is its own matter.
+        # The first replica's schedule: another one may have fewer microbatches in this step.
         schedule = recorder.schedule if mesh.is_first else None
         is_shown = mesh.data_rank == mesh.tensor_rank == mesh.context_rank == 0
-        actions = tuple(recorder.actions) if is_shown else None
-        dist.all_gather_object(told, (record, schedule, actions), group=mesh.decision_group)
+        dist.all_gather_object(told, (record, is_shown, schedule), group=mesh.decision_group)
         records = [of_rank for of_rank, _, _ in told]
-        shown = sorted((each for each in told if each[2] is not None), key=lambda each: each[0][0])
-        first = [ranges for (_, ranges), _, _ in shown]
-        schedule = next(of_first for _, of_first, _ in told if of_first is not None)
-        timeline = measured(replace(schedule, actions=tuple(of_rank for _, _, of_rank in shown)), first)
+        shown = sorted((of_rank for of_rank, is_shown, _ in told if is_shown), key=lambda each: each[0])
+        first = [ranges for _, ranges in shown]
+        timeline = measured(next(of_first for _, _, of_first in told if of_first is not None), first)
         pl_module.log_dict(_shares(timeline, first), rank_zero_only=True)
         if trainer.is_global_zero:
             self._write(trainer, timeline, records)

@@ -62,6 +62,9 @@ class MetricsAcrossStages:
         unfollowed: Around what is no part of the user's step.
         plain: Makes ordinary tensors of those that ranks share, which a metric may keep until one of them computes;
             ``None`` where there are none.
+
+    Attributes:
+        exist: Whether the module has metrics.
     """
 
     def __init__(
@@ -79,13 +82,13 @@ class MetricsAcrossStages:
         self._unfollowed = unfollowed
         self._only_seen = False
         self._metrics: dict[str, Metric] = {}
+        self.exist = False
         self._patched: list[weakref.ref[Metric]] = []
         self._data_group = GroupRef(data_group)
         self._exchange = exchange
         self._remember_value = remember_value
         self._is_last = is_last
         self._is_local = False  # whether `compute()` is this rank's own
-        self._epoch: Any = None
         self._batch_metrics: dict[str, Metric] = {}
         self._logged_on_step: dict[str, bool] = {}
         self._batch = _Batch()
@@ -93,7 +96,7 @@ class MetricsAcrossStages:
     def install(self) -> None:
         """Make ``compute()`` of every metric one of all ranks."""
         internals.sync_metrics_over(self._data_group)
-        self._find()
+        self.find()
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
@@ -105,13 +108,13 @@ class MetricsAcrossStages:
                 metric.update = getattr(metric.update, "original", metric.update)  # type: ignore[method-assign]
         self._patched.clear()
 
-    def _find(self) -> None:
+    def find(self) -> None:
         """Find the metrics: hooks make new ones (a `MetricTracker` does, at each of its increments)."""
         found = {name: metric for name, metric in _named_parts(self._module) if isinstance(metric, Metric)}
         self._batch_metrics = {
             name: metric for name, metric in self._batch_metrics.items() if found.get(name) is self._metrics[name]
         }
-        self._metrics = found
+        self._metrics, self.exist = found, bool(found)
         for name, metric in found.items():
             if not hasattr(metric.compute, "original"):
                 metric.compute = self._across_stages(name, metric.compute)  # type: ignore[method-assign]
@@ -180,17 +183,12 @@ class MetricsAcrossStages:
 
     @contextmanager
     def step(self, *, num_microbatches: int, counts: Sequence[int] = ()) -> Iterator[None]:
-        """While a step runs: ``compute()`` is this rank's own, and batch metrics take part.
+        """While a step runs: ``compute()`` is this rank's own, and batch metrics take part. For modules with metrics.
 
         Args:
             num_microbatches: How often the user's code runs.
             counts: The samples of each microbatch; nothing if they are not to be counted by them.
         """
-        trainer = internals.attached_trainer(self._module)
-        epoch = None if trainer is None else (trainer.state.stage, trainer.current_epoch)
-        if epoch != self._epoch:  # its first step, after the hooks of its start
-            self._epoch = epoch
-            self._find()
         for name in [name for name in self._batch_metrics if not self._logged_on_step.get(name, True)]:
             del self._batch_metrics[name]
         for metric in self._batch_metrics.values():

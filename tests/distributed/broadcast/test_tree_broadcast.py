@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_hybrid.distributed.broadcast import tree_broadcast
 from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast, broadcast_object, reduce_over
+from lightning_hybrid.distributed.host_messages import connect
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.watch.flight_recorder import read_collectives
 from tests.pool import Pools
@@ -41,7 +43,7 @@ def world() -> dist.ProcessGroup:
 
 def make(source: int = 0, group: dist.ProcessGroup | None = None, tag: int = 1) -> TreeBroadcast:
     group = group or world()
-    messages = PostedBroadcast(group, source, tag, "trees")
+    messages = PostedBroadcast(connect(group, range(group.size()), default_pg_timeout), source, tag, "trees")
     _MADE.append(messages)  # what is under way is lost with it
     return TreeBroadcast(messages, group, torch.device("cpu"))
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torchmetrics import MeanMetric, Metric, MetricCollection, MinMaxMetric, SumMetric
 from torchmetrics.classification import BinaryAUROC
 from torchmetrics.regression import MeanSquaredError, R2Score
@@ -15,6 +16,7 @@ from torchmetrics.wrappers import Running
 from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.host_messages import connect
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from tests.pool import Pools
 
@@ -43,7 +45,9 @@ def make(module: nn.Module, data_group: dist.ProcessGroup | None = None) -> Metr
     world = dist.group.WORLD
     assert world is not None
     last = dist.get_world_size() - 1
-    _MADE.append(PostedBroadcast(world, last, 1, "results"))  # what is under way is lost with it
+    _MADE.append(
+        PostedBroadcast(connect(world, range(world.size()), default_pg_timeout), last, 1, "results")
+    )  # what is under way is lost with it
     exchange = TreeBroadcast(_MADE[-1], world, torch.device("cpu"))
     across = MetricsAcrossStages(
         module, data_group or alone(), exchange, lambda value, of_batch: None, is_last=dist.get_rank() == last
@@ -111,7 +115,9 @@ def over_replicas() -> list[float]:
     world = dist.group.WORLD
     assert world is not None
     own = alone()
-    exchange = TreeBroadcast(PostedBroadcast(own, 0, 1, "results"), own, torch.device("cpu"))
+    exchange = TreeBroadcast(
+        PostedBroadcast(connect(own, range(own.size()), default_pg_timeout), 0, 1, "results"), own, torch.device("cpu")
+    )
     across = MetricsAcrossStages(module, world, exchange, lambda value, of_batch: None, is_last=True)
     across.install()
     scores, labels = torch.linspace(0, 1, 8), torch.tensor([0, 1, 0, 0, 1, 0, 1, 1])
