@@ -9,6 +9,7 @@ import select
 import socket
 import struct
 import sys
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,8 +25,8 @@ from torch import Tensor
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.tensor_bytes import bytes_tensor
 
-#: Bytes of the largest message that goes through a socket: its buffer takes some 20 of these (Linux gives it 416 KiB).
-LARGEST_EAGER = 16384
+#: Bytes of the largest message that goes through a socket, which has room for some 6 of these (Linux gives it 416 KiB).
+LARGEST_EAGER = 65536
 #: Ranks of a machine up to which each is connected with each: that is a socket to each.
 MOST_CONNECTED = 256
 
@@ -33,6 +34,7 @@ _CONNECT = 0  # the tag by which sockets are agreed on
 _TAG = struct.Struct("I")
 _SECRET = 16  # bytes
 _LONGEST_POLL = 1e6  # seconds: the kernel counts milliseconds in 31 bits
+_LOOK = 1e-3  # seconds between two looks whether a socket has had room
 _ALL: WeakSet[HostMessages] = WeakSet()
 
 
@@ -57,9 +59,9 @@ class HostMessages:
                                                             ^
         receiver                         post a             `- wait a: takes a, and b, which nobody has posted yet
 
-    Nothing else happens beside the thread that sends and waits. So whoever waits, for a message or for room in a full
-    socket, takes in what has come from any rank, and gives out what has had no room: then no two wait for each other
-    that would not with gloo.
+    Whoever waits takes in what has come from any rank, also for receives that are posted later. What finds no room in
+    a socket is given out by a thread, which ends with it: the sender may go on to a collective, and wait there for the
+    one that waits for this.
 
     Args:
         group: The ranks, over gloo: takes what is large, or for another machine.
@@ -116,24 +118,17 @@ class HostMessages:
         return connected.post(tensor, tag)
 
     def progress(self, seconds: float) -> None:
-        """Wait until something comes, or room is where there was none; take it in, and give out what had no room.
+        """Wait until something comes, and take it in.
 
         Args:
-            seconds: So long at most.
+            seconds: So long at most; not negative.
         """
-        for descriptor, events in self._poll.poll(min(max(0.0, seconds), _LONGEST_POLL) * 1000):
-            peer = self._by_descriptor[descriptor]
-            if events & select.POLLOUT:
-                peer.flush()
-            if events & ~select.POLLOUT:
-                peer.take_in()
+        for descriptor, _ in self._poll.poll(seconds * 1000):
+            self._by_descriptor[descriptor].take_in()
 
-    def watch(self, connected: socket.socket, events: int) -> None:
-        """What :meth:`progress` waits for; with 0, nothing."""
-        if events:
-            self._poll.modify(connected.fileno(), events)
-        else:
-            self._poll.unregister(connected.fileno())
+    def forget(self, connected: socket.socket) -> None:
+        """Nothing comes from there any more."""
+        self._poll.unregister(connected.fileno())
 
     def shut_down(self) -> None:
         """Wake whoever waits, here in another thread, and on the other sides."""
@@ -149,8 +144,7 @@ class HostMessages:
     def close(self) -> None:
         """Close the sockets of this process."""
         for peer in self._peers.values():
-            peer.socket.close()
-        self._peers, self._by_descriptor = {}, {}
+            peer.close()
 
 
 class _Peer:
@@ -160,42 +154,49 @@ class _Peer:
         socket: Keeps the bounds of messages.
     """
 
-    __slots__ = ("_arrived", "_is_open", "_messages", "_posted", "_rank", "_unsent", "socket")
+    __slots__ = ("_arrived", "_is_open", "_lock", "_messages", "_posted", "_rank", "_unsent", "socket")
 
     def __init__(self, messages: HostMessages, connected: socket.socket, rank: int) -> None:
         self._messages, self.socket, self._rank = messages, connected, rank
         self._is_open = True
+        # What had no room, for a thread that runs as long as there is something.
         self._unsent: deque[bytes] = deque()
+        self._lock = threading.Lock()
         # By tag; of each at most one has something.
         self._posted: defaultdict[int, deque[_Receive]] = defaultdict(deque)
         self._arrived: defaultdict[int, deque[bytes]] = defaultdict(deque)
 
     def send(self, tensor: Tensor, tag: int) -> bool:
-        """Give a message to the kernel, and say whether there was room; if there was not, keep it for later."""
+        """Give a message to the kernel, and say whether there was room; if there was not, a thread does it."""
         data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-        if not self._unsent:
-            try:
-                self.socket.sendmsg((data, _TAG.pack(tag)), (), socket.MSG_DONTWAIT)
-                return True
-            except BlockingIOError:
-                self._messages.watch(self.socket, select.POLLIN | select.POLLOUT)
-            except OSError as error:
-                raise self.gone() from error
-        self._unsent.append(bytes(data) + _TAG.pack(tag))
+        with self._lock:
+            has_thread = bool(self._unsent)
+            if not has_thread:
+                try:
+                    self.socket.sendmsg((data, _TAG.pack(tag)), (), socket.MSG_DONTWAIT)
+                    return True
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    raise self._gone() from error
+            self._unsent.append(bytes(data) + _TAG.pack(tag))
+        if not has_thread:
+            threading.Thread(target=self._give_out, name="lightning_hybrid-send", daemon=True).start()
         return False
 
-    def flush(self) -> None:
-        """Give what has had no room to the kernel, as far as there is room now."""
-        try:
-            while self._unsent:
-                self.socket.send(self._unsent[0], socket.MSG_DONTWAIT)
+    def _give_out(self) -> None:
+        """On a thread: what had no room."""
+        while True:
+            try:
+                self.socket.send(self._unsent[0])
+            except OSError:  # whoever waits for this rank is told
+                with self._lock:
+                    self._unsent.clear()
+                return
+            with self._lock:
                 self._unsent.popleft()
-        except BlockingIOError:
-            return
-        except OSError:
-            self._leave()
-            return
-        self._messages.watch(self.socket, select.POLLIN)
+                if not self._unsent:
+                    return
 
     def post(self, tensor: Tensor, tag: int) -> _Receive:
         """Receive the next message of a tag."""
@@ -216,7 +217,7 @@ class _Peer:
         except OSError:
             message = b""
         if not message:
-            self._leave()
+            self.close()
             return
         (tag,) = _TAG.unpack_from(message, len(message) - _TAG.size)
         posted = self._posted[tag]
@@ -227,10 +228,14 @@ class _Peer:
 
     def wait(self) -> None:
         """Return when the kernel has all that has been sent."""
-        self.wait_while(lambda: bool(self._unsent))
+        self.wait_while(lambda: bool(self._unsent), longest_poll=_LOOK)
 
-    def wait_while(self, is_pending: Callable[[], bool]) -> None:
-        """Let messages of all ranks go on until this one has done something.
+    def wait_while(self, is_pending: Callable[[], bool], longest_poll: float = _LONGEST_POLL) -> None:
+        """Take in messages of all ranks until this one has done something.
+
+        Args:
+            is_pending: Whether it has not.
+            longest_poll: So many seconds pass at most until that is asked again, if nothing comes.
 
         Raises:
             DistNetworkError: If it has left, or does not do it in time.
@@ -238,22 +243,23 @@ class _Peer:
         deadline = time.monotonic() + self._messages.timeout
         while is_pending():
             if not self._is_open:
-                raise self.gone()
+                raise self._gone()
             seconds = deadline - time.monotonic()
             if seconds < 0:
                 raise dist.DistNetworkError(
                     f"Timed out waiting {self._messages.timeout:.0f} s for a message of rank {self._rank}"
                 )
-            self._messages.progress(seconds)
+            self._messages.progress(min(seconds, longest_poll))
 
-    def gone(self) -> dist.DistNetworkError:
-        """What is raised about a rank that has left."""
+    def _gone(self) -> dist.DistNetworkError:
         return dist.DistNetworkError(f"Connection closed by rank {self._rank}")
 
-    def _leave(self) -> None:
+    def close(self) -> None:
+        """Close the socket; nothing comes from there any more."""
         if self._is_open:
             self._is_open = False
-            self._messages.watch(self.socket, 0)
+            self._messages.forget(self.socket)
+        self.socket.close()
 
 
 class _Receive:

@@ -120,6 +120,27 @@ def test_a_rank_that_waits_gives_out_what_had_no_room(ranks: Pools) -> None:
     assert ranks(3).run(circle) == [200] * 3
 
 
+def goes_on() -> int:
+    """Rank 0 fills its socket, and goes on to a collective; rank 1 comes to it when it has everything."""
+    messages, rank = connected(), dist.get_rank()
+    values = [torch.full((LARGEST_EAGER,), n % 256, dtype=torch.uint8) for n in range(100)]
+    if rank == 0:
+        for value in values:
+            messages.send([value], 1, 1)
+    for value in values if rank == 1 else ():
+        received = torch.empty_like(value)
+        messages.recv([received], 0, 1).wait()
+        assert torch.equal(received, value)
+    dist.barrier()
+    return threading.active_count()
+
+
+def test_a_rank_with_a_full_socket_may_go_on_to_a_collective(ranks: Pools) -> None:
+    """gloo's threads send in the meantime; so a step in which ranks wait crosswise must not stop here either."""
+    before = ranks(2).run(threading.active_count)
+    assert ranks(2).run(goes_on) == before
+
+
 def failing(how: str) -> tuple[str, bool, float]:
     """What rank 1 sees, after how long, when rank 0 leaves, or nothing comes."""
     messages = connected(0.5 if how == "timeout" else 50.0)
