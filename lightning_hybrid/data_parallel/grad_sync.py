@@ -58,6 +58,7 @@ class GradientSync:
     Attributes:
         zero: Unshards parameters that replicas shard.
         reduces: Whether the last backward of a stage starts to reduce its gradients; otherwise they are accumulated.
+        acts_at_backward: Whether something is done when a backward begins or ends.
     """
 
     def __init__(
