@@ -12,7 +12,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from benchmarks.block import Block
-from lightning_hybrid.distributed.host_messages import HostMessages, connect
+from lightning_hybrid.distributed.host_messages import connect
 from lightning_hybrid.distributed.mesh import STAGE_TAGS
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.p2p import Channel
@@ -98,14 +98,11 @@ def loss_of(output: Tensor, target: Tensor | None = None) -> Tensor:
     return output.pow(2).mean()
 
 
-_MESSAGES: list[HostMessages] = []  # channels refer to them weakly
-
-
 def open_channels(rank: int, size: int) -> dict[ChannelKey, Channel]:
     """As a Trainer's: one for each ordered pair of neighbours and kind, through the host."""
     group = dist.group.WORLD
     assert group is not None
-    _MESSAGES[:] = [messages := connect(group, range(size), default_pg_timeout)]
+    messages = connect(group, range(size), default_pg_timeout)
     pairs = {(i, (i + 1) % size) for i in range(size)}
     channels: dict[ChannelKey, Channel] = {}
     for sender, receiver in pairs | {(b, a) for a, b in pairs}:

@@ -11,6 +11,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,16 +26,19 @@ from torch import Tensor
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.tensor_bytes import bytes_tensor
 
-#: Bytes of the largest message that goes through a socket, which has room for some 6 of these (Linux gives it 416 KiB).
+#: Bytes of the largest message that goes through a socket.
 LARGEST_EAGER = 65536
 #: Ranks of a machine up to which each is connected with each: that is a socket to each.
 MOST_CONNECTED = 256
 
+_ROOM = 1 << 20  # bytes that a socket is to have room for; the kernel gives at most what `net.core.wmem_max` says
+_MOST_UNSENT = 1024  # messages for one rank that have found no room; then the sender waits
 _CONNECT = 0  # the tag by which sockets are agreed on
 _TAG = struct.Struct("I")
 _SECRET = 16  # bytes
 _LONGEST_POLL = 1e6  # seconds: the kernel counts milliseconds in 31 bits
 _LOOK = 1e-3  # seconds between two looks whether a socket has had room
+_PLAIN = torch.Tensor, torch.nn.Parameter  # whose memory is their own
 _ALL: WeakSet[HostMessages] = WeakSet()
 
 
@@ -50,7 +54,7 @@ class HostMessages:
 
     gloo hands every message to a thread of its own, which turns in a circle while the other one has the lock of the
     connection: on few cores that is up to the kernel's next tick, milliseconds. Between two ranks of one machine a
-    message of up to :data:`LARGEST_EAGER` bytes goes the way that MPI calls eager: the kernel keeps it until the
+    message of up to :data:`LARGEST_EAGER` bytes goes the way that MPI calls eager: the kernel keeps a copy until the
     receiver looks. Both sides know the length, and so the way::
 
         sender      send a ---.     send b ---.            (compute)
@@ -59,9 +63,11 @@ class HostMessages:
                                                             ^
         receiver                         post a             `- wait a: takes a, and b, which nobody has posted yet
 
-    Whoever waits takes in what has come from any rank, also for receives that are posted later. What finds no room in
-    a socket is given out by a thread, which ends with it: the sender may go on to a collective, and wait there for the
-    one that waits for this.
+    Whoever waits takes what has come from any rank, also for receives that are posted later. Nobody waits for a send:
+    what finds no room in a socket is copied, and sent by a thread that runs until all of that is sent. So a rank may go
+    on to a collective, and wait there for one that waits for its message, as with gloo.
+
+    When the group is destroyed, the sockets are shut down: its ranks notice, as those of a gloo group do.
 
     Args:
         group: The ranks, over gloo: takes what is large, or for another machine.
@@ -84,32 +90,38 @@ class HostMessages:
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.POLLIN)
         _ALL.add(self)
+        weakref.finalize(group, _shut_down, list(self._peers.values())).atexit = False
 
-    @property
-    def connected(self) -> frozenset[int]:
-        """The ranks inside of the group to which there is a socket."""
-        return frozenset(self._peers)
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostMessages:
+        """Itself, as a group: callbacks copy modules, and what refers to this."""
+        return self
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work | None:
-        """Send a tensor; never blocks.
+        """Send a tensor.
 
         Args:
-            tensors: One, contiguous. Until it has been waited for it must not change.
+            tensors: One, contiguous. It must not change until what is returned has been waited for.
             peer: The receiver's rank inside of the group.
             tag: Of the message.
 
         Returns:
-            What is to be waited for; ``None`` if the kernel has it all.
+            What is to be waited for; ``None`` if there is a copy.
+
+        Raises:
+            DistNetworkError: If the receiver has left.
         """
         [tensor] = tensors
         connected = self._peers.get(peer)
         if connected is None or tensor.nbytes > LARGEST_EAGER:
             group: Any = self._group.weak()  # at every message: no call of Python
             return group.send(tensors, peer, tag)  # type: ignore[no-any-return]
-        return None if connected.send(tensor, tag) else connected
+        if type(tensor) not in _PLAIN:  # as the results of functional collectives, which have no memory of their own
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        connected.send(tensor, tag)
+        return None
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
-        """Post the receive of a tensor; never blocks. Arguments as for :meth:`send`, of the sender."""
+        """Post the receive of a tensor; arguments as for :meth:`send`, of the sender."""
         [tensor] = tensors
         connected = self._peers.get(peer)
         if connected is None or tensor.nbytes > LARGEST_EAGER:
@@ -117,14 +129,19 @@ class HostMessages:
             return group.recv(tensors, peer, tag)  # type: ignore[no-any-return]
         return connected.post(tensor, tag)
 
-    def progress(self, seconds: float) -> None:
-        """Wait until something comes, and take it in.
+    def flush(self) -> None:
+        """Wait until the kernel has all that has been sent."""
+        for peer in self._peers.values():
+            peer.flush()
+
+    def wait_any(self, seconds: float) -> None:
+        """Wait until something comes, and take it.
 
         Args:
             seconds: So long at most; not negative.
         """
         for descriptor, _ in self._poll.poll(seconds * 1000):
-            self._by_descriptor[descriptor].take_in()
+            self._by_descriptor[descriptor].take()
 
     def forget(self, connected: socket.socket) -> None:
         """Nothing comes from there any more."""
@@ -132,9 +149,7 @@ class HostMessages:
 
     def shut_down(self) -> None:
         """Wake whoever waits, here in another thread, and on the other sides."""
-        for peer in self._peers.values():
-            with suppress(OSError):
-                peer.socket.shutdown(socket.SHUT_RDWR)
+        _shut_down(self._peers.values())
 
     def abandon(self) -> None:
         """After a failure: close the sockets, so that others notice."""
@@ -148,55 +163,72 @@ class HostMessages:
 
 
 class _Peer:
-    """A rank to which there is a socket. As a :class:`Work` it is all that has been sent to it.
+    """A rank to which there is a socket.
 
     Attributes:
         socket: Keeps the bounds of messages.
+        rank: The global rank.
     """
 
-    __slots__ = ("_arrived", "_is_open", "_lock", "_messages", "_posted", "_rank", "_unsent", "socket")
+    __slots__ = (
+        "_arrived",
+        "_error",
+        "_is_open",
+        "_lock",
+        "_messages",
+        "_posted",
+        "_thread",
+        "_unsent",
+        "rank",
+        "socket",
+    )
 
     def __init__(self, messages: HostMessages, connected: socket.socket, rank: int) -> None:
-        self._messages, self.socket, self._rank = messages, connected, rank
+        self._messages, self.socket, self.rank = messages, connected, rank
         self._is_open = True
-        # What had no room, for a thread that runs as long as there is something.
-        self._unsent: deque[bytes] = deque()
-        self._lock = threading.Lock()
-        # By tag; of each at most one has something.
+        self._unsent: deque[bytes] = deque()  # what found no room
+        self._thread: threading.Thread | None = None  # that sends it
+        self._lock = threading.Lock()  # of these two
+        self._error: OSError | None = None  # with which it has ended
+        # By tag; for none of them both have something.
         self._posted: defaultdict[int, deque[_Receive]] = defaultdict(deque)
         self._arrived: defaultdict[int, deque[bytes]] = defaultdict(deque)
 
-    def send(self, tensor: Tensor, tag: int) -> bool:
-        """Give a message to the kernel, and say whether there was room; if there was not, a thread does it."""
+    def send(self, tensor: Tensor, tag: int) -> None:
+        """Give the kernel a message, or keep a copy for when it has room."""
         data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
         with self._lock:
-            has_thread = bool(self._unsent)
-            if not has_thread:
+            if not self._is_open or self._error is not None:
+                raise self._gone() from self._error
+            if self._thread is None:
                 try:
                     self.socket.sendmsg((data, _TAG.pack(tag)), (), socket.MSG_DONTWAIT)
-                    return True
+                    return
                 except BlockingIOError:
                     pass
-                except OSError as error:
+                except ConnectionError as error:
                     raise self._gone() from error
+                thread = threading.Thread(target=self._send_rest, name="lightning_hybrid-send", daemon=True)
+                thread.start()  # it waits for the lock
+                self._thread = thread
             self._unsent.append(bytes(data) + _TAG.pack(tag))
-        if not has_thread:
-            threading.Thread(target=self._give_out, name="lightning_hybrid-send", daemon=True).start()
-        return False
+        self.flush(_MOST_UNSENT)
 
-    def _give_out(self) -> None:
-        """On a thread: what had no room."""
+    def _send_rest(self) -> None:
+        """On a thread: send what found no room, in its order."""
         while True:
+            with self._lock:
+                if not self._unsent:
+                    self._thread = None
+                    return
+                message = self._unsent[0]
             try:
-                self.socket.send(self._unsent[0])
-            except OSError:  # whoever waits for this rank is told
-                with self._lock:
-                    self._unsent.clear()
+                self.socket.send(message)
+            except OSError as error:
+                self._error = error
                 return
             with self._lock:
                 self._unsent.popleft()
-                if not self._unsent:
-                    return
 
     def post(self, tensor: Tensor, tag: int) -> _Receive:
         """Receive the next message of a tag."""
@@ -208,14 +240,12 @@ class _Peer:
             self._posted[tag].append(receive)
         return receive
 
-    def take_in(self) -> None:
+    def take(self) -> None:
         """Take one message from the kernel, for whoever has posted its receive."""
         try:
             message = self.socket.recv(LARGEST_EAGER + _TAG.size, socket.MSG_DONTWAIT)
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionResetError):  # it left something unread: what it sent before comes now
             return
-        except OSError:
-            message = b""
         if not message:
             self.close()
             return
@@ -226,12 +256,18 @@ class _Peer:
         else:
             self._arrived[tag].append(message)
 
-    def wait(self) -> None:
-        """Return when the kernel has all that has been sent."""
-        self.wait_while(lambda: bool(self._unsent), longest_poll=_LOOK)
+    def flush(self, most: int = 0) -> None:
+        """Wait until at most so many messages have found no room yet."""
+        if len(self._unsent) > most:
+            self.wait_while(lambda: self._is_sending(most), longest_poll=_LOOK)
+
+    def _is_sending(self, most: int) -> bool:
+        if self._error is not None:
+            raise self._gone() from self._error
+        return len(self._unsent) > most
 
     def wait_while(self, is_pending: Callable[[], bool], longest_poll: float = _LONGEST_POLL) -> None:
-        """Take in messages of all ranks until this one has done something.
+        """Take messages of all ranks until this one has done something.
 
         Args:
             is_pending: Whether it has not.
@@ -246,13 +282,16 @@ class _Peer:
                 raise self._gone()
             seconds = deadline - time.monotonic()
             if seconds < 0:
-                raise dist.DistNetworkError(
-                    f"Timed out waiting {self._messages.timeout:.0f} s for a message of rank {self._rank}"
-                )
-            self._messages.progress(min(seconds, longest_poll))
+                waited = f"{self._messages.timeout:.0f} s"
+                raise dist.DistNetworkError(f"Timed out waiting {waited} for a message of rank {self.rank}")
+            self._messages.wait_any(min(seconds, longest_poll))
+
+    def __del__(self) -> None:
+        """Python warns of sockets that nobody has closed."""
+        self.socket.close()
 
     def _gone(self) -> dist.DistNetworkError:
-        return dist.DistNetworkError(f"Connection closed by rank {self._rank}")
+        return dist.DistNetworkError(f"Connection closed by rank {self.rank}")
 
     def close(self) -> None:
         """Close the socket; nothing comes from there any more."""
@@ -275,7 +314,9 @@ class _Receive:
         """Its message is here; at its end there is the tag."""
         tensor = self._tensor
         assert tensor is not None
-        assert len(message) == tensor.nbytes + _TAG.size, (len(message), tensor.shape, tensor.dtype)
+        if len(message) != tensor.nbytes + _TAG.size:
+            found, rank = len(message) - _TAG.size, self._peer.rank
+            raise RuntimeError(f"Rank {rank} has sent {found} bytes where {tensor.nbytes} are expected")
         ctypes.memmove(tensor.data_ptr(), message, tensor.nbytes)
         self._tensor = None
 
@@ -291,7 +332,7 @@ def connect(group: dist.ProcessGroup, local: Iterable[int], timeout: timedelta) 
     ::
 
         lower rank     listens, invites ------>                                    accepts if so
-        higher rank                             connects, tells whether it could ------>
+        higher rank                             connects, says whether it could ------>
 
     An invitation has the socket's name, which is seen on the whole machine, and a secret, which is not. Ranks that are
     on one machine but cannot connect, as those of two containers, talk over the group.
@@ -303,76 +344,88 @@ def connect(group: dist.ProcessGroup, local: Iterable[int], timeout: timedelta) 
     """
     own = group.rank()
     others = sorted(set(local) - {own})
-    if sys.platform != "linux" or len(others) >= MOST_CONNECTED:  # others have no names without a file
+    if sys.platform != "linux" or len(others) >= MOST_CONNECTED:  # elsewhere sockets have no names without a file
         others = []
-    if not others:
-        return HostMessages(group, {}, timeout)
     lower, higher = [peer for peer in others if peer < own], [peer for peer in others if peer > own]
-    name, secret = b"\0" + secrets.token_bytes(_SECRET), secrets.token_bytes(_SECRET)
-    with _socket(timeout) as listener:
-        listener.bind(name)
-        listener.listen(len(others))
-        invitation = bytes_tensor(name + secret)
-        sends = [group.send([invitation], peer, _CONNECT) for peer in higher]
-        sockets = {peer: connected for peer in lower if (connected := _accept_invitation(group, peer, timeout))}
-        could = {peer: bytes_tensor(bytes([peer in sockets])) for peer in lower}
-        sends += [group.send([told], peer, _CONNECT) for peer, told in could.items()]
-        told = {peer: torch.zeros(1, dtype=torch.uint8) for peer in higher}
-        for work in [group.recv([flag], peer, _CONNECT) for peer, flag in told.items()]:
-            work.wait()
-        expected = {peer for peer, flag in told.items() if flag}
-        while expected:
-            connected, _ = listener.accept()
-            peer = _peer_of(connected, secret, timeout)
-            if peer in expected:
-                expected.remove(peer)
-                sockets[peer] = connected
-            else:
-                connected.close()
+    name, secret = secrets.token_bytes(_SECRET), secrets.token_bytes(_SECRET)
+    listener = _listen(name, len(higher)) if higher else None
+    invitation = bytes_tensor(name + secret if listener is not None else bytes(2 * _SECRET))
+    sends = [group.send([invitation], peer, _CONNECT) for peer in higher]
+    sockets = {peer: connected for peer in lower if (connected := _accept_invitation(group, peer))}
+    could = {peer: bytes_tensor(bytes([peer in sockets])) for peer in lower}
+    sends += [group.send([could[peer]], peer, _CONNECT) for peer in lower]
+    answers = {peer: torch.zeros(1, dtype=torch.uint8) for peer in higher}
+    for work in [group.recv([answer], peer, _CONNECT) for peer, answer in answers.items()]:
+        work.wait()
+    if listener is not None:
+        with listener:
+            listener.settimeout(timeout.total_seconds())
+            expected = {peer for peer, answer in answers.items() if answer}
+            while expected - sockets.keys():
+                connected, _ = listener.accept()
+                peer = _peer_of(connected, secret)
+                if peer in expected:
+                    sockets[peer] = connected
+                else:
+                    connected.close()
     for work in sends:
         work.wait()
+    for connected in sockets.values():
+        connected.setblocking(True)  # or Python waits by itself
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
     return HostMessages(group, sockets, timeout)
 
 
-def _socket(timeout: timedelta) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.settimeout(timeout.total_seconds())
-    return made
-
-
-def _accept_invitation(group: dist.ProcessGroup, peer: int, timeout: timedelta) -> socket.socket | None:
-    """On the higher rank."""
-    invitation = torch.zeros(1 + 2 * _SECRET, dtype=torch.uint8)
-    group.recv([invitation], peer, _CONNECT).wait()
-    name, secret = bytes(invitation[: 1 + _SECRET].numpy()), bytes(invitation[1 + _SECRET :].numpy())
-    connected = _socket(timeout)
+def _listen(name: bytes, most: int) -> socket.socket | None:
+    """On the lower rank; ``None`` where the system does not allow it."""
     try:
-        connected.connect(name)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:
+        return None
+    try:
+        listener.bind(b"\0" + name)
+        listener.listen(most)
+    except OSError:
+        listener.close()
+        return None
+    return listener
+
+
+def _accept_invitation(group: dist.ProcessGroup, peer: int) -> socket.socket | None:
+    """On the higher rank; ``None`` if it cannot connect."""
+    invitation = torch.zeros(2 * _SECRET, dtype=torch.uint8)
+    group.recv([invitation], peer, _CONNECT).wait()
+    name, secret = bytes(invitation[:_SECRET].numpy()), bytes(invitation[_SECRET:].numpy())
+    try:
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:
+        return None
+    try:
+        connected.setblocking(False)
+        connected.connect(b"\0" + name)
         connected.send(secret + _TAG.pack(group.rank()))
     except OSError:
         connected.close()
         return None
-    _complete(connected)
     return connected
 
 
-def _peer_of(connected: socket.socket, secret: bytes, timeout: timedelta) -> int | None:
-    """On the lower rank: who has connected; ``None`` if it does not know the secret."""
-    connected.settimeout(timeout.total_seconds())
+def _peer_of(connected: socket.socket, secret: bytes) -> int | None:
+    """On the lower rank: who has connected; ``None`` if it has not said the secret, which ranks have by now."""
     try:
-        message = connected.recv(_SECRET + _TAG.size)
+        message = connected.recv(_SECRET + _TAG.size, socket.MSG_DONTWAIT)
     except OSError:
         return None
     if len(message) != _SECRET + _TAG.size or not secrets.compare_digest(message[:_SECRET], secret):
         return None
-    _complete(connected)
     return int(_TAG.unpack_from(message, _SECRET)[0])
 
 
-def _complete(connected: socket.socket) -> None:
-    """As much room as the kernel gives without privileges; and Python does not wait by itself."""
-    connected.setblocking(True)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+def _shut_down(peers: Iterable[_Peer]) -> None:
+    """Wake whoever waits, here in another thread, and on the other sides."""
+    for peer in peers:
+        with suppress(OSError):
+            peer.socket.shutdown(socket.SHUT_RDWR)
 
 
 def shut_down_sockets() -> None:

@@ -206,9 +206,10 @@ class Mesh:
         return self._device_mesh
 
     def retire(self) -> None:
-        """Wait until what has been broadcast by messages has been received."""
+        """Wait until what has been sent through the host is received, or the kernel has it."""
         for messages in self.broadcasts:
             messages.retire()
+        self.host_messages.flush()
 
     def abandon(self) -> None:
         """After a failure, drop what keeps connections open: messages, and torch's mesh with the group of all ranks."""
@@ -342,9 +343,9 @@ class Mesh:
         ranks = dist.get_process_group_ranks(group)
         own = self.hosts[dist.get_rank()] if self.hosts else ""
         local = [index for index, rank in enumerate(ranks) if not self.hosts or self.hosts[rank] == own]
-        timeout = self._timeout or default_pg_timeout
         messages: HostMessages = _WORLD_CACHE.get(
-            ("host messages", tuple(ranks), timeout), lambda: connect(group, local, timeout)
+            ("host messages", tuple(ranks), self._timeout),  # as the control group, and what is broadcast over them
+            lambda: connect(group, local, self._timeout or default_pg_timeout),
         )
         return messages
 

@@ -32,7 +32,11 @@ _NATIVE = frozenset(
 
 
 class Send:
-    """A message on its way: its tensors stay alive until it is known to be received."""
+    """A message on its way: its tensors stay alive until it is known to be received.
+
+    Attributes:
+        pending: What is to be waited for, and its tensor; nothing of what a socket has taken, which is a copy.
+    """
 
     __slots__ = ("pending",)
 

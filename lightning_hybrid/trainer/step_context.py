@@ -224,7 +224,8 @@ class StepContext:
         epoch = None if trainer is None else (trainer.state.stage, trainer.current_epoch)
         if epoch != self._epoch:  # its first step, after the hooks of its start
             self._epoch = epoch
-            self.metrics.find()
+            with self.guard():
+                self.metrics.find()
         has_metrics = self.metrics.exist
         local = self.metrics.step(num_microbatches=num_microbatches, counts=counts) if has_metrics else nullcontext()
         with (

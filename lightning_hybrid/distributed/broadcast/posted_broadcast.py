@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_hybrid.distributed.host_messages import HostMessages, Work
 from lightning_hybrid.distributed.process_group import torch_profiles
 
-_MOST_PENDING = 8  # messages to one rank that are not known to be received
+_MOST_PENDING = 8  # messages to one rank that gloo has not sent
 
 
 class PostedBroadcast:
@@ -137,7 +137,7 @@ class PostedBroadcast:
         return data
 
     def retire(self, most: int = 0) -> None:
-        """Wait until the latest ``most`` messages are all that may not have been received."""
+        """Wait until the latest ``most`` messages are all that gloo may not have sent; sockets have copies."""
         while len(self._pending) > most:
             work, _, child, number = self._pending[0]
             channel, rank = self._to[child]
