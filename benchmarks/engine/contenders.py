@@ -12,8 +12,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from benchmarks.block import Block
-from lightning_hybrid.distributed.host_messages import connect
 from lightning_hybrid.distributed.mesh import STAGE_TAGS
+from lightning_hybrid.distributed.messages.host_messages import connect
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.p2p import Channel
 from lightning_hybrid.pipeline_parallel.schedules import ChannelKey, build

@@ -58,7 +58,6 @@ class GradientSync:
     Attributes:
         zero: Unshards parameters that replicas shard.
         reduces: Whether the last backward of a stage starts to reduce its gradients; otherwise they are accumulated.
-        acts_at_backward: Whether something is done when a backward begins or ends.
     """
 
     def __init__(
@@ -120,7 +119,6 @@ class GradientSync:
         self._float32 = [Float32Gradients(self.local_parameters())] if self._has_float32 else []
         named = dict(module.named_parameters(remove_duplicate=False))
         self._make_buckets(named[name] for name in self._adds_up)
-        self.acts_at_backward = bool(self._float32 or self._by_stage) or zero.is_active
 
     def local_parameters(self) -> list[Tensor]:
         """The parameters of this rank, of sharded ones both forms."""
@@ -219,6 +217,13 @@ class GradientSync:
             self.zero.abandon()
             raise
         self.zero.close()
+
+    @property
+    def backward_hooks(self) -> dict[str, Callable[[int, bool], None]]:
+        """The two below as arguments of :meth:`~.Engine.run`; none where nothing is done at a backward."""
+        if not (self._float32 or self._by_stage or self.zero.is_active):
+            return {}
+        return {"backward_begins": self.backward_begins, "backward_ends": self.backward_ends}
 
     def backward_begins(self, stage: int, is_last: bool) -> None:
         """A backward of this stage begins.

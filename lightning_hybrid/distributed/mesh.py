@@ -17,9 +17,9 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_hybrid.config import GridShape
-from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
-from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast
-from lightning_hybrid.distributed.host_messages import HostMessages, connect
+from lightning_hybrid.distributed.messages.host_messages import HostMessages, connect
+from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
+from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends, make_group, set_timeout
 
 #: Short names, as in ``rank_order``, and the names of the axes, as Lightning spells them.
@@ -156,8 +156,7 @@ class Mesh:
         if "cp" in order:
             sizes["cp"] = context_parallel_size
         self.sizes, self.hosts, self.grid = sizes, list(hosts), grid
-        self.context_parallel_size = context_parallel_size
-        self.data_parallel_size = data_parallel_size
+        self.data_parallel_size, self.context_parallel_size = data_parallel_size, context_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
         self.pipeline_parallel_size = pipeline_parallel_size
         by_order = torch.arange(dist.get_world_size(), dtype=torch.int).view([sizes[axis] for axis in order])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_hybrid.distributed.host_messages import HostMessages, Work
 from lightning_hybrid.distributed.mesh import STAGE_TAGS, Mesh
+from lightning_hybrid.distributed.messages.host_messages import HostMessages, Work
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends
 from lightning_hybrid.distributed.pytree import TensorMeta, TreeMeta, TreeSpec
 from lightning_hybrid.distributed.tensor_bytes import (

@@ -19,9 +19,9 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object, reduce_over
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object, reduce_over
 from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.tensor_bytes import tell_autograd
 from lightning_hybrid.trainer.step_context import StepContext

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.distributed.agreement import agree
-from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, remove_placeholder_hooks
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_hybrid.distributed import tensor_bytes
-from lightning_hybrid.distributed.broadcast.lazy_tensor import LazyTensor
+from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.trainer.lightning_internals import unwrap_before_batch_transfer, wrap_before_batch_transfer

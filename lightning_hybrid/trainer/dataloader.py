@@ -20,10 +20,10 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_hybrid.distributed.broadcast.leaf_readers import LeafFetch, LeafReaders
-from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast, broadcast_object
 from lightning_hybrid.distributed.failure import is_transport
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.messages.leaf_readers import LeafFetch, LeafReaders
+from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast, broadcast_object
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes

@@ -149,15 +149,13 @@ class TrainingStep:
             with context.step(num_microbatches=len(counts), counts=counts) as records, _looking(self.anomaly):
                 plans = find_plans() if is_followed else []
                 compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
-                begins, ends = grad_sync.backward_begins, grad_sync.backward_ends
-                around = {"backward_begins": begins, "backward_ends": ends} if grad_sync.acts_at_backward else {}
                 with nullcontext() if self._casts is None else self._casts.schedule():
                     context.engine.run(
                         self._find_schedule(len(counts), backward=backward),
                         compute,
                         context.keys(version, parts, plans),
                         profile=self._profile(backward=backward),
-                        **around,
+                        **grad_sync.backward_hooks,
                     )
             # The last stage is done before the first one, and sends the result while that is at its last backward.
             value = context.share(

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hybrid.distributed.broadcast import leaf_readers, tree_broadcast
-from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
+from lightning_hybrid.distributed.messages import leaf_readers, tree_broadcast
+from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
 from tests.pool import Pools
 from tests.training_jobs import assert_same, make_trainer, weights
 

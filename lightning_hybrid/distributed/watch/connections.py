@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lightning_hybrid.distributed.host_messages import shut_down_sockets
-
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
@@ -74,7 +72,6 @@ class Connections:
         for number, _ in self._connected(store_port):
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
-        shut_down_sockets()
         self._sockets.clear()
         self._lasting = set()
 

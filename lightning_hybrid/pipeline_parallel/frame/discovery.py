@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.distributed.broadcast.lazy_tensor import peek
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.messages.lazy_tensor import peek
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.random import generator_marks
 from lightning_hybrid.distributed.tensor_bytes import as_bytes

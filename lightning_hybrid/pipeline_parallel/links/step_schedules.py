@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.config import HybridConfig
-from lightning_hybrid.distributed.broadcast.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.engine import Engine, Profile
 from lightning_hybrid.pipeline_parallel.links.delays import Delay, far_links, measure_delays
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_hybrid.distributed.broadcast.leaf_readers import LeafFetch
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.debug.stall import Position, StallWatch
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.messages.leaf_readers import LeafFetch
 from lightning_hybrid.distributed.wait_watch import Messages, WaitWatch
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.strategy.watch.signals import SignalAgreement

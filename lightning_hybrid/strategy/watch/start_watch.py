@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import Store
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.failure import FailureStore, close_groups, is_transport
 from lightning_hybrid.distributed.failure_watch import FailureWatch
+from lightning_hybrid.distributed.messages.host_messages import shut_down_sockets
 from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.distributed.watch.leases import Leases
@@ -106,3 +107,4 @@ class StartWatch:
             close_groups(self.failures.cause(patience=0.0) if self.failures.is_known else None)
         port = os.environ.get("MASTER_PORT", "")
         self.connections.shut_down(int(port) if port.isdigit() else None)
+        shut_down_sockets()

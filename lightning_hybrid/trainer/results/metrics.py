@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torchmetrics import MeanMetric, Metric
 
-from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast
+from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.trainer import lightning_internals as internals

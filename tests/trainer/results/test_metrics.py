@@ -13,10 +13,10 @@ from torchmetrics.classification import BinaryAUROC
 from torchmetrics.regression import MeanSquaredError, R2Score
 from torchmetrics.wrappers import Running
 
-from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
-from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.distributed.host_messages import connect
+from lightning_hybrid.distributed.messages.host_messages import connect
+from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
+from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from tests.pool import Pools
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import broadcast  # torch's own, also while the user's collectives are looked at
 
-from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.failure import PeerFailedError, WrongUseError
+from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends
 from lightning_hybrid.distributed.pytree import TreeMeta, flatten, split_values, unflatten
 from lightning_hybrid.distributed.tensor_bytes import (

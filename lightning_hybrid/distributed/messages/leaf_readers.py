@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.distributed.broadcast.lazy_tensor import LazyTensor
-from lightning_hybrid.distributed.broadcast.tree_broadcast import SMALL, Readers
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
+from lightning_hybrid.distributed.messages.tree_broadcast import SMALL, Readers
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import TreeMeta
 from lightning_hybrid.distributed.tensor_bytes import as_bytes

@@ -20,10 +20,16 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_hybrid.distributed import host_messages
 from lightning_hybrid.distributed.failure import is_transport
-from lightning_hybrid.distributed.host_messages import LARGEST_EAGER, HostMessages, Work, connect, shut_down_sockets
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.messages import host_messages
+from lightning_hybrid.distributed.messages.host_messages import (
+    LARGEST_EAGER,
+    HostMessages,
+    Work,
+    connect,
+    shut_down_sockets,
+)
 from tests.pool import Pools
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no sockets without a file")

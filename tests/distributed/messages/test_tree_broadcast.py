@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_hybrid.distributed.broadcast import tree_broadcast
-from lightning_hybrid.distributed.broadcast.posted_broadcast import PostedBroadcast
-from lightning_hybrid.distributed.broadcast.tree_broadcast import TreeBroadcast, broadcast_object, reduce_over
-from lightning_hybrid.distributed.host_messages import connect
+from lightning_hybrid.distributed.messages import tree_broadcast
+from lightning_hybrid.distributed.messages.host_messages import connect
+from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
+from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast, broadcast_object, reduce_over
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.watch.flight_recorder import read_collectives
 from tests.pool import Pools

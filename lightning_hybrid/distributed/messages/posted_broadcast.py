@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.distributed.host_messages import HostMessages, Work
+from lightning_hybrid.distributed.messages.host_messages import HostMessages, Work
 from lightning_hybrid.distributed.process_group import torch_profiles
 
 _MOST_PENDING = 8  # messages to one rank that gloo has not sent

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_hybrid.distributed.broadcast.lazy_tensor import LazyTensor, peek
+from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor, peek
 from lightning_hybrid.trainer import batch_hooks
 
 
