@@ -342,4 +342,4 @@ def test_a_rank_that_waits_for_a_message_between_two_batches_says_so(ranks: Pool
     assert text == of_other
     assert re.search(r"wait for rank 0 \(on .*\), which has computed nothing for \d+ s at on_train_batch_end", text)
     row = next(line for line in printed.splitlines() if line.startswith("1 "))
-    assert re.search(r"waits for 0 .*signals from rank 0 to rank 1 .*progress \(host_messages.py", row), row
+    assert re.search(r"waits for 0 .*signals from rank 0 to rank 1 .*wait_any \(host_messages.py", row), row
