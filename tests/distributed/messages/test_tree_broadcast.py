@@ -188,18 +188,22 @@ def late(folder: str) -> list[float]:
     """The others read when everybody before them has gone on, and has changed what was sent, and handed on."""
     exchange, rank = make(), dist.get_rank()
     sizes = 10, 1 << 19  # one in a packet, and one by itself
-    trees = [[torch.full((size,), float(number)) for size in sizes] for number in range(3)]
-    done = [Path(folder, str(other)) for other in range(4)]
     deadline = time.monotonic() + 20
-    while not all(path.exists() for path in done[:rank]) and time.monotonic() < deadline:
-        time.sleep(0.01)
     found = []
-    for tree in trees:
+    for number in range(3):
+        # The source has what it has sent last until all have it, as in a step, whose result comes after its batch.
+        before = [(number, other) for other in range(rank)] or [
+            (number - 1, other) for other in range(4 * (number > 0))
+        ]
+        while not all(Path(folder, f"{tree}-{other}").exists() for tree, other in before):
+            assert time.monotonic() < deadline, f"rank {rank} waits for one of {before}, which waits for others"
+            time.sleep(0.01)
+        tree = [torch.full((size,), float(number)) for size in sizes]
         received = exchange(tree if exchange.is_source else None)
         found += [float(leaf.mean()) for leaf in received]
         for leaf in received:
             leaf.zero_()
-    done[rank].touch()
+        Path(folder, f"{number}-{rank}").touch()
     return found
 
 
