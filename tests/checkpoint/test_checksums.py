@@ -93,6 +93,30 @@ def test_a_tensor_without_a_table_of_records_is_named(tmp_path: Path) -> None:
         verify(path, length=length, holds="the weight")
 
 
+def test_a_part_of_a_file_is_an_archive_without_anything_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer Pythons take the end of an archive in front, which is as long, for that of the archive, and refuse it."""
+    one, other = io.BytesIO(), io.BytesIO()
+    torch.save(torch.ones(3), one)
+    torch.save(torch.zeros(3), other)
+    assert len(one.getvalue()) == len(other.getvalue())
+    path, length = tmp_path / "x.distcp", len(one.getvalue())
+    path.write_bytes(one.getvalue() + other.getvalue())
+    seen: list[bytes] = []
+    archive_of = zipfile.ZipFile
+
+    def look(file: Any) -> zipfile.ZipFile:
+        file.seek(0)
+        seen.append(file.read())
+        return archive_of(file)
+
+    monkeypatch.setattr(zipfile, "ZipFile", look)
+    verify(path, offset=0, length=length, holds="one")
+    verify(path, offset=length, length=length, holds="other")
+    assert seen == [one.getvalue(), other.getvalue()]
+
+
 @pytest.mark.parametrize("kind", ["empty", "text", "old format", "no checksums"])
 def test_what_has_no_checksums_passes(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "x"

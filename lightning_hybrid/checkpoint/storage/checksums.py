@@ -59,9 +59,10 @@ def verify(
     with (
         file.open("rb") as opened,
         mmap.mmap(opened.fileno(), offset + length - aligned, offset=aligned, access=mmap.ACCESS_READ) as mapped,
-        memoryview(mapped) as view,
+        memoryview(mapped) as pages,
+        pages[offset - aligned :] as view,
     ):
-        _verify(view, mapped, offset - aligned, file, share, holds)
+        _verify(view, file, share, holds)
 
 
 def verify_content(content: bytes, file: Any, holds: str) -> None:
@@ -76,7 +77,7 @@ def verify_content(content: bytes, file: Any, holds: str) -> None:
         ValueError: If it is not.
     """
     with memoryview(content) as view:
-        _verify(view, io.BytesIO(content), 0, file, (0, 1), holds)
+        _verify(view, file, (0, 1), holds)
 
 
 def checksum_of(index: bytes) -> bytes:
@@ -99,12 +100,46 @@ def verify_index(content: bytes, file: Any) -> None:
         raise ValueError(f"{file} is damaged: the index is not what was written (CRC-32). {_CHANGED}")
 
 
-def _verify(view: memoryview, file_like: Any, begin: int, file: Any, share: tuple[int, int], holds: str | None) -> None:
-    """Look at the archive that begins somewhere in a view of memory, which reads and seeks as a file does, too."""
-    if view[begin : begin + len(_BEGINS)] != _BEGINS:
+class _Reader(io.RawIOBase):
+    """Reads memory as a file, without a copy.
+
+    An archive has to begin where its file begins. Python looks for the end of an archive where it would be then, before
+    it asks what is in front (since 3.13.10 and 3.12.12), and finds the end of another archive there, of equal length.
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__()
+        self._view = view
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._view)}[whence]
+        if self._position < 0:
+            raise OSError(f"no position {self._position}")
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        with self._view[self._position : self._position + len(buffer)] as found:
+            buffer[: len(found)] = found
+            self._position += len(found)
+            return len(found)
+
+
+def _verify(view: memoryview, file: Any, share: tuple[int, int], holds: str | None) -> None:
+    """Look at the archive that a view of memory is."""
+    if view[: len(_BEGINS)] != _BEGINS:
         return
     try:
-        with zipfile.ZipFile(file_like) as archive:
+        with _Reader(view) as reader, zipfile.ZipFile(reader) as archive:
             damaged = next(_damaged(archive, view, share), None)
             if damaged is None:
                 return
