@@ -76,6 +76,7 @@ class Engine:
         awaited: The receive whose message has not come yet; ``None`` if nothing is waited for.
         runs: How many runs have begun.
         channels: The channels of this rank.
+        posts_kernels: Whether a posted receive is a kernel of the device, for which a host can come to wait.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Engine:
         self._running: tuple[Schedule, list[_Step]] | None = None
         self._rank = rank
         self.channels = dict(channels)
+        self.posts_kernels = any(channel.is_on_device for channel in channels.values())
         self._connected = False
         self._trace = _ignore if trace is None else trace
         self._sends: dict[str, Send] = {}

@@ -153,6 +153,11 @@ class Channel:
         self._unread: deque[Recv] = deque()
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether a posted receive is a kernel, which runs until its message is there."""
+        return self._wire.type != "cpu"
+
+    @property
     def largest_message(self) -> int:
         """The bytes of the largest message so far."""
         return max((each.num_bytes for each in self._formats.values()), default=0)

@@ -138,7 +138,8 @@ class EvaluationStep:
             return context.plain(value, to_stage=stage < context.num_stages - 1)
 
         keys = context.keys(version, [(plan.number, signature(arguments[0]))])
-        schedule = build_forward(context.num_ranks, 1, context.num_chunks)
+        early = context.may_post_early(keys)
+        schedule = build_forward(context.num_ranks, 1, context.num_chunks, posts_early=early)
         values = context.engine.run(schedule, compute, keys, profile=context.profile)
         return values[0] if values else None
 
@@ -185,10 +186,11 @@ class EvaluationStep:
             random = context.streams.layers(stage, *coordinates, microbatch)
             return context.run_layers(stage, random, parts[microbatch] if stage == 0 else inputs)
 
-        schedule = build_forward(context.num_ranks, len(counts), context.num_chunks)
         # Parts that the user made may differ in shape where they do not differ in what they count.
         marks = range(len(counts)) if getattr(context.module, "split_body_input", None) else counts
         keys = context.keys((key, counts), marks)
+        early = context.may_post_early(keys)
+        schedule = build_forward(context.num_ranks, len(counts), context.num_chunks, posts_early=early)
         outputs = context.engine.run(schedule, compute, keys, profile=context.profile)
         if not context.is_last:
             return None

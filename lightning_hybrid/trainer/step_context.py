@@ -122,6 +122,7 @@ class StepContext:
             plain=self.plain if self._has_shared_layers or context_parallel is not None else None,
         )
         self._keys: defaultdict[Hashable, int] = defaultdict(_KEYS.__next__)
+        self._steps: set[Hashable] = set()  # that have been run, where that matters
         self._parameters = list(module.parameters())
         own = range(mesh.pipeline_rank, self.num_stages, self.num_ranks)
         self.layers = {
@@ -181,6 +182,29 @@ class StepContext:
         while len(self._keys) > MOST_FORMATS:  # on every rank at the same step
             del self._keys[next(iter(self._keys))]
         return numbers
+
+    def may_post_early(self, keys: Sequence[int], *others: Hashable) -> bool:
+        """Whether receives may be posted before their messages are needed: not in the first step of a kind on a device.
+
+        There a posted receive is a kernel that runs until its message is there. To load another kernel, at its first
+        call, CUDA waits for all of those that run. One host that waits hangs nothing, by the order of the schedule; but
+        in a first step all of them load kernels, and wait for messages that another one has not come to send
+        (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#lazy-loading). Ranks decide alike, as their keys are
+        equal.
+
+        Args:
+            keys: Of the microbatches, as :meth:`keys` gives them.
+            others: What else decides which kernels run.
+        """
+        if not self.engine.posts_kernels:
+            return True
+        step = frozenset(keys), others
+        if step in self._steps:
+            return True
+        if len(self._steps) >= MOST_FORMATS:
+            self._steps.clear()
+        self._steps.add(step)
+        return False
 
     def range(self, name: str) -> AbstractContextManager[None]:
         """A range of what records this step, or else of the Trainer's profiler."""

@@ -150,10 +150,11 @@ class TrainingStep:
                 plans = find_plans() if is_followed else []
                 compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
                 with nullcontext() if self._casts is None else self._casts.schedule():
+                    keys = context.keys(version, parts, plans)
                     context.engine.run(
-                        self._find_schedule(len(counts), backward=backward),
+                        self._find_schedule(keys, backward=backward, is_first=is_first),
                         compute,
-                        context.keys(version, parts, plans),
+                        keys,
                         profile=self._profile(backward=backward),
                         **grad_sync.backward_hooks,
                     )
@@ -197,11 +198,12 @@ class TrainingStep:
         if windowed:
             self._window = AccumulationWindow(self._context.device)
 
-    def _find_schedule(self, num_microbatches: int, *, backward: bool) -> Schedule:
-        """What the ranks of the pipeline do in a step."""
-        if backward:
-            return self.schedules[num_microbatches]
-        return build_forward(self._context.num_ranks, num_microbatches, self._context.num_chunks)
+    def _find_schedule(self, keys: Sequence[int], *, backward: bool, is_first: bool) -> Schedule:
+        """What the ranks of the pipeline do in a step; gradients are added to others from the second batch on."""
+        number, posts_early = len(keys), self._context.may_post_early(keys, is_first)
+        if not backward:
+            return build_forward(self._context.num_ranks, number, self._context.num_chunks, posts_early=posts_early)
+        return self.schedules[number] if posts_early else self.schedules.without_early_receives(number)
 
     def _make_compute(
         self,

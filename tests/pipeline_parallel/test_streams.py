@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -105,6 +106,14 @@ def test_1f1b_gives_nothing_up(ranks: int) -> None:
                     channel = schedule.channel(action)
                     assert computed <= before.get(channel, max(0, users[action] - 1))
                     before[channel] = users[action]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_number_of_waits_hangs_what_posts_nothing_early(name: str) -> None:
+    """In a first step all hosts wait for their devices, which load kernels."""
+    for layout in layouts(name, range(2, 6), range(1, 9)):
+        built = build_forward if name == "forward" else partial(build, name)
+        assert not hangs_if_launches_block(built(*layout[1:], posts_early=False)), layout
 
 
 @pytest.mark.parametrize("name", NAMES)

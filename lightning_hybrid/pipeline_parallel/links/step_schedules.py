@@ -43,7 +43,12 @@ class Records(Protocol):
 
 
 def find_schedule(
-    config: HybridConfig, num_ranks: int, num_microbatches: int, extra_in_flight: tuple[int, ...] | None = None
+    config: HybridConfig,
+    num_ranks: int,
+    num_microbatches: int,
+    extra_in_flight: tuple[int, ...] | None = None,
+    *,
+    posts_early: bool = True,
 ) -> Schedule:
     """What the ranks of a pipeline do in a training step; chunks on a single rank would be neighbours, and are one.
 
@@ -52,10 +57,11 @@ def find_schedule(
         num_ranks: Pipeline ranks.
         num_microbatches: Of the step.
         extra_in_flight: For each link; those of the arguments by default.
+        posts_early: As of :func:`~..schedules.build`.
     """
     num_chunks = config.num_chunks if num_ranks > 1 else 1
     extra = config.extra_of_links(num_ranks) if extra_in_flight is None else extra_in_flight
-    return build(config.schedule, num_ranks, num_microbatches, num_chunks, extra)
+    return build(config.schedule, num_ranks, num_microbatches, num_chunks, extra, posts_early=posts_early)
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,11 @@ class StepSchedules(dict[int, Schedule]):
         size = self._mesh.pipeline_parallel_size
         schedule = self[num_microbatches] = find_schedule(self._config, size, num_microbatches, self.extra_in_flight)
         return schedule
+
+    def without_early_receives(self, num_microbatches: int) -> Schedule:
+        """The same with each receive where its message is needed: the numbers are equal, messages hide nothing."""
+        size = self._mesh.pipeline_parallel_size
+        return find_schedule(self._config, size, num_microbatches, self.extra_in_flight, posts_early=False)
 
     def begin_step(self) -> None:
         """A step with backward is about to begin, on every rank; where enough of them have been timed, choose.

@@ -33,7 +33,13 @@ __all__ = [
 
 @lru_cache
 def build(
-    name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, extra_in_flight: tuple[int, ...] = ()
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    extra_in_flight: tuple[int, ...] = (),
+    *,
+    posts_early: bool = True,
 ) -> Schedule:
     """The complete, validated schedule of a training step.
 
@@ -44,6 +50,8 @@ def build(
         num_chunks: Stages per rank.
         extra_in_flight: For each link between neighbouring ranks, how many microbatches more are on their way over it;
             nothing for none.
+        posts_early: Whether receives are posted before their messages are needed. If not, every host may wait for its
+            device at any time: what each has enqueued comes to its end.
 
     Raises:
         ValueError: If there is no such schedule, a number is not at least 1, or the schedule has one chunk only, or
@@ -54,23 +62,23 @@ def build(
         1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
     order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
-    return _complete(Schedule(name, num_ranks, num_chunks, num_microbatches, order), extra_in_flight)
+    return _complete(Schedule(name, num_ranks, num_chunks, num_microbatches, order), extra_in_flight, posts_early)
 
 
 @lru_cache
-def build_forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """The complete, validated schedule of an evaluation step: forwards only.
+def build_forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, posts_early: bool = True) -> Schedule:
+    """The complete, validated schedule of an evaluation step: forwards only. Arguments are those of :func:`build`.
 
     Raises:
         ValueError: If a number is not at least 1.
     """
     order = forward_order(num_ranks, num_microbatches, num_chunks)
-    return _complete(Schedule("forward", num_ranks, num_chunks, num_microbatches, order))
+    return _complete(Schedule("forward", num_ranks, num_chunks, num_microbatches, order), (), posts_early)
 
 
-def _complete(schedule: Schedule, extra_in_flight: Sequence[int] = ()) -> Schedule:
+def _complete(schedule: Schedule, extra_in_flight: Sequence[int], posts_early: bool) -> Schedule:
     schedule = add_communication(schedule)
-    if not _waits_for_each_kernel():
+    if posts_early and not _waits_for_each_kernel():
         schedule = post_receives_early(schedule, extra_in_flight)
     validate(schedule)
     return prove_sends_received(schedule)
