@@ -182,7 +182,7 @@ class _DeviceMode(TorchDispatchMode):
         if name == "copy_" and len(marks) == 2:
             target, source = marks[0], marks[1]
             others = (inputs[0], inputs[1])
-            if target != source and not self.sets_number:
+            if target != source and not (self.sets_number and inputs[0].ndim):  # into one element it is copied
                 non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
                 self._note_copy(others[0 if source else 1], to_device=target, non_blocking=non_blocking)
         elif name == "_to_copy" and marks and marks[0] != on_device:
@@ -258,7 +258,7 @@ def _tensor_attributes(mode: _DeviceMode) -> dict[str, Any]:
         return own["numpy"](tensor, *args, **kwargs)
 
     def set_item(tensor: Tensor, index: Any, value: Any) -> None:
-        mode.sets_number = not isinstance(value, Tensor)  # it is a kernel's argument
+        mode.sets_number = not isinstance(value, Tensor)  # into a row, it is a kernel's argument
         try:
             own["__setitem__"](tensor, index, value)
         finally:

@@ -274,7 +274,7 @@ class Bucket(ABC):
         has_gradient = torch.ones(len(self.parameters), dtype=_gradient_dtype(first), device=first.device)
         self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.grad is None}
         for index in self.missing:
-            has_gradient[index] = 0
+            has_gradient[index].zero_()  # to assign a number would copy it there, and make the host wait
         gradients = map(_flatten_gradient, self.parameters, self._shapes, self._strides)
         flat = self._pack(gradients, has_gradient, group.size())
         if scale != 1.0:
