@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.checkpoint.snapshot import snapshot
+from lightning_hybrid.distributed import dtensor
 from lightning_hybrid.memory.offload import Offload
+from lightning_hybrid.pipeline_parallel.engine import Engine
+from lightning_hybrid.pipeline_parallel.schedules import Schedule, build
+from tests.gpu import fits as gpu_fits
 from tests.gpu import test_cuda as gpu_bodies
 from tests.gpu import test_nccl as nccl_bodies
 from tests.pool import Pools
@@ -44,6 +49,10 @@ def test_values_are_where_they_were_put() -> None:
         x.copy_(torch.zeros(3), non_blocking=True)
         x.copy_(torch.zeros(3).pin_memory(), non_blocking=True)
         assert [wait.what.split(" ")[0] for wait in seen.waits] == ["_local_scalar_dense", "tolist", "copy"]
+        x[1:] = 0  # as an H100 does it, with torch 2.11
+        assert len(seen.waits) == 3
+        x[1] = 0
+        assert len(seen.waits) == 4
         assert all("test_pretended_device.py" in wait.caller for wait in seen.waits)
     assert torch.ones(1).device.type == "cpu"
 
@@ -394,6 +403,81 @@ def test_no_line_of_ours_makes_the_host_wait_in_a_step(ranks: Pools, names: list
                 assert others == set(), "batches that one rank loads for others are pinned"
 
 
+def early_receives(settings: dict[str, Any], accumulated: int) -> list[bool]:
+    """For each step, whether its receives are posted before their messages are needed."""
+    rank = os.environ["RANK"]
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NODE_RANK=rank, GROUP_RANK=rank)
+    ran: list[Schedule] = []
+    run = Engine.run
+
+    def noting(engine: Engine, schedule: Schedule, *args: Any, **kwargs: Any) -> list[Any]:
+        ran.append(schedule)
+        return run(engine, schedule, *args, **kwargs)
+
+    how: dict[str, Any] = {"accumulate_grad_batches": accumulated, "limit_val_batches": 0, "num_nodes": 2}
+    with pretended_device(), patch.object(Engine, "run", noting):
+        gpu_fits.fit(HybridStrategy(**settings), **how)
+    assert len(ran) == 12
+    early = [build(each.name, each.num_ranks, each.num_microbatches, each.num_chunks) for each in ran]
+    return [one.actions == other.actions for one, other in zip(ran, early, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "accumulated", "late"),
+    [({}, 1, 1), ({}, 2, 2), ({"schedule": "interleaved_1f1b", "num_chunks": 2}, 1, 1)],
+    ids=str,
+)
+def test_a_first_step_waits_for_no_message_that_it_does_not_need_yet(
+    ranks: Pools, settings: dict[str, Any], accumulated: int, late: int
+) -> None:
+    """Both ranks load kernels in it, and CUDA waits for posted receives before it loads one: they hung an H100."""
+    for early in ranks(2, lightning=True).run(early_receives, {**PP2, **settings}, accumulated):
+        assert early == [False] * late + [True] * (12 - late)
+
+
+def gathered() -> tuple[set[str], set[str]]:
+    """Where torch gathers the parts of parameters, and where all of them are then."""
+    rank = os.environ["RANK"]
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NODE_RANK=rank, GROUP_RANK=rank)
+    there: set[str] = set()
+    gather = dtensor._gather_there
+
+    def noting(tensor: DTensor) -> Tensor:
+        there.add(tensor.to_local().device.type)
+        return gather(tensor)
+
+    found: set[str] = set()
+
+    class Gathering(Callback):
+        def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+            whole = [dtensor.full_tensor(p.detach()) for p in module.parameters() if isinstance(p, DTensor)]
+            found.update(each.device.type for each in whole)
+
+    backends = {"cpu": "gloo", "cuda": "gloo"}
+    with (
+        pretended_device(),
+        patch.object(dtensor, "_gather_there", noting),
+        patch.object(dtensor, "device_backends", return_value=backends),
+    ):
+        trainer = Trainer(
+            accelerator="gpu",
+            devices=1,
+            num_nodes=2,
+            strategy=HybridStrategy(tensor_parallel_size=2),
+            callbacks=[Gathering()],
+            max_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(Model(), loader())
+    return there, found
+
+
+def test_gloo_gathers_on_the_host(ranks: Pools) -> None:
+    """The collective of torch's `full_tensor` reads a device's memory as the host's there: the process ended."""
+    assert ranks(2, lightning=True).run(gathered) == [({"cpu"}, {"cuda"})] * 2
+
+
 def moved_elements(evaluates: bool) -> int:
     """The elements of the largest copy to the device, in training or in an evaluation."""
     rank = os.environ["RANK"]
@@ -420,7 +504,7 @@ def test_a_stage_that_does_not_read_a_batch_does_not_move_it(
 def run_body(module: str, name: str, *arguments: Any) -> Any:
     """A test for GPUs, or what it runs on a rank, on the pretended device."""
     index, count = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if name == "fit_as_node":
+    if name == "over_gloo":
         index, count = 0, 1
     body = getattr(importlib.import_module(module), name)
     with pretended_device(index, count):
@@ -449,13 +533,21 @@ def test_what_tests_for_gpus_do_in_one_process(ranks: Pools, tmp_path: Path, bod
 @pytest.mark.parametrize("name", nccl_bodies.LAYOUTS)
 def test_what_tests_for_gpus_do_on_two_ranks(ranks: Pools, name: str) -> None:
     settings = nccl_bodies.LAYOUTS[name]
-    for body, arguments in (("fit_on_own_device", (settings, {})), ("fit_as_node", (settings, {}))):
-        one, other = ranks(2, lightning=True).run(run_body, "tests.gpu.fits", body, *arguments)
+    for module, body in (("tests.gpu.fits", "fit_on_ranks"), ("tests.gpu.test_cuda", "over_gloo")):
+        one, other = ranks(2, lightning=True).run(run_body, module, body, settings, {})
         assert one["metrics"] == other["metrics"]
         assert len(one["losses"]) == len(other["losses"]) > 4
 
 
+def fail(settings: dict[str, Any]) -> str:
+    try:
+        gpu_fits.fit(HybridStrategy(**settings), gpu_fits.Failing, devices=2)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 @pytest.mark.thorough
 def test_what_tests_for_gpus_do_when_a_rank_fails(ranks: Pools) -> None:
-    stories = ranks(2, lightning=True).run(run_body, "tests.gpu.fits", "fail_on_own_device", PP2)
+    stories = ranks(2, lightning=True).run(run_body, __name__, "fail", PP2)
     assert all("a fault of rank 1" in story for story in stories)

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_hybrid.distributed.process_group import device_backends
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 REPLICAS = "data_parallel"  # the axis, the last one where replicas shard a tensor
 
@@ -272,7 +274,21 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _distribute(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     full = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return full.redistribute(placements=placements)
+    try:
+        return full.redistribute(placements=placements)
+    except ValueError:  # torch 2.11 does not make blocks
+        return DTensor.from_local(_own_blocks(value, mesh, placements), mesh, placements, run_check=False)
+
+
+def _own_blocks(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """What this rank has of a full tensor, a view where that can be; dimensions are divided evenly."""
+    for axis, placement in enumerate(placements):
+        if placement.is_replicate():
+            continue
+        dim, blocks = placement.dim, getattr(placement, "split_factor", 1)  # type: ignore[attr-defined]
+        blockwise = value.unflatten(dim, (blocks, -1))
+        value = blockwise.chunk(mesh.size(axis), dim + 1)[mesh.get_local_rank(axis)].flatten(dim, dim + 1)
+    return value
 
 
 def _like(local: Tensor, tensor: DTensor) -> DTensor:
@@ -296,6 +312,31 @@ def from_shard(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
     return _from_local(local, replace(spec, **{_BLOCKS_ARE_ORDER: False}))
 
 
+def flatten_blocks(blockwise: DTensor, dim: int) -> Tensor:
+    """Join a dimension of blocks with the one behind it, of which ranks have parts.
+
+    Args:
+        blockwise: The tensor.
+        dim: The dimension of the blocks.
+    """
+    try:
+        values: Tensor = blockwise.flatten(dim, dim + 1)  # torch itself finds out the placement
+    except RuntimeError:  # not before torch 2.12, which has it all the same
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        def joined(placement: Placement) -> Placement:
+            if not isinstance(placement, Shard) or placement.dim <= dim:
+                return placement
+            if placement.dim > dim + 1:
+                return Shard(placement.dim - 1)
+            return _StridedShard(dim, split_factor=blockwise.shape[dim])
+
+        local = to_local(blockwise).flatten(dim, dim + 1)
+        full = torch.empty(blockwise.shape, device="meta").flatten(dim, dim + 1)
+        values = from_shard(local, blockwise.device_mesh, [joined(each) for each in blockwise.placements], full)
+    return values
+
+
 _BLOCKS_ARE_ORDER = "use_strided_shard_as_shard_order"  # of torch's description of a DTensor, where it has that
 
 
@@ -305,11 +346,29 @@ def full_tensor(value: Any) -> Any:
         return value
     there: Any = value.to(value.device_mesh.device_type)  # after a run it may lie on the host
     if not is_zero_sharded(value):
-        return there.full_tensor()
+        return _gather(there)
     local = all_gather_zero(there)
     if value.device_mesh.ndim == 1:
         return local
-    return from_shard(local, _without_replicas(value), value.placements[:-1], value).full_tensor()
+    return _gather(from_shard(local, _without_replicas(value), value.placements[:-1], value))
+
+
+def _gather(tensor: DTensor) -> Tensor:
+    """All of a tensor, by torch's rules."""
+    kind = tensor.device_mesh.device_type
+    if kind != "cpu" and device_backends(tensor.device_mesh.get_group(0))[kind] == "gloo":
+        # The collective that torch gathers with reads the memory of a device as that of the host, and the process ends.
+        on_host: Any = tensor.cpu()
+        return _gather_there(on_host).to(tensor.device)
+    return _gather_there(tensor)
+
+
+def _gather_there(tensor: DTensor) -> Tensor:
+    try:
+        return tensor.full_tensor()
+    except ValueError:  # torch 2.11 forgets with every operation that blocks are no order
+        spec: Any = tensor._spec
+        return _from_local(to_local(tensor), replace(spec, **{_BLOCKS_ARE_ORDER: False})).full_tensor()
 
 
 def _without_replicas(tensor: DTensor) -> DeviceMesh:

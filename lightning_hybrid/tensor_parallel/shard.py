@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_hybrid.distributed.dtensor import copy_attributes
+from lightning_hybrid.distributed.dtensor import copy_attributes, flatten_blocks
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.styles import ParamSplit
@@ -69,9 +69,8 @@ class Sharder:
             local = stacked.clone(memory_format=torch.contiguous_format)
             dims = [None if dim is None else dim + (dim >= split.dim) for dim in map(split.dim_of, names)]
             placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-            # With more than one block, torch itself finds out the placement of the flattened tensor.
-            blockwise: Tensor = DTensor.from_local(local, self._mesh, placements, run_check=False)
-            values = blockwise.flatten(split.dim, split.dim + 1)
+            blockwise = DTensor.from_local(local, self._mesh, placements, run_check=False)
+            values = flatten_blocks(blockwise, split.dim)
         assert values.shape == parameter.shape, "a plan shards what can be divided"
         sharded = nn.Parameter(values, requires_grad=parameter.requires_grad)
         copy_attributes(parameter, sharded)

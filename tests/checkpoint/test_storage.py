@@ -25,6 +25,7 @@ from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
 from lightning_hybrid.checkpoint.storage.chunks import local_chunks
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from lightning_hybrid.checkpoint.storage.dcp_writer import write_directory
+from lightning_hybrid.distributed.dtensor import flatten_blocks
 from tests.pool import Pools
 
 # -- atomic ------------------------------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ def test_chunks_of_all_ranks_are_the_tensor(ranks: Pools, shape: Any, placements
 def packed() -> tuple[Tensor, Tensor, int]:
     mesh = init_device_mesh("cpu", (2,))
     full = torch.arange(12 * 5, dtype=torch.float64).view(3, 4, 5)
-    tensor = distribute_tensor(full, mesh, [Shard(1)]).flatten(0, 1)
+    tensor = flatten_blocks(distribute_tensor(full, mesh, [Shard(1)]), 0)
     return gathered(tensor), full.flatten(0, 1), len(list(local_chunks(tensor)))
 
 

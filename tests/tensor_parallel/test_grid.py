@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
 from lightning_hybrid.config import GridShape, grid_shape
-from lightning_hybrid.distributed.dtensor import is_first_copy, is_sharded, local_gradient
+from lightning_hybrid.distributed.dtensor import full_tensor, is_first_copy, is_sharded, local_gradient
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.tensor_parallel.grid import blocks
 from lightning_hybrid.tensor_parallel.plan import make_plan
@@ -154,7 +154,7 @@ def grid_and_dense(name: str, grid: str, samples: int) -> dict[str, Any]:
         gradient = local_gradient(parameter).clone()
         if path in plan.partial_grads:
             dist.all_reduce(gradient)
-        full = parameter.grad.full_tensor() if is_sharded(parameter) else gradient
+        full = full_tensor(parameter.grad) if is_sharded(parameter) else gradient
         worst[path] = float((full - expected[path].grad).abs().max())
         worst[f"value of {path}"] = float((unsharded(parameter) - expected[path]).abs().max())
         assert parameter.shape == expected[path].shape
@@ -167,7 +167,7 @@ def grid_and_dense(name: str, grid: str, samples: int) -> dict[str, Any]:
 
 
 def unsharded(parameter: Any) -> Tensor:
-    return (parameter.full_tensor() if is_sharded(parameter) else parameter).detach()
+    return full_tensor(parameter).detach()
 
 
 def _layers() -> list[Any]:

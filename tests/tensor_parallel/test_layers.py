@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lightning_hybrid.distributed.dtensor import is_sharded, local_gradient
+from lightning_hybrid.distributed.dtensor import full_tensor, is_sharded, local_gradient
 from lightning_hybrid.tensor_parallel.plan import make_plan
 from tests.pool import Pools
 from tests.tensor_parallel.groups import CPU, tensor_group
@@ -147,7 +147,7 @@ def parallel_and_dense(name: str, sequence_parallel: bool, training: bool) -> di
             gradient = local_gradient(parameter).clone()
             if path in plan.partial_grads:
                 dist.all_reduce(gradient)
-            full = parameter.grad.full_tensor() if is_sharded(parameter) else gradient
+            full = full_tensor(parameter.grad) if is_sharded(parameter) else gradient
             worst[path] = float((full - expected[path].grad).abs().max())
             assert parameter.shape == expected[path].shape
     worst["sharded"] = sum(is_sharded(parameter) for parameter in shared.parameters())

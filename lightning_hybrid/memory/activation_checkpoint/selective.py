@@ -76,14 +76,15 @@ class SavedResults:
             product.is_lost |= product.is_freed and (follower is None or follower.is_lost)
         tensors = [tensor for result in self._results for tensor in result.pack()]
         if tensors:
-            self._saved = _Save.apply(_ANCHOR, *tensors).grad_fn  # type: ignore[no-untyped-call]
+            # The tensor: without it, torch 2.11 frees what its node has saved.
+            self._saved = _Save.apply(_ANCHOR, *tensors)  # type: ignore[no-untyped-call]
 
     def replay(self) -> AbstractContextManager[Any]:
         """Around the recomputation."""
         if not self._enabled:
             return nullcontext()
         try:
-            tensors = iter(() if self._saved is None else self._saved.saved_tensors)
+            tensors = iter(() if self._saved is None else self._saved.grad_fn.saved_tensors)
         except RuntimeError:  # somebody has changed one of them since, or backward comes a second time
             return nullcontext()
         return _ReplayMode([(result, result.unpack(tensors)) for result in self._results], self._device)

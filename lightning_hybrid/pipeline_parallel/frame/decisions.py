@@ -8,9 +8,18 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+
+#: What these make has no numbers yet, and gets its place in a graph of autograd later on.
+_EMPTY: frozenset[Callable[..., Any]] = frozenset(
+    {
+        *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+        *(Tensor.new_empty, Tensor.new_empty_strided),
+    }
+)
 
 
 class Input(NamedTuple):
@@ -152,6 +161,7 @@ def may_be_invariant(call: RealCall, invariant: Collection[int]) -> bool:
         not call.draws
         and not call.written
         and not is_in_place(call.function)
+        and call.function not in _EMPTY
         and all(
             source.call in invariant if type(source) is Made else type(source) is not Input for source in call.sources
         )

@@ -861,6 +861,10 @@ class DropBlock(nn.Module):
         return F.dropout(x + F.dropout(self.linear(x), 0.3), 0.3)
 
 
+@pytest.mark.skipif(
+    hasattr(torch.utils.checkpoint, "_NoopSaveInputs"),
+    reason="a checkpoint of this torch makes calls of its own, and each call has a stream of random numbers",
+)
 def test_checkpointed_layers_draw_again_what_they_drew() -> None:
     model, x = Model(), inputs()
     model.blocks = nn.ModuleList(DropBlock() for _ in range(4))
@@ -999,6 +1003,7 @@ def test_a_hook_on_the_gradient_of_what_several_stages_must_make_is_refused() ->
 def test_checkpoints_of_several_layers_are_refused() -> None:
     model = Model()
     refused(model, "`torch.utils.checkpoint`", lambda x: checkpoint(model.body, x, use_reentrant=False).mean())
+    gc.collect()  # before torch 2.13 the hooks of a checkpoint that failed stay as long as its frames
 
 
 def test_derivatives_in_the_step_are_refused() -> None:
