@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy
+from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.trainer.training_step import TrainingStep
+from tests.devices import devices_of
 
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
 
@@ -105,47 +109,39 @@ def fit(
     trainer.fit(module, loader(), loader(), ckpt_path=resume)
     if path is not None:
         trainer.save_checkpoint(path)
-    weights = {name: _local(p.detach()).cpu() for name, p in module.named_parameters() if not p.is_meta}
+    weights = {name: full_tensor(p.detach()).cpu() for name, p in module.named_parameters() if not p.is_meta}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {"losses": [float(value) for value in losses.values], "weights": weights, "metrics": metrics}
 
 
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return local
-
-
-def fit_as_node(settings: dict[str, Any], how: dict[str, Any], backend: str | None = "gloo") -> dict[str, Any]:
-    """One of several nodes with one device each, which may be the same device."""
-    rank = os.environ["RANK"]
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NODE_RANK=rank, GROUP_RANK=rank)
-    strategy = HybridStrategy(process_group_backend=backend, **settings)
-    return fit(strategy, num_nodes=int(os.environ["WORLD_SIZE"]), **how)
-
-
-def fit_on_own_device(
-    settings: dict[str, Any], how: dict[str, Any], environment: dict[str, str] | None = None
+def fit_on_ranks(
+    settings: dict[str, Any],
+    how: dict[str, Any],
+    environment: dict[str, str] | None = None,
+    *,
+    waits: bool = False,
 ) -> dict[str, Any]:
-    """One of several ranks of a node that has a device for each, over NCCL."""
+    """One of several ranks.
+
+    Args:
+        settings: Of the strategy.
+        how: Of the Trainer.
+        environment: What else is set.
+        waits: Whether a step may make the host wait for the device.
+    """
     os.environ.update(environment or {})
-    with no_waits():
-        return fit(HybridStrategy(**settings), devices=int(os.environ["WORLD_SIZE"]), **how)
+    devices = devices_of("gpu", int(os.environ["WORLD_SIZE"]))
+    with nullcontext() if waits else no_waits():
+        return fit(HybridStrategy(**settings), **devices, **how)
 
 
-def fail_on_own_device(settings: dict[str, Any]) -> str:
+class Failing(Model):
     """Rank 1 fails in its third step; every rank has to hear of it."""
 
-    class Failing(Model):
-        def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-            if self.steps >= 2 and os.environ["RANK"] == "1":
-                raise ArithmeticError("a fault of rank 1")
-            return super().training_step(batch)
-
-    try:
-        fit(HybridStrategy(**settings), Failing, devices=int(os.environ["WORLD_SIZE"]))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if self.steps >= 2 and os.environ["RANK"] == "1":
+            raise ArithmeticError("a fault of rank 1")
+        return super().training_step(batch)
 
 
 @contextmanager
@@ -179,3 +175,7 @@ def assert_alike(found: dict[str, Any], expected: dict[str, Any], tolerance: flo
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=tolerance)
     for name, weight in found["weights"].items():
         torch.testing.assert_close(weight, expected["weights"][name], rtol=tolerance, atol=tolerance)
+
+
+if __name__ == "__main__":
+    fit(HybridStrategy(**json.loads(sys.argv[1])), Failing, **devices_of("gpu", int(os.environ["WORLD_SIZE"])))

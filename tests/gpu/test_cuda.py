@@ -1,4 +1,4 @@
-"""One GPU: every feature in one process over NCCL, and two ranks that share the device through pinned host memory."""
+"""One GPU: every feature in one process over NCCL, and two ranks whose messages go through pinned host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_hybrid import HybridStrategy
 from lightning_hybrid.memory import offload
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention import CudaKernel, Products, find_kernel
-from tests.gpu.fits import PP2, Compiled, assert_alike, fit, fit_as_node, loader, no_waits
+from tests.gpu.fits import PP2, Compiled, assert_alike, fit, fit_on_ranks, loader, no_waits
 from tests.pool import Pools
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -84,6 +84,10 @@ def test_no_step_makes_the_host_wait() -> None:
     assert len(steps) > 6
 
 
+def over_gloo(settings: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
+    return fit_on_ranks({**settings, "process_group_backend": "gloo"}, how, waits=True)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -96,9 +100,9 @@ def test_no_step_makes_the_host_wait() -> None:
     ],
     ids=str,
 )
-def test_two_ranks_on_one_device(ranks: Pools, settings: dict[str, Any]) -> None:
+def test_two_ranks_over_gloo(ranks: Pools, settings: dict[str, Any]) -> None:
     replicas = settings.get("data_parallel_size", 1)
-    results = ranks(2, lightning=True).run(fit_as_node, settings, {})
+    results = ranks(2, lightning=True).run(over_gloo, settings, {})
     if replicas > 1:  # they see halves of the data, and end with equal weights
         expected = {**results[0], "losses": []}
         results = [{**result, "losses": []} for result in results]
@@ -111,7 +115,7 @@ def test_two_ranks_on_one_device(ranks: Pools, settings: dict[str, Any]) -> None
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "64-true"])
 def test_precisions_on_two_stages(ranks: Pools, precision: str) -> None:
     expected = fit("auto", precision=precision)
-    for result in ranks(2, lightning=True).run(fit_as_node, PP2, {"precision": precision}):
+    for result in ranks(2, lightning=True).run(over_gloo, PP2, {"precision": precision}):
         assert_alike(result, expected, {"64-true": 1e-9}.get(precision, 5e-2))
 
 
