@@ -183,6 +183,8 @@ def test_a_value_of_an_experiment_is_not_to_be_had_in_a_step(read: Any) -> None:
         experiment = trainer.loggers[0].experiment
         assert experiment.run, "experiments are asked whether they are there"
         text = r"`self\.logger\.experiment\.run\['id'\]` has no value in a step.*in a hook"
+        if read is Path and sys.version_info >= (3, 12):  # it takes every `TypeError` for its own
+            text = "argument should be a str"
         with pytest.raises(TypeError, match=text):
             read(experiment.run["id"])
     assert found == []
