@@ -176,13 +176,20 @@ def plain_factories() -> Iterator[None]:
 
 @contextmanager
 def mixed_operations() -> Iterator[None]:
-    """Inside, operations take lists of parameters of which some are divided and some are not, as optimizers do.
-
-    Before the first operation of a kind torch compares the costs of all layouts that its operands may be brought into.
-    Of blocks of a packed projection over three axes that takes it a minute: here they stay as they are.
-    """
+    """Inside, operations take lists of parameters of which some are divided and some are not, as optimizers do."""
     from torch.distributed.tensor.experimental import implicit_replication  # a tenth of a second
 
+    with keeping_blocks(), implicit_replication():
+        yield
+
+
+@contextmanager
+def keeping_blocks() -> Iterator[None]:
+    """Inside, blocks of a packed projection over three axes stay as they are.
+
+    Before the first operation of a kind torch compares the costs of all layouts that its operands may be brought into.
+    Of such blocks that takes it a minute.
+    """
     try:
         from torch.distributed.tensor._ops import utils as module
         from torch.distributed.tensor.placement_types import _StridedShard
@@ -190,8 +197,7 @@ def mixed_operations() -> Iterator[None]:
         utils: Any = module
         find_cost: Callable[[Any, Any], float] = utils.redistribute_cost
     except (ImportError, AttributeError):  # it keeps this elsewhere: then it takes its time
-        with implicit_replication():
-            yield
+        yield
         return
 
     def cost(current: Any, target: Any) -> float:
@@ -201,8 +207,7 @@ def mixed_operations() -> Iterator[None]:
 
     utils.redistribute_cost = cost
     try:
-        with implicit_replication():
-            yield
+        yield
     finally:
         utils.redistribute_cost = find_cost
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 import weakref
@@ -124,7 +125,7 @@ def all_gather_bytes(own: bytes, group: dist.ProcessGroup | None = None) -> list
 
 
 def num_groups() -> int:
-    """The number of groups that this process has; 0 if this torch does not tell."""
+    """The number of groups that this process has, as torch counts them for their names; 0 if this torch does not tell."""
     return _num_groups() or 0
 
 
@@ -291,16 +292,26 @@ def _can_meet(backend: str | None) -> bool:
 
 
 def _num_groups() -> int | None:
-    """The number of groups that this process has; ``None`` if this torch does not tell."""
-    names = getattr(getattr(distributed_c10d, "_world", None), "pg_names", None)
-    return None if names is None else len(names)
+    """The number after which torch names the next group that only its members make; ``None`` if it does not tell.
+
+    Such a name is a hash of the group's ranks and of the number of groups that the process has, or since torch 2.14 of
+    those that it has been asked for.
+    """
+    world, name_of = (getattr(distributed_c10d, name, None) for name in ("_world", "_hash_ranks_to_str"))
+    if name_of is None:
+        return None
+    name = name_of([0])
+    for number in (len(getattr(world, "pg_names", ())), getattr(world, "group_count", 0)):
+        if name == hashlib.sha1(f"0_{number}".encode(), usedforsecurity=False).hexdigest():
+            return number
+    return None
 
 
 def _even_out() -> None:
     """Have every rank have equally many groups.
 
-    Torch names a group that only its members make after its ranks and the number of groups that the process has: with
-    other numbers, members wait for each other under other names (torch 2.11 to 2.13).
+    Torch names a group that only its members make after its ranks and a number of groups: with other numbers, members
+    wait for each other under other names.
     """
     if _EVEN:
         return

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_hybrid.distributed.dtensor import copy_attributes, flatten_blocks
+from lightning_hybrid.distributed.dtensor import copy_attributes, flatten_blocks, keeping_blocks
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.styles import ParamSplit
@@ -62,7 +62,7 @@ class Sharder:
 
     def _sharded(self, parameter: nn.Parameter, split: ParamSplit) -> nn.Parameter:
         names = self._mesh.mesh_dim_names or ("",)
-        with torch.no_grad():
+        with torch.no_grad(), keeping_blocks():
             values = parameter.detach().to(self._device).contiguous()
             dist.broadcast(as_bytes(values), group=self._group(), group_src=0)
             stacked = _stacked_shard(values, split, self._group.rank, self._group.size)
@@ -71,8 +71,8 @@ class Sharder:
             placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
             blockwise = DTensor.from_local(local, self._mesh, placements, run_check=False)
             values = flatten_blocks(blockwise, split.dim)
-        assert values.shape == parameter.shape, "a plan shards what can be divided"
-        sharded = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            assert values.shape == parameter.shape, "a plan shards what can be divided"
+            sharded = nn.Parameter(values, requires_grad=parameter.requires_grad)
         copy_attributes(parameter, sharded)
         return sharded
 
