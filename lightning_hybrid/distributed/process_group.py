@@ -294,7 +294,7 @@ def _can_meet(backend: str | None) -> bool:
 def _num_groups() -> int | None:
     """The number after which torch names the next group that only its members make; ``None`` if it does not tell.
 
-    Such a name is a hash of the group's ranks and of the number of groups that the process has, or since torch 2.14 of
+    Such a name is a hash of the group's ranks and of the number of groups that the process has, or in torch 2.15 of
     those that it has been asked for.
     """
     world, name_of = (getattr(distributed_c10d, name, None) for name in ("_world", "_hash_ranks_to_str"))

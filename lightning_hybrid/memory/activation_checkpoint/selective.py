@@ -41,6 +41,7 @@ _PRODUCTS = frozenset(
 _BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}  # which argument tells how many
 _SUMS = frozenset(("c10d::allreduce_", "c10d::_reduce_scatter_base_"))
 _GLOO_COPIES = frozenset(("aten::split", "aten::copy_"))  # with which gloo writes a sum to its output
+_UNCOUNTED = "aten::_unsafe_view"  # a view whose changes its base does not count: of linear layers in torch 2.15
 _VIEWS = frozenset(("aten::view", "aten::_unsafe_view", "aten::detach", "aten::alias"))
 
 
@@ -106,6 +107,7 @@ class _Result:
         self._leaves, self._spec = flatten(value)
         self._positions = [position for position, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         self._freed: tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | None = None
+        self._shape: torch.Size | None = None  # of a product for which its view stands
         self.note_versions()
 
     @property
@@ -116,6 +118,13 @@ class _Result:
     def note_versions(self) -> None:
         """From here on, what changes the tensors makes them useless."""
         self._versions = [tensor._version for tensor in self.tensors]
+
+    def view_as(self, view: Tensor) -> None:
+        """From here on a view stands for the one tensor in it: it counts its changes for itself, and is what is used."""
+        (position,) = self._positions
+        self._shape = self._leaves[position].shape if self._shape is None else self._shape
+        self._leaves[position] = view
+        self.note_versions()
 
     def shares(self, tensor: Tensor) -> bool:
         """Whether a tensor has its memory."""
@@ -136,7 +145,7 @@ class _Result:
         """The call is over: what is to be saved of it."""
         tensors = self.tensors
         if self.is_freed:
-            first = tensors[0]
+            first = tensors[0] if self._shape is None else tensors[0].view(self._shape)
             self._freed = first.shape, first.stride(), first.dtype, first.device
         for position in self._positions:
             self._leaves[position] = None
@@ -153,7 +162,8 @@ class _Result:
             return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
         leaves = list(self._leaves)
         for position in self._positions:
-            leaves[position] = next(tensors)
+            tensor = next(tensors)
+            leaves[position] = tensor if self._shape is None else tensor.view(self._shape)
         return lambda: unflatten(leaves, self._spec)
 
 
@@ -186,6 +196,8 @@ class _RecordMode(Mode or object):  # type: ignore[misc]
             self._results.append(self._latest)
         elif name.startswith("c10d::"):
             self._record_collective(name, args)
+        elif name == _UNCOUNTED and self._latest is not None and self._latest.shares(args[0]):
+            self._latest.view_as(out)
         elif name not in _VIEWS:
             self._latest = None
         return out
