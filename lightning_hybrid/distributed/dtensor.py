@@ -291,7 +291,7 @@ def _own_blocks(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
         if placement.is_replicate():
             continue
         dim, blocks = placement.dim, getattr(placement, "split_factor", 1)  # type: ignore[attr-defined]
-        blockwise = value.unflatten(dim, (blocks, -1))
+        blockwise = value.unflatten(dim, (blocks, -1))  # type: ignore[no-untyped-call]
         value = blockwise.chunk(mesh.size(axis), dim + 1)[mesh.get_local_rank(axis)].flatten(dim, dim + 1)
     return value
 

@@ -125,7 +125,7 @@ def all_gather_bytes(own: bytes, group: dist.ProcessGroup | None = None) -> list
 
 
 def num_groups() -> int:
-    """The number of groups that this process has, as torch counts them for their names; 0 if this torch does not tell."""
+    """The number of groups of this process, as torch counts them for their names; 0 if this torch does not tell."""
     return _num_groups() or 0
 
 

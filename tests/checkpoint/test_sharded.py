@@ -406,7 +406,7 @@ def test_two_ways_of_asynchronous_saving_are_refused() -> None:
 
 def unpicklable(layout: Any, path: str) -> str:
     def save(trainer: Any, module: Any) -> str:
-        with pytest.raises(Exception, match="pickle|local object") as caught:
+        with pytest.raises(Exception, match=r"pickle|local object") as caught:
             trainer.save_checkpoint(path)
         return str(caught.value)
 

@@ -120,7 +120,7 @@ class _Result:
         self._versions = [tensor._version for tensor in self.tensors]
 
     def view_as(self, view: Tensor) -> None:
-        """From here on a view stands for the one tensor in it: it counts its changes for itself, and is what is used."""
+        """Now a view stands for the one tensor in it: it is what is used, and counts its changes for itself."""
         (position,) = self._positions
         self._shape = self._leaves[position].shape if self._shape is None else self._shape
         self._leaves[position] = view
