@@ -424,7 +424,13 @@ def early_receives(settings: dict[str, Any], accumulated: int) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("settings", "accumulated", "late"),
-    [({}, 1, 1), ({}, 2, 2), ({"schedule": "interleaved_1f1b", "num_chunks": 2}, 1, 1)],
+    [
+        ({}, 1, 1),
+        ({}, 2, 2),
+        ({}, 3, 3),
+        ({"dynamic_shapes": True}, 1, 12),
+        ({"schedule": "interleaved_1f1b", "num_chunks": 2}, 1, 1),
+    ],
     ids=str,
 )
 def test_a_first_step_waits_for_no_message_that_it_does_not_need_yet(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed.dtensor import distribute_like, is_sharded
+from lightning_hybrid.distributed.dtensor import distribute_like, is_in_blocks, is_zero_sharded
 
 
 def shape_of(value: Any) -> torch.Size | None:
@@ -79,7 +79,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
             final[name] = value.clone()
         if name in own and shape_of(own[name]) == shape_of(value):
             trial[name] = own[name].clone() if changes else own[name]
-            if is_sharded(own[name]):
+            if is_zero_sharded(own[name]) or is_in_blocks(own[name]):
                 final[name] = distribute_like(value, own[name])
     try:
         module.load_state_dict(trial, strict=strict)

@@ -45,6 +45,15 @@ def is_sharded(tensor: object) -> bool:
     return isinstance(tensor, DTensor) and any(not placement.is_replicate() for placement in tensor.placements)
 
 
+def is_in_blocks(tensor: object) -> bool:
+    """Whether ranks hold parts of each block of this tensor, as of a packed projection."""
+    return isinstance(tensor, DTensor) and _in_blocks(tensor.placements)
+
+
+def _in_blocks(placements: Sequence[Placement]) -> bool:
+    return any(getattr(placement, "split_factor", 1) > 1 for placement in placements)
+
+
 def is_zero_sharded(tensor: object) -> bool:
     """Whether replicas hold different parts of this tensor."""
     return isinstance(tensor, DTensor) and (tensor.device_mesh.mesh_dim_names or ("",))[-1] == REPLICAS
@@ -282,6 +291,8 @@ def _distribute(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
     try:
         return full.redistribute(placements=placements)
     except ValueError:  # torch 2.11 does not make blocks
+        if not _in_blocks(placements):
+            raise
         return DTensor.from_local(_own_blocks(value, mesh, placements), mesh, placements, run_check=False)
 
 
@@ -332,7 +343,7 @@ def flatten_blocks(blockwise: DTensor, dim: int) -> Tensor:
         def joined(placement: Placement) -> Placement:
             if not isinstance(placement, Shard) or placement.dim <= dim:
                 return placement
-            if placement.dim > dim + 1:
+            if placement.dim > dim + 1 or blockwise.shape[dim] == 1:
                 return Shard(placement.dim - 1)
             return _StridedShard(dim, split_factor=blockwise.shape[dim])
 
@@ -372,6 +383,8 @@ def _gather_there(tensor: DTensor) -> Tensor:
     try:
         return tensor.full_tensor()
     except ValueError:  # torch 2.11 forgets with every operation that blocks are no order
+        if not _in_blocks(tensor.placements) or (tensor.requires_grad and torch.is_grad_enabled()):
+            raise
         spec: Any = tensor._spec
         return _from_local(to_local(tensor), replace(spec, **{_BLOCKS_ARE_ORDER: False})).full_tensor()
 

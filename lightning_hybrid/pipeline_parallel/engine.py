@@ -77,6 +77,7 @@ class Engine:
         runs: How many runs have begun.
         channels: The channels of this rank.
         posts_kernels: Whether a posted receive is a kernel of the device, for which a host can come to wait.
+        has_dynamic_shapes: Whether each message has to say its shapes.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Engine:
         self._rank = rank
         self.channels = dict(channels)
         self.posts_kernels = any(channel.is_on_device for channel in channels.values())
+        self.has_dynamic_shapes = any(channel.has_dynamic_shapes for channel in channels.values())
         self._connected = False
         self._trace = _ignore if trace is None else trace
         self._sends: dict[str, Send] = {}
@@ -258,6 +260,17 @@ class Engine:
         self._trace(step.name)
         step.target[step.microbatch] = step.channel.post((step.boundary, run.keys[step.microbatch]))
 
+    def _receive_at_once(self, step: _Step, run: _Run, message: Any) -> None:
+        """Post a receive and start it, also behind a meta that is unknown.
+
+        Where each host may have to wait for its device, what a send waits for must not depend on where its message is
+        needed. The host waits for the meta: the lists would not wait in a circle even if each receive did.
+        """
+        self._receive(step, run, message)
+        self.awaited = step.target[step.microbatch]
+        step.channel.read_metas_until(self.awaited)
+        self.awaited = None
+
     def _take(self, step: _Step) -> Any:
         """The message that an action works on; ``None`` at the ends of the model."""
         message = None if step.source is None else step.source.pop(step.microbatch)
@@ -299,9 +312,12 @@ class Engine:
         for action, proven in zip(actions, retired, strict=True):
             source, target = buffers[action.stage, action.kind]
             channel = None if action.kind.is_compute else self._channel(schedule, action)
+            handler = _handler(schedule, action)
+            if action.kind.is_receive and self.posts_kernels and not schedule.posts_early:
+                handler = Engine._receive_at_once
             steps.append(
                 _Step(
-                    _handler(schedule, action),
+                    handler,
                     action,
                     action.kind.is_compute,
                     str(action),

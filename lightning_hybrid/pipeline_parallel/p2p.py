@@ -153,6 +153,11 @@ class Channel:
         self._unread: deque[Recv] = deque()
 
     @property
+    def has_dynamic_shapes(self) -> bool:
+        """Whether each message has its meta."""
+        return self._dynamic
+
+    @property
     def is_on_device(self) -> bool:
         """Whether a posted receive is a kernel, which runs until its message is there."""
         return self._wire.type != "cpu"

@@ -184,13 +184,13 @@ class StepContext:
         return numbers
 
     def may_post_early(self, keys: Sequence[int], *others: Hashable) -> bool:
-        """Whether receives may be posted before their messages are needed: not in the first step of a kind on a device.
+        """Whether receives may be posted before their messages are sent: not in the first step of a kind on a device.
 
         There a posted receive is a kernel that runs until its message is there. To load another kernel, at its first
         call, CUDA waits for all of those that run. One host that waits hangs nothing, by the order of the schedule; but
         in a first step all of them load kernels, and wait for messages that another one has not come to send
         (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#lazy-loading). Ranks decide alike, as their keys are
-        equal.
+        equal. Where each message says its shapes, a receive cannot start before that is read, so none is ever early.
 
         Args:
             keys: Of the microbatches, as :meth:`keys` gives them.
@@ -198,7 +198,9 @@ class StepContext:
         """
         if not self.engine.posts_kernels:
             return True
-        step = frozenset(keys), others
+        if self.engine.has_dynamic_shapes:
+            return False
+        step = frozenset(keys), len(keys) > 1, others
         if step in self._steps:
             return True
         if len(self._steps) >= MOST_FORMATS:

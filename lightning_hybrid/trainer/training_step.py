@@ -152,7 +152,7 @@ class TrainingStep:
                 with nullcontext() if self._casts is None else self._casts.schedule():
                     keys = context.keys(version, parts, plans)
                     context.engine.run(
-                        self._find_schedule(keys, backward=backward, is_first=is_first),
+                        self._find_schedule(keys, (is_first, reduce), backward=backward),
                         compute,
                         keys,
                         profile=self._profile(backward=backward),
@@ -198,9 +198,15 @@ class TrainingStep:
         if windowed:
             self._window = AccumulationWindow(self._context.device)
 
-    def _find_schedule(self, keys: Sequence[int], *, backward: bool, is_first: bool) -> Schedule:
-        """What the ranks of the pipeline do in a step; gradients are added to others from the second batch on."""
-        number, posts_early = len(keys), self._context.may_post_early(keys, is_first)
+    def _find_schedule(self, keys: Sequence[int], place: tuple[bool, bool], *, backward: bool) -> Schedule:
+        """What the ranks of the pipeline do in a step.
+
+        Args:
+            keys: Of its microbatches.
+            place: Whether it is the first one whose gradients are accumulated, and the last one.
+            backward: Whether it has a backward.
+        """
+        number, posts_early = len(keys), self._context.may_post_early(keys, *place)
         if not backward:
             return build_forward(self._context.num_ranks, number, self._context.num_chunks, posts_early=posts_early)
         return self.schedules[number] if posts_early else self.schedules.without_early_receives(number)

@@ -108,6 +108,7 @@ class _Result:
         self._positions = [position for position, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         self._freed: tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | None = None
         self._shape: torch.Size | None = None  # of a product for which its view stands
+        self._bases: list[Tensor] = []  # for which views stand
         self.note_versions()
 
     @property
@@ -117,11 +118,12 @@ class _Result:
 
     def note_versions(self) -> None:
         """From here on, what changes the tensors makes them useless."""
-        self._versions = [tensor._version for tensor in self.tensors]
+        self._versions = [tensor._version for tensor in (*self.tensors, *self._bases)]
 
     def view_as(self, view: Tensor) -> None:
         """Now a view stands for the one tensor in it: it is what is used, and counts its changes for itself."""
         (position,) = self._positions
+        self._bases.append(self._leaves[position])
         self._shape = self._leaves[position].shape if self._shape is None else self._shape
         self._leaves[position] = view
         self.note_versions()
@@ -133,7 +135,7 @@ class _Result:
     @property
     def is_changed(self) -> bool:
         """Whether a tensor is not what it was."""
-        return self._versions != [tensor._version for tensor in self.tensors]
+        return self._versions != [tensor._version for tensor in (*self.tensors, *self._bases)]
 
     @property
     def is_freed(self) -> bool:
@@ -144,6 +146,7 @@ class _Result:
     def pack(self) -> list[Tensor]:
         """The call is over: what is to be saved of it."""
         tensors = self.tensors
+        self._bases.clear()
         if self.is_freed:
             first = tensors[0] if self._shape is None else tensors[0].view(self._shape)
             self._freed = first.shape, first.stride(), first.dtype, first.device
@@ -197,7 +200,9 @@ class _RecordMode(Mode or object):  # type: ignore[misc]
         elif name.startswith("c10d::"):
             self._record_collective(name, args)
         elif name == _UNCOUNTED and self._latest is not None and self._latest.shares(args[0]):
-            self._latest.view_as(out)
+            self._latest.is_lost |= len(self._latest.tensors) > 1 or out.dtype != self._latest.tensors[0].dtype
+            if not self._latest.is_lost:
+                self._latest.view_as(out)
         elif name not in _VIEWS:
             self._latest = None
         return out

@@ -121,7 +121,7 @@ class StepSchedules(dict[int, Schedule]):
         return schedule
 
     def without_early_receives(self, num_microbatches: int) -> Schedule:
-        """The same with each receive where its message is needed: the numbers are equal, messages hide nothing."""
+        """The same with each receive where its message is sent, in unit time: no number depends on it."""
         size = self._mesh.pipeline_parallel_size
         return find_schedule(self._config, size, num_microbatches, self.extra_in_flight, posts_early=False)
 

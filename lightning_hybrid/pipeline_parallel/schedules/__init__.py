@@ -50,8 +50,8 @@ def build(
         num_chunks: Stages per rank.
         extra_in_flight: For each link between neighbouring ranks, how many microbatches more are on their way over it;
             nothing for none.
-        posts_early: Whether receives are posted before their messages are needed. If not, every host may wait for its
-            device at any time: what each has enqueued comes to its end.
+        posts_early: Whether receives are posted before their messages are sent, in unit time. If not, every host may
+            wait for its device at any time: what each has enqueued comes to its end.
 
     Raises:
         ValueError: If there is no such schedule, a number is not at least 1, or the schedule has one chunk only, or

@@ -91,6 +91,7 @@ class Schedule:
         actions: ``actions[rank]`` is that rank's list.
         retired: ``retired[rank][position]`` are this rank's own sends that are proven received once the action at
             ``position`` has its input; empty before :func:`~.passes.prove_sends_received`.
+        posts_early: Whether receives have been moved in front of computations that their senders may wait for.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Schedule:
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
     retired: tuple[tuple[tuple[Action, ...], ...], ...] = ()
+    posts_early: bool = False
 
     @property
     def num_stages(self) -> int:

@@ -85,7 +85,7 @@ def post_receives_early(schedule: Schedule, extra_in_flight: Sequence[int] = ())
     """
     needed, extra = _last_sends_before(schedule), extra_in_flight or [0] * (schedule.num_ranks - 1)
     lists = (tuple(_post_early(schedule, actions, needed, extra)) for actions in schedule.actions)
-    return replace(schedule, actions=tuple(lists))
+    return replace(schedule, actions=tuple(lists), posts_early=True)
 
 
 def _last_sends_before(schedule: Schedule) -> dict[Action, int]:
