@@ -847,6 +847,24 @@ def test_a_small_microbatch_is_measured_and_not_concluded_from_large_ones(monkey
     assert seconds(6) == pytest.approx((8 + 160) / 2)
 
 
+class Normed(Blocks):
+    """Batch norm refuses a single sample."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if len(batch[0]) < 4:
+            raise ValueError("Expected more than 1 value per channel when training")
+        return super().training_step(batch)
+
+
+def test_what_is_too_small_for_a_module_is_not_timed() -> None:
+    profile = make_profile(Normed, ranks=2, measure=True)
+    small, least, large = (
+        sum(stage.forward for stage in profile.stages(Layout(1, 1, 2), samples)) for samples in (1, 4, 16)
+    )
+    assert small == least > 0
+    assert large > 0
+
+
 class ByHand(Blocks):
     def __init__(self) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ class Problem:
         """
         config = replace(self.config, global_batch_size=None)  # what is accumulated, the step says
         given: dict[str, Any] = {"precision": self.precision, "contexts": self.space.context, **self.trainer}
-        profile = ModuleProfile(self.make, config, self.num_ranks, self.machine, **given)
+        profile = ModuleProfile(self.make, config, self.num_ranks, self.machine, measure=self.machine.is_here, **given)
         step = LoaderStep(
             profile.batch_size,
             self.trainer["accumulate_grad_batches"],
@@ -125,6 +125,8 @@ def choose_layout(
     start = time.monotonic()
     machine = measure_machine(device, _dtype(module, module.trainer), num_nodes, memory)
     is_first = dist.get_rank() == 0
+    if any(parameter.is_meta for parameter in module.parameters()):  # without values layers cannot be timed
+        machine = replace(machine, is_here=False)
     found: list[Any] = [agree(lambda: _search(config, sizes, module, machine, precision) if is_first else None)]
     dist.broadcast_object_list(found, src=0)
     suggestions: Suggestions = found[0]

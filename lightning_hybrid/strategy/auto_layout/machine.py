@@ -29,6 +29,7 @@ class Machine:
         overlap: The share of computing beside which messages are sent: gradients beside a backward, blocks of a ring
             beside attention.
         max_tensor: The most ranks that may share a layer; ``None`` for those of a node.
+        is_here: Whether ranks compute with the processor of the search, which can time layers then.
     """
 
     memory: float = 80 * 2**30
@@ -43,6 +44,7 @@ class Machine:
     collective_seconds: float = 0.0
     overlap: float = 0.5
     max_tensor: int | None = None
+    is_here: bool = False
 
     def link(self, stride: int, size: int, num_ranks: int) -> Link:
         """The slowest link between neighbours of a group: every ``stride``-th of the ranks, ``size`` in all.

@@ -65,6 +65,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype, num_nodes: int, me
         memory_bandwidth=bandwidth,
         operation_seconds=operation,
         overlap=Machine.overlap if device.type == "cuda" else 0.0,  # messages of the host take its processor
+        is_here=device.type == "cpu",
     )
     if links is None:
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,8 +148,8 @@ class Recorder(DryRunStrategy):
                 error = self._share_error_before(cut, way)
                 self._traces[cut.key, way] = error or self._trace(cut, way, microbatches, args)
             if self._is_measured:
-                halved = [split_into(batch, 2**power, split)[0][0] for power in range(size.bit_length())]
-                self._timings[cut.key] = tuple(self._time(each, args, cut) for each in halved)
+                halved = (split_into(batch, 2**power, split)[0][0] for power in range(size.bit_length()))
+                self._timings[cut.key] = tuple(self._times(halved, args, cut))
         raise StopAfterFirstStepError
 
     def _share_error_before(self, cut: Cut, way: Way) -> str:
@@ -192,6 +192,17 @@ class Recorder(DryRunStrategy):
     def _blocks(self) -> list[GridLayer]:
         """The layers that compute with blocks, without the regions around some."""
         return [part for part in self._module.modules() if isinstance(part, _BLOCKS)]
+
+    def _times(self, microbatches: Iterable[Any], args: Sequence[Any], cut: Cut) -> Iterator[Timing]:
+        """Of each microbatch, down to what is too small for the module, as one sample may be for batch norm."""
+        for number, microbatch in enumerate(microbatches):
+            try:
+                timing = self._time(microbatch, args, cut)
+            except ValueError:
+                if number == 0:
+                    raise
+                return
+            yield timing
 
     def _time(self, microbatch: Any, args: Sequence[Any], cut: Cut) -> Timing:
         """The seconds of each place in a forward with numbers: the shortest of some, after one that warms up."""
