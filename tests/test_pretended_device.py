@@ -480,7 +480,7 @@ def gathered() -> tuple[set[str], set[str]]:
 
 
 def test_gloo_gathers_on_the_host(ranks: Pools) -> None:
-    """The collective of torch's `full_tensor` reads a device's memory as the host's there: the process ended."""
+    """With tensors of a device, processes ended there."""
     assert ranks(2, lightning=True).run(gathered) == [({"cpu"}, {"cuda"})] * 2
 
 

@@ -372,8 +372,8 @@ def full_tensor(value: Any) -> Any:
 def _gather(tensor: DTensor) -> Tensor:
     """All of a tensor, by torch's rules."""
     kind = tensor.device_mesh.device_type
-    if kind != "cpu" and device_backends(tensor.device_mesh.get_group(0))[kind] == "gloo":
-        # The collective that torch gathers with reads the memory of a device as that of the host, and the process ends.
+    if kind != "cpu" and device_backends(tensor.device_mesh.get_group(0)).get(kind) == "gloo":
+        # With tensors of a device both ranks ended (SIGSEGV, torch 2.11): it seems that gloo reads them as the host's.
         on_host: Any = tensor.cpu()
         return _gather_there(on_host).to(tensor.device)
     return _gather_there(tensor)

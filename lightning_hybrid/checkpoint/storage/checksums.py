@@ -104,7 +104,7 @@ class _Reader(io.RawIOBase):
     """Reads memory as a file, without a copy.
 
     An archive has to begin where its file begins. Python looks for the end of an archive where it would be then, before
-    it asks what is in front (since 3.13.10 and 3.12.12), and finds the end of another archive there, of equal length.
+    it asks what is in front (seen in Ubuntu's 3.12.3), and finds the end of another archive there, of equal length.
     """
 
     def __init__(self, view: memoryview) -> None:
