@@ -24,7 +24,6 @@ MODULE_LINES, FUNCTION_LINES = 500, 60
 LONGER: dict[str, str] = {
     "pipeline_parallel/frame/discovery.py": "one algorithm: how each tensor of a step gets its name",
     "pipeline_parallel/frame/frame.py": "the cut of a step, and the texts of all that it refuses",
-    "strategy/checks.py": "what arguments, modules and Trainers may be, a function each, and the texts of refusals",
     "strategy/strategy.py::__init__": "an argument a line",
     "strategy/strategy.py": "all that Lightning asks of a strategy, a method each, and the texts of arguments",
     "trainer/lightning_internals.py": "everything private of Lightning is in one file, half of it says why",

@@ -91,8 +91,6 @@ def check_arguments(**arguments: Any) -> None:
     of_context = arguments["context_parallel_size"], arguments["context_parallel"]
     others = {name: arguments[name] for name in _BESIDE_CONTEXT}
     check_context_parallel(*of_context, **others)
-    if arguments["master_weights"]:
-        _check_master_weights(arguments)
     axes = sorted(arguments["rank_order"].split("-"))
     if axes not in (sorted(USUAL_AXES), sorted(AXES)):
         raise ValueError(
@@ -132,30 +130,6 @@ def _check_number(name: str, value: Any, others: str) -> None:
         raise TypeError(f"{name} must be an integer{others}, got {value!r} ({type(value).__name__}).")
     if value < 1:
         raise ValueError(f"{name} must be at least 1{others}, got {value}.")
-
-
-def _check_master_weights(arguments: Mapping[str, Any]) -> None:
-    """What has been compared with the rule of master weights is data, tensor (1d) and pipeline parallelism."""
-    for name, usual in (("context_parallel_size", 1), ("tensor_parallel_mode", "1d")):
-        check_beside_master_weights(name, arguments[name], usual)
-
-
-def check_beside_master_weights(name: str, value: Any, usual: Any) -> None:
-    """Refuse an argument that master weights do not go with.
-
-    Args:
-        name: Of the argument.
-        value: Its value.
-        usual: The one that goes with them.
-
-    Raises:
-        ValueError: If it is another one.
-    """
-    if value != usual:
-        raise ValueError(
-            f"master_weights=True does not go with {name}={value!r} yet. Use {name}={usual!r}, or"
-            " precision='bf16-mixed', which keeps parameters in float32 too."
-        )
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -21,7 +21,6 @@ from lightning_hybrid.strategy.auto_layout.dry_run.recorder import WHOLE, Record
 from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import labels_of_stages, saved_bytes
 from lightning_hybrid.strategy.auto_layout.dry_run.traces import Trace, value_at, value_between
 from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Machine, Messages
-from lightning_hybrid.strategy.checks import check_beside_master_weights
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import check_context_parallel
 
@@ -99,8 +98,6 @@ class ModuleProfile:
             check_context_parallel(
                 size, kind, sequence_parallel=divides, recompute=recompute, tensor_parallel_mode=mode
             )
-            if config.master_weights:
-                check_beside_master_weights("context_parallel_size", size, 1)
         except ValueError as error:
             return str(error)
         return ""
@@ -147,8 +144,6 @@ class ModuleProfile:
             return ""
         try:
             check_grid(mode, [tensor], depth, sequence_parallel=self._config.sequence_parallel)
-            if self._config.master_weights:
-                check_beside_master_weights("tensor_parallel_mode", mode, "1d")
             share = self._recorder(tensor, mode, depth).divided_share
         except (ValueError, TypeError) as error:
             return str(error)
