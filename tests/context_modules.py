@@ -29,8 +29,10 @@ class Uneven(zoo.NanoGPT):
 class ExampleGPT(zoo.GPT):
     """The GPT of the examples; it shifts the labels by itself."""
 
+    heads = HEADS
+
     def build(self) -> None:
-        self.model = ExampleModel(vocabulary=TOKENS, length=LENGTH, dim=DIM, depth=self.layers, heads=HEADS)
+        self.model = ExampleModel(vocabulary=TOKENS, length=LENGTH, dim=DIM, depth=self.layers, heads=self.heads)
 
     def loss(self, batch: Tensor) -> Tensor:
         return self.model._loss(batch)
@@ -39,18 +41,25 @@ class ExampleGPT(zoo.GPT):
         return torch.randint(TOKENS, (LENGTH + 1,), generator=generator)
 
 
+class WideGPT(ExampleGPT):
+    """Heads enough for four ranks that exchange them, beside two that divide them."""
+
+    heads = 2 * HEADS
+
+
 class PaddedEncoder(zoo.Words):
     """`nn.TransformerEncoder` with padding, and in every second layer of a second stack a window."""
 
+    heads = HEADS
+
     def build(self) -> None:
         self.embed = nn.Embedding(TOKENS, DIM)
-        self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(DIM, HEADS, 32, 0.0, F.gelu, batch_first=True), 2, nn.LayerNorm(DIM)
-        )
-        self.windowed = nn.ModuleList(
-            nn.TransformerEncoderLayer(DIM, HEADS, 32, 0.0, F.gelu, batch_first=True, norm_first=True) for _ in range(2)
-        )
+        self.encoder = nn.TransformerEncoder(self.layer(), 2, nn.LayerNorm(DIM))
+        self.windowed = nn.ModuleList(self.layer(norm_first=True) for _ in range(2))
         self.head = nn.Linear(DIM, TOKENS)
+
+    def layer(self, norm_first: bool = False) -> nn.Module:
+        return nn.TransformerEncoderLayer(DIM, self.heads, 32, 0.0, F.gelu, batch_first=True, norm_first=norm_first)
 
     def forward(self, tokens: Tensor) -> Tensor:
         padding = tokens == 0
@@ -61,6 +70,12 @@ class PaddedEncoder(zoo.Words):
         for index, layer in enumerate(self.windowed):
             h = layer(h, src_mask=far if index else None, src_key_padding_mask=padding)
         return self.head(h) * ~padding[..., None]
+
+
+class WideEncoder(PaddedEncoder):
+    """Heads enough for four ranks that exchange them, beside two that divide them."""
+
+    heads = 2 * HEADS
 
 
 class SequenceFirst(zoo.SequenceFirst):
@@ -204,7 +219,53 @@ class Normed(nn.Module):
         return self.norm(x.transpose(1, 2)).transpose(1, 2)
 
 
-MIXING = {cls.__name__: cls for cls in (Convolution, Recurrent, ByHand, Pooled, Normed)}
+class Gated(nn.Module):
+    """Adds a convolution over time, times what is zero at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.conv = nn.Linear(DIM, DIM), nn.Conv1d(DIM, DIM, 3, padding=1)
+        self.gate = nn.Parameter(torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x) + self.gate * self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Zeros(Gated):
+    """Adds a convolution over time whose weights are zero at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.ones_(self.gate)
+        nn.init.zeros_(self.conv.weight)
+
+
+class Far(nn.Module):
+    """Adds what was eight positions before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x) + F.pad(x, (0, 0, 8, 0))[:, : x.shape[1]]
+
+
+class Tempered(nn.Module):
+    """Attention that grows sharper with the number of keys, from the ninth position on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(DIM, 3 * DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sharper = torch.arange(1, x.shape[1] + 1, device=x.device).to(x.dtype).div(8).clamp(min=1).log() + 1
+        q, k, v = self.proj(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q * sharper[:, None], k, v, is_causal=True)
+        return x + y.transpose(1, 2).flatten(2)
+
+
+MIXING = {cls.__name__: cls for cls in (Convolution, Recurrent, ByHand, Pooled, Normed, Gated, Zeros, Far, Tempered)}
 
 
 class Mixing(zoo.Sequences):
@@ -215,3 +276,69 @@ class Mixing(zoo.Sequences):
 
     def layer(self, index: int) -> nn.Module:
         return MIXING[self.kind]()
+
+    def sample(self, index: int, generator: torch.Generator) -> Any:
+        x = torch.randn(4 * LENGTH, DIM, generator=generator)
+        return x, x.roll(1, 0)
+
+
+class Conformer(nn.Module):
+    """Attention, and a convolution over time beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.TransformerEncoderLayer(DIM, HEADS, 32, 0.0, batch_first=True)
+        self.convolution, self.mlp = Convolution(), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        return x + self.mlp(x + self.convolution(x)).tanh()
+
+
+class Conformers(zoo.Sequences):
+    """Layers of which only a part can have a share; there is no list of these parts alone."""
+
+    layers = 3
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(Conformer() for _ in range(self.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Conditioned(nn.Module):
+    """A layer with a condition for each sample, which is dropped at times, as its branch is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.scale = nn.Linear(DIM, DIM), nn.Linear(5, DIM)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        if self.training:
+            condition = condition * (torch.rand(len(x), 1, device=x.device) < 0.7)
+        y = self.proj(x) * (1 + self.scale(condition))[:, None]
+        if self.training:
+            y = y * y.new_empty(len(x), 1, 1).bernoulli_(0.5)
+        return x + y
+
+
+class DropPath(zoo.Sequences):
+    """Layers in which samples leave out what is computed, at random; batches of as many as a share is tried with."""
+
+    layers = 3
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(Conditioned() for _ in range(self.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = x[:, :4].mean(1)[:, :5]
+        for block in self.blocks:
+            x = block(x, condition)
+        return x
+
+    def sample(self, index: int, generator: torch.Generator) -> Any:
+        x = torch.randn(4 * LENGTH, DIM, generator=generator, dtype=torch.float64).to(self.dtype)
+        return x, x.roll(1, 0).sin()

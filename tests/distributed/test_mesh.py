@@ -269,6 +269,35 @@ def test_ranks_that_share_sequences_are_an_axis_of_their_own() -> None:
     assert groups == [[4, 6], [2, 6], [6, 7], [4, 5, 6, 7], [0, 2, 4, 6]]
 
 
+#: The groups of Colossal-AI for `dict(pipeline=..., tensor=dict(size=..., mode='sequence'))`, of 8 ranks, by the sizes
+#: of data, pipeline and sequence: there "SEQUENCE" and "SEQUENCE_DP", over which gradients are averaged.
+SEQUENCE_TABLES: dict[tuple[int, int, int], dict[str, list[list[int]]]] = {
+    (2, 1, 4): {"sequence": [[0, 1, 2, 3], [4, 5, 6, 7]], "sequence and data": [[0, 1, 2, 3, 4, 5, 6, 7]]},
+    (2, 2, 2): {
+        "sequence": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "sequence and data": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    },
+    (1, 2, 4): {"sequence": [[0, 1, 2, 3], [4, 5, 6, 7]], "sequence and data": [[0, 1, 2, 3], [4, 5, 6, 7]]},
+    (1, 4, 2): {
+        "sequence": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "sequence and data": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    },
+}
+
+
+@pytest.mark.parametrize("sizes", SEQUENCE_TABLES, ids=str)
+def test_groups_of_shared_sequences(sizes: tuple[int, int, int]) -> None:
+    (data, pipeline, context), table = sizes, SEQUENCE_TABLES[sizes]
+    for rank in range(8):
+        with fake_world(rank, 8), fake_gloo():
+            order = with_context_axis("pp-dp-tp", context)
+            mesh = Mesh(data, 1, pipeline, context_parallel_size=context, rank_order=order)
+            found = {"sequence": mesh.context_group, "sequence and data": mesh.gradient_group}
+            for name, group in found.items():
+                expected = next(ranks for ranks in table[name] if rank in ranks)
+                assert dist.get_process_group_ranks(group) == expected, name
+
+
 def test_sizes_leave_room_for_ranks_that_share_sequences() -> None:
     assert resolve_sizes(8, "auto", 2, 1, 2) == (2, 2, 1)
     with pytest.raises(ValueError, match=r"6 processes .* x context_parallel_size \(2\) = 4 ranks"):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.tensor_parallel.context_parallel.all_gather import causal_attention
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention import Products, cast_by_autocast, find_kernel
+from lightning_hybrid.tensor_parallel.context_parallel.draws import Draws, NoDraws
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import (
     Shares,
     all_gather_shares,
@@ -80,16 +82,17 @@ class Region(TorchFunctionMode):
         name: Of the layer, for messages.
         shares: How the sequence is divided.
         kind: How attention communicates, one of :data:`KINDS`.
-        drops: Whether dropout does something.
+        draws: What random numbers are.
 
     Attributes:
         shares: As given.
         is_active: Whether it is entered.
     """
 
-    def __init__(self, name: str, shares: Shares, kind: str, *, drops: bool = True) -> None:
+    def __init__(self, name: str, shares: Shares, kind: str, draws: Draws | NoDraws) -> None:
         super().__init__()
         self.name, self.shares, self.is_active = name, shares, False
+        self._draws = draws
         self._attend = {"ulysses": self._ulysses, "all_gather": self._all_gather, "ring": self._ring}[kind]
         self._has_gradients = torch.is_grad_enabled()
         self._num_keys: list[int] = []  # of each attention, in order; the same where the layer runs again
@@ -99,8 +102,6 @@ class Region(TorchFunctionMode):
             F.multi_head_attention_forward: self._multi_head,
             whole_keys: self._whole_keys,
         }
-        if not drops:
-            self._functions[F.dropout] = lambda input, *_, **__: input
 
     def __enter__(self) -> Any:
         """Attention communicates from here on."""
@@ -114,7 +115,7 @@ class Region(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A call of the layer."""
-        replacement = self._functions.get(func, func)
+        replacement = self._functions.get(func) or self._draws.find(func) or func
         return replacement(*args, **kwargs) if kwargs else replacement(*args)
 
     def refuse(self, what: str) -> WrongUseError:
@@ -155,7 +156,8 @@ class Region(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        options = _Options(dropout_p if F.dropout not in self._functions else 0.0, scale, enable_gqa)
+        drops = dropout_p > 0.0 and isinstance(self._draws, Draws)
+        options = _Options(dropout_p if drops else 0.0, scale, enable_gqa)
         if self._has_gradients and not torch.is_grad_enabled():
             raise self.refuse(
                 "whose attention runs without gradients, to run again in backward where nothing knows of the division:"
@@ -168,13 +170,14 @@ class Region(TorchFunctionMode):
                 f"whose attention has queries of the shape {list(query.shape)}. They must have four dimensions: batch,"
                 " heads, positions, features."
             )
-        if query.shape[2] != own:  # not along the sequence: what it does to it is found by the trial
-            return options.run(query, key, value, attn_mask, is_causal=is_causal)
-        if key.shape[2] != own:
-            return self._to_memory(query, key, value, attn_mask, is_causal, options)
-        if attn_mask is not None and not is_causal:
-            attn_mask = self._whole_mask(attn_mask)
-        return self._attend(query, key, value, None if is_causal else attn_mask, is_causal, options)
+        with self._draws.own() if drops else nullcontext():
+            if query.shape[2] != own:  # not along the sequence: what it does to it is found by the trial
+                return options.run(query, key, value, attn_mask, is_causal=is_causal)
+            if key.shape[2] != own:
+                return self._to_memory(query, key, value, attn_mask, is_causal, options)
+            if attn_mask is not None and not is_causal:
+                attn_mask = self._whole_mask(attn_mask)
+            return self._attend(query, key, value, None if is_causal else attn_mask, is_causal, options)
 
     def _compare_keys(self, number: int) -> None:
         """Keys of a share are known by their number, which must not grow where the layer runs again."""

@@ -26,6 +26,7 @@ from lightning_hybrid.distributed.random import derive_seed
 
 _ROWS = 1024  # queries and keys whose scores are products at a time, so that these take little memory
 _NONE_SEEN = float("-inf")  # the logsumexp of a query that sees no key
+_LEAST = -1e4  # what is added to a score; less changes no weight, and would swallow the number of keys in a logsumexp
 
 
 class Block(NamedTuple):
@@ -116,6 +117,13 @@ def for_kernels(*tensors: Tensor) -> tuple[Tensor, ...]:
     batch = max(each.shape[0] for each in tensors)
     alike = (each if each.shape[0] == batch else each.expand(batch, -1, -1, -1) for each in tensors)
     return tuple(each if each.stride(-1) == 1 else each.contiguous() for each in alike)
+
+
+def bounded(mask: Tensor) -> Tensor:
+    """A mask whose numbers may be the least of their dtype, as those of padding are, with others in their place."""
+    if mask.dtype == torch.bool:
+        return mask
+    return torch.where(mask == _NONE_SEEN, mask, mask.clamp(min=_LEAST))
 
 
 def merge(out: Tensor, logsumexp: Tensor, other: Tensor, of_other: Tensor) -> None:

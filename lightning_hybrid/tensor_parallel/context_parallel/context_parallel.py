@@ -21,6 +21,7 @@ from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import own_draws
 from lightning_hybrid.tensor_parallel.context_parallel.attention import Region, is_balanced
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division, sequence_dim_of
+from lightning_hybrid.tensor_parallel.context_parallel.draws import Draws
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import from_shares, plain, to_shares
 from lightning_hybrid.tensor_parallel.context_parallel.trial import Trial
@@ -60,7 +61,7 @@ class ContextParallel:
         self._is_balanced = is_balanced(kind)
         self._dims = {layer: sequence_dim_of(layer) for layer in self._layers}
         self._encoders = [part for part in module.modules() if isinstance(part, nn.TransformerEncoder)]
-        self._tried: set[tuple[int, bool]] = set()
+        self._draws_unseen: dict[tuple[int, bool], bool] = {}  # of layers that were tried, by their mode
         self._region: Region | None = None  # of the layer that runs
         self._is_paused = False
 
@@ -133,7 +134,8 @@ class ContextParallel:
                 return forward(*args, **kwargs)
             division = Division(name, self._dims[layer], args, kwargs, self._group, balanced=self._is_balanced)
             self._try(layer, forward, division)
-            self._region = Region(name, division.shares, self._kind)
+            draws = Draws(division.shares, division.batch_size, self._dims[layer], self._device)
+            self._region = Region(name, division.shares, self._kind, draws)
             try:
                 local_args, local_kwargs = division.local()
                 return division.joined(forward(*local_args, **local_kwargs, **{_REGION: self._region}))
@@ -148,8 +150,8 @@ class ContextParallel:
             if region is None or region.is_active:
                 return forward(*args, **kwargs)
             # A part that runs again by itself goes on in the stream of its layer.
-            numbers = own_draws(self._group.rank, self._device) if layer in self._layers else nullcontext()
-            with numbers, region:
+            own = self._draws_unseen.get((id(layer), layer.training), False)
+            with own_draws(self._group.rank, self._device) if own else nullcontext(), region:
                 return forward(*args, **kwargs)
 
         return inside
@@ -157,11 +159,10 @@ class ContextParallel:
     def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division) -> None:
         """Before the first call of a layer, in training or not, find out whether shares are right."""
         key = id(layer), layer.training
-        if key in self._tried:
+        if key in self._draws_unseen:
             return
         given = self._layers[layer], layer, forward, self._kind, self._dims[layer]
-        Trial(*given, self._group, self._device)(division)
-        self._tried.add(key)
+        self._draws_unseen[key] = Trial(*given, self._group, self._device)(division)
 
 
 def check_context_parallel(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,16 +43,26 @@ class Division:
         kwargs: Likewise.
         group: The ranks.
         balanced: How the sequence is divided, as in :class:`Shares`.
+        dims: Along which each leaf of the arguments is divided, in their order; by default what shapes tell.
 
     Attributes:
         shares: How the sequence is divided.
+        batch_size: The number of sequences.
 
     Raises:
         WrongUseError: If there is no sequence, or it cannot be divided.
     """
 
     def __init__(
-        self, name: str, sequence_dim: int, args: Any, kwargs: Any, group: ContextGroup, *, balanced: bool
+        self,
+        name: str,
+        sequence_dim: int,
+        args: Any,
+        kwargs: Any,
+        group: ContextGroup,
+        *,
+        balanced: bool,
+        dims: Sequence[int | None] | None = None,
     ) -> None:
         self._name, self._dim, self._group = name, sequence_dim, group
         self._leaves, self._spec = flatten((args, kwargs))
@@ -65,7 +75,7 @@ class Division:
                 f" shape (batch, sequence, features); its tensors have the shapes {shapes}. Name the layers that work"
                 " on sequences, HybridStrategy(body=[...]), or use context_parallel_size=1."
             )
-        self._hidden = hidden
+        self._hidden, self.batch_size = hidden, hidden.shape[1 - sequence_dim]
         total = hidden.shape[sequence_dim]
         if total < _LEAST * group.size:
             raise WrongUseError(
@@ -73,10 +83,14 @@ class Division:
                 f" {name!r} needs {_LEAST} for each, so {_LEAST * group.size}. Pad it, or use fewer ranks."
             )
         self.shares = Shares(total, group, balanced=balanced)
+        found = map(self._find_dim, self._leaves) if dims is None else dims
+        self._dims = dict(zip(map(id, self._leaves), found, strict=True))
         self._given: dict[int, tuple[Any, Any, int]] = {}  # by identity, what the layer gets, and that is the share of
 
-    def dim_of(self, tensor: Tensor) -> int | None:
+    def _find_dim(self, tensor: Any) -> int | None:
         """The dimension along which an argument is divided; ``None`` if it stays whole."""
+        if not isinstance(tensor, Tensor):
+            return None
         total, shape = self.shares.total, tensor.shape
         if tensor is self._hidden:
             return self._dim
@@ -105,7 +119,7 @@ class Division:
         return args, kwargs
 
     def _local(self, tensor: Tensor) -> Tensor:
-        dim = self.dim_of(tensor)
+        dim = self._dims[id(tensor)]
         if dim is None:
             self._check_whole(tensor)
             return copy_to_cp(plain(tensor), self._group)
@@ -117,13 +131,30 @@ class Division:
 
     def _check_whole(self, tensor: Tensor) -> None:
         """Keys that are whole are known by their number, which must not be that of a share's."""
-        is_sequence = tensor.ndim == 3 and tensor.is_floating_point()
-        if is_sequence and tensor.shape[self._dim] in self.shares.lengths:
+        if self._is_sequence(tensor) and tensor.shape[self._dim] in self.shares.lengths:
             raise WrongUseError(
                 f"{self._name!r} is given a sequence of {self.shares.total} positions and another one of"
                 f" {tensor.shape[self._dim]}, as many as a share of the first one has over"
                 f" context_parallel_size={self._group.size} ranks, so that they cannot be told apart. Pad one of them."
             )
+
+    @staticmethod
+    def _is_sequence(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.ndim == 3 and leaf.is_floating_point()
+
+    def length_from(self, length: int) -> int:
+        """The first length, from this one on, that the sequence can be cropped to: shares of it are no other's length.
+
+        Args:
+            length: At most that of the sequence.
+        """
+        others = {
+            leaf.shape[self._dim] for leaf in self._leaves if self._is_sequence(leaf) and self._dims[id(leaf)] is None
+        }
+        total, balanced = self.shares.total, self.shares.balanced
+        lengths = range(length, total)
+        apart = (at for at in lengths if others.isdisjoint(Shares(at, self._group, balanced=balanced).lengths))
+        return next(apart, total)
 
     def cropped(self, length: int) -> tuple[Any, Any]:
         """The arguments of a call with the first positions only, without gradients."""
@@ -132,7 +163,7 @@ class Division:
         def crop(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            dim = self.dim_of(leaf)
+            dim = self._dims[id(leaf)]
             short = plain(leaf).detach()
             if dim is not None:
                 return short.narrow(dim, 0, length)
@@ -143,6 +174,17 @@ class Division:
         made = {id(leaf): crop(leaf) for leaf in self._leaves}  # what comes twice is one tensor again
         args, kwargs = unflatten([made[id(leaf)] for leaf in self._leaves], self._spec)
         return args, kwargs
+
+    def of_cropped(self, args: Any, kwargs: Any, *, balanced: bool) -> Division:
+        """A call with the first positions only: divided along the same dimensions, whatever shapes have become.
+
+        Args:
+            args: Of :meth:`cropped`, or copies.
+            kwargs: Likewise.
+            balanced: As for the whole.
+        """
+        dims = [self._dims[id(leaf)] for leaf in self._leaves]
+        return Division(self._name, self._dim, args, kwargs, self._group, balanced=balanced, dims=dims)
 
     def joined(self, result: Any) -> Any:
         """What the layer returns, to the code around it."""

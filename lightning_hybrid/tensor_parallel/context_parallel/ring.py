@@ -35,6 +35,7 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.random import derive_seed
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention import (
     Block,
+    bounded,
     cast_by_autocast,
     find_kernel,
     for_kernels,
@@ -140,7 +141,7 @@ class _RingAttention(torch.autograd.Function):
         for step in range(group.size):
             arriving, works = ring.rotate(packed, step) if step < group.size - 1 else (packed, [])
             rank = (group.rank - step) % group.size
-            part = None if mask is None else ring.part(mask, rank)
+            part = None if mask is None else bounded(ring.part(mask, rank))
             block = ring.block(q, *_unpacked(packed, k.shape[3]), part, rank)
             if block is not None:
                 queries, _ = ring.seen(rank)
@@ -164,7 +165,7 @@ class _RingAttention(torch.autograd.Function):
         for step in range(group.size):
             arriving, works = ring.rotate(packed, step) if step < group.size - 1 else (packed, [])
             rank = (group.rank - step) % group.size
-            part = None if mask is None else ring.part(mask, rank)
+            part = None if mask is None else bounded(ring.part(mask, rank))
             block = ring.block(q, *_unpacked(packed, k.shape[3]), part, rank)
             own = packed.new_zeros(packed.shape, dtype=dtype)
             if block is not None:

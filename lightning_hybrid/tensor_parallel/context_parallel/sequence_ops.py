@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.tensor_metadata import getters
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, copy_to_cp
-from lightning_hybrid.tensor_parallel.context_parallel.sequence_layout import SequenceLayout
-from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, implements, wrap
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import (
+    SequenceLayout,
+    ShardedSequence,
+    implements,
+    wrap,
+)
 
 _Function = Callable[..., Any]
 

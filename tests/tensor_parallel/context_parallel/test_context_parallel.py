@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
-from lightning_hybrid.tensor_parallel.context_parallel import mappings
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS, Region, is_balanced
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
+from lightning_hybrid.tensor_parallel.context_parallel.draws import NoDraws
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, plain, shard
 from tests import context_modules as zoo
@@ -47,6 +48,7 @@ ATTENTIONS: dict[str, tuple[int, int, int, str | None, dict[str, Any]]] = {
     "window, grouped": (8, 2, 13, "window", {"enable_gqa": True}),
     "causal, one head of keys": (4, 1, 12, None, {"is_causal": True, "enable_gqa": True}),
     "a bias for each head": (4, 4, 12, "bias", {}),
+    "the least number, for padding": (4, 4, 12, "least", {}),
     "a learnt bias": (4, 2, 11, "learnt bias", {"enable_gqa": True}),
 }
 
@@ -57,6 +59,11 @@ def _mask(kind: str | None, heads: int, length: int) -> Tensor | None:
         return (places[:, None] >= places) & (places[:, None] - places < 4)
     if kind in ("bias", "learnt bias"):
         return torch.randn(heads, length, length, dtype=torch.float64).requires_grad_(kind == "learnt bias")
+    if kind == "least":  # the second sample's first queries see no key
+        sees = places < torch.tensor([[length], [length - 3]])
+        sees = sees[:, None, None, :] & ((places > 3) | torch.tensor([[True], [False]]))[:, None, :, None]
+        least = torch.full_like(sees, torch.finfo(torch.float64).min, dtype=torch.float64)
+        return least.masked_fill_(sees, 0.0)
     if kind is not None:
         return (places < torch.tensor([[length], [length - 3]]))[:, None, None, :]
     return None
@@ -69,7 +76,9 @@ def attend(kind: str, name: str) -> None:
     shapes = (2, heads, length, 6), (2, of_keys, length, 6), (2, of_keys, length, 6)
     whole = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     mask = _mask(mask_kind, heads, length)
-    expected = F.scaled_dot_product_attention(*whole, attn_mask=mask, **options)
+    # A ring adds no less than this, so where all keys of a query have the least number, scores still count.
+    seen = mask if mask_kind != "least" or kind != "ring" or mask is None else mask.clamp(min=-1e4)
+    expected = F.scaled_dot_product_attention(*whole, attn_mask=seen, **options)
     factors = torch.randn_like(expected)
     (expected * factors).sum().backward()
     of_mask = None if mask is None else mask.grad
@@ -77,7 +86,7 @@ def attend(kind: str, name: str) -> None:
     own = [shares.own(each.detach(), 2).clone().requires_grad_() for each in whole]
     if mask is not None:
         mask = shares.own(mask, -1) if mask_kind == "own padding" else mask.detach().requires_grad_(mask.requires_grad)
-    with Region("layer", shares, kind):
+    with Region("layer", shares, kind, NoDraws(CPU)):
         found = F.scaled_dot_product_attention(*own, attn_mask=mask, **options)
     (found * shares.own(factors, 2)).sum().backward()
     torch.testing.assert_close(found, shares.own(expected, 2), rtol=1e-12, atol=1e-12)
@@ -97,7 +106,7 @@ def attend_with_autocast(kind: str, is_causal: bool) -> None:
     whole = torch.randn(2, 4, 13, 8), torch.randn(2, 4, 13, 8), torch.randn(2, 4, 13, 8, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         expected = F.scaled_dot_product_attention(*whole, is_causal=is_causal)
-        with Region("layer", shares, kind):
+        with Region("layer", shares, kind, NoDraws(CPU)):
             found = F.scaled_dot_product_attention(*(shares.own(each, 2) for each in whole), is_causal=is_causal)
     torch.testing.assert_close(found, shares.own(expected, 2), rtol=0.02, atol=0.02)
 
@@ -125,9 +134,9 @@ def read_and_write(balanced: bool) -> None:
     made = shares.own(whole, 1).clone().requires_grad_()
     sequence = shard(made, 1, shares)
     assert (sequence.shape, sequence.requires_grad) == (whole.shape, True)
-    with counted() as sent:
+    with SentBytes() as mode:
         torch.testing.assert_close(sequence.share(1, shares), made, rtol=0, atol=0)
-    assert not sent
+    assert not mode.sent
     torch.testing.assert_close(plain(sequence), whole)
     assert type(sequence.softmax(1)) is Tensor
     sequence += 1
@@ -156,7 +165,8 @@ def run_blocks(kind: str, *, whole: bool = False) -> tuple[dict[str, int], int]:
     layers = nn.ModuleList(NanoBlock() for _ in range(LAYERS))
     group = group_of_all()
     context = ContextParallel(layers, {str(i): layer for i, layer in enumerate(layers)}, (), group, kind, CPU)
-    context._tried = {(id(layer), True) for layer in layers}  # what is tried at a first call is not counted
+    # What is tried at a first call is not counted.
+    context._draws_unseen = {(id(layer), True): False for layer in layers}
     x = torch.randn(BATCH, LENGTH, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
     kept: dict[int, int] = {}
     of_weights = {parameter.untyped_storage().data_ptr() for parameter in layers.parameters()}
@@ -167,45 +177,35 @@ def run_blocks(kind: str, *, whole: bool = False) -> tuple[dict[str, int], int]:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with nullcontext() if whole else context.around(nullcontext), counted() as sent:
+    with nullcontext() if whole else context.around(nullcontext), SentBytes() as mode:
         h: Any = x * 1
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             for layer in layers:
                 h = layer(h)
+        if isinstance(h, ShardedSequence):
+            h.read()  # here, as a mode does not see what an operator on it calls
         plain(h).sum().backward()
-    return sent, sum(kept.values())
+    return dict(mode.sent), sum(kept.values())
 
 
-@contextmanager
-def counted() -> Iterator[dict[str, int]]:
-    """Counts bytes that a rank sends to others, by the kind of collective."""
-    sent: dict[str, int] = {}
-    before = mappings.all_gather_single, mappings.reduce_scatter_single, dist.all_to_all_single
-    send_and_receive = dist.batch_isend_irecv
-    size = dist.get_world_size()
+class SentBytes(CommDebugMode):
+    """Counts the bytes that a rank sends to others, by the kind of collective."""
 
-    def counting(name: str, function: Callable[..., Any], num_bytes: Callable[..., int]) -> Callable[..., Any]:
-        def call(output: Tensor, own: Tensor, *args: Any, **kwargs: Any) -> Any:
-            sent[name] = sent.get(name, 0) + num_bytes(output, own)
-            return function(output, own, *args, **kwargs)
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
 
-        return call
-
-    mappings.all_gather_single = counting("all_gather", before[0], lambda _, own: own.nbytes * (size - 1))
-    mappings.reduce_scatter_single = counting("reduce_scatter", before[1], lambda share, _: share.nbytes * (size - 1))
-    dist.all_to_all_single = counting("all_to_all", before[2], lambda _, own: own.nbytes * (size - 1) // size)
-
-    def send(operations: list[dist.P2POp]) -> list[dist.Work]:
-        sends = [each.tensor.nbytes for each in operations if each.op is dist.isend]
-        sent["ring"] = sent.get("ring", 0) + sum(sends)
-        return send_and_receive(operations)
-
-    dist.batch_isend_irecv = send
-    try:
-        yield sent
-    finally:
-        dist.batch_isend_irecv = send_and_receive
-        mappings.all_gather_single, mappings.reduce_scatter_single, dist.all_to_all_single = before
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, size = func.__name__, dist.get_world_size()
+        if "_allgather_base_" in name:
+            self.sent["all_gather"] += args[1].nbytes * (size - 1)
+        elif "_reduce_scatter_base_" in name:
+            self.sent["reduce_scatter"] += args[0].nbytes * (size - 1)
+        elif "alltoall_base_" in name:
+            self.sent["all_to_all"] += args[1].nbytes * (size - 1) // size
+        elif name.startswith("send"):
+            self.sent["ring"] += sum(tensor.nbytes for tensor in args[0])
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @pytest.mark.distributed
@@ -231,13 +231,16 @@ def test_bytes_are_those_of_the_papers(ranks: Pools, size: int) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_activations_of_layers_are_divided(ranks: Pools, size: int) -> None:
-    found = ranks(size).run(kept_bytes)
-    for whole, shared in found:
-        assert whole / size <= shared <= 1.1 * whole / size
+    of_keys = LAYERS * 2 * 4 * BATCH * LENGTH * DIM  # bytes of the keys and values of the whole sequence
+    for whole, *shared in ranks(size).run(kept_bytes):
+        for kind, kept in zip(KINDS, shared, strict=True):
+            # Gathered keys are kept for the layer's backward, beside the share of everything.
+            expected = whole / size + (of_keys if kind == "all_gather" else 0)
+            assert expected <= kept <= 1.1 * expected, kind
 
 
-def kept_bytes() -> tuple[int, int]:
-    return run_blocks("ulysses", whole=True)[1], run_blocks("ulysses")[1]
+def kept_bytes() -> list[int]:
+    return [run_blocks("ulysses", whole=True)[1], *(run_blocks(kind)[1] for kind in KINDS)]
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
@@ -269,6 +272,29 @@ def test_shares_drop_other_numbers_and_the_same_again_in_backward(ranks: Pools) 
     assert not torch.equal(y[:, :4], y[:, 4:]), "each share has numbers of its own"
 
 
+def drop_paths(layout: dict[str, Any]) -> dict[str, Tensor]:
+    module = zoo.DropPath(batch_size=8).double()  # as many samples as positions with which layers are tried
+    torch.manual_seed(5)
+    make_trainer(layout, limit_val_batches=0).fit(module)
+    return weights(module)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (2, {"context_parallel_size": 2}),
+        pytest.param(2, {"context_parallel_size": 2, "recompute": True}, marks=pytest.mark.thorough),
+        pytest.param(4, {"context_parallel_size": 4, "context_parallel": "ring"}, marks=pytest.mark.thorough),
+    ],
+)
+def test_what_is_drawn_for_samples_is_that_of_whole_sequences(ranks: Pools, size: int, layout: dict[str, Any]) -> None:
+    alike = {"tensor_parallel_size": 2, "tensor_parallel_plan": None}  # each of these ranks computes everything
+    expected, _ = ranks(2, lightning=True).run(drop_paths, alike)
+    for found in ranks(size, lightning=True).run(drop_paths, layout):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 PARTS = {
@@ -277,6 +303,10 @@ PARTS = {
     "ByHand": ["ByHand"],
     "Pooled": ["Pooled"],
     "Normed": ["norm", "BatchNorm1d"],
+    "Gated": ["conv", "Conv1d"],
+    "Zeros": ["conv", "Conv1d"],
+    "Far": ["Far"],
+    "Tempered": ["Tempered"],
 }
 
 
@@ -301,6 +331,28 @@ def test_what_else_mixes_positions_is_refused_by_name(ranks: Pools, kind: str) -
     for text in error.value.failures.values():
         for part in ("context_parallel_size=2", "body.0", *PARTS[kind]):
             assert part in text
+
+
+def fit_conformers(layout: dict[str, Any] | None) -> dict[str, Tensor]:
+    module = zoo.Conformers().double()
+    make_trainer(layout, limit_val_batches=0).fit(module)
+    return weights(module)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (2, {"context_parallel": "ulysses"}),
+        pytest.param(4, {"context_parallel": "ring", "pipeline_parallel_size": 2}, marks=pytest.mark.thorough),
+    ],
+)
+def test_what_stands_beside_the_body_gets_whole_sequences(ranks: Pools, size: int, layout: dict[str, Any]) -> None:
+    body = ["blocks.*.attention", "blocks.*.mlp"]
+    if "pipeline_parallel_size" in layout:  # in the order of the calls
+        body = [pattern.replace("*", str(index)) for index in range(zoo.Conformers.layers) for pattern in body]
+    found = ranks(size, lightning=True).run(fit_conformers, {"context_parallel_size": 2, "body": body, **layout})
+    torch.testing.assert_close(together(found), fit_conformers(None), rtol=1e-10, atol=1e-10)
 
 
 def fit_and_save(path: str, sharded: bool) -> dict[str, Tensor]:

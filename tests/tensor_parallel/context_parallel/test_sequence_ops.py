@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import Shares
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, plain, shard
 from tests.pool import Pools
-from tests.tensor_parallel.context_parallel.test_context_parallel import counted, group_of_all
+from tests.tensor_parallel.context_parallel.test_context_parallel import group_of_all
+from tests.tensor_parallel.context_parallel.traffic import counted
 
 BATCH, LENGTH, DIM, CLASSES = 3, 11, 6, 9
 #: Of classes.

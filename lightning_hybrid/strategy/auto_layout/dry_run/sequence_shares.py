@@ -20,9 +20,11 @@ from lightning_hybrid.tensor_parallel.context_parallel import attention
 from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HEAD
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division
+from lightning_hybrid.tensor_parallel.context_parallel.draws import NoDraws
 from lightning_hybrid.tensor_parallel.context_parallel.trial import copied, is_close
 
 _POSITIONS = 4  # so many for each rank are enough to tell
+_CPU = torch.device("cpu")
 
 
 class AloneContextParallel(ContextParallel):
@@ -64,24 +66,21 @@ class AloneContextParallel(ContextParallel):
         key = id(layer), group.size
         if key in self._tried_alone or any(map(is_tensor_parallel, layer.parameters())):
             return
-        name, dim = self._layers[layer], self._dims[layer]
-        total = division.shares.total
-        with torch.no_grad(), without_modes(), _with_numbers(layer), _ByPosition():
+        name, total = self._layers[layer], division.shares.total
+        with torch.no_grad(), without_modes(), _with_numbers(layer):
             for length in sorted({min(total, _POSITIONS * group.size), total}):
-                args, kwargs = _numbers(division.cropped(length))
+                given = _numbers(division.cropped(length))
                 try:
-                    whole = _made(forward, *copied((args, kwargs)))
+                    whole = _made(forward, *copied(given))
                 except Exception:  # it is made for sequences of another length, or cannot run with these numbers
                     continue
                 # Of two pieces: what mixes earlier positions alone makes the same of a first piece.
-                own_args, own_kwargs = copied((args, kwargs))
-                share = Division(name, dim, own_args, own_kwargs, group, balanced=True)
-                if not _is_share(share, forward, whole):
+                if not _is_share(division.of_cropped(*copied(given), balanced=True), forward, whole):
                     raise WrongUseError(
                         f"context_parallel_size={group.size} divides the sequence in {name!r}"
                         f" ({type(layer).__name__}), which mixes positions in another way than by"
                         " `F.scaled_dot_product_attention`: on a share it gives other numbers than on the whole"
-                        " sequence. Leave this layer out of the body (HybridStrategy(body=[...])), or use"
+                        " sequence. Name what does not mix positions as the body (HybridStrategy(body=[...])), or use"
                         " context_parallel_size=1."
                     )
                 break
@@ -92,7 +91,8 @@ def _is_share(division: Division, forward: Callable[..., Any], whole: Sequence[T
     """Whether a layer makes of this rank's share what it has of the whole results."""
     args, kwargs = division.local()
     try:
-        found = division.result_dims(forward(*args, **kwargs))
+        with _ByPosition(NoDraws(_CPU)):
+            found = division.result_dims(forward(*args, **kwargs))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         if isinstance(error, WrongUseError):
             raise
@@ -106,10 +106,12 @@ def _is_share(division: Division, forward: Callable[..., Any], whole: Sequence[T
 class _ByPosition(TorchFunctionMode):
     """Each position attends to itself, and nothing is dropped."""
 
+    def __init__(self, draws: NoDraws) -> None:
+        super().__init__()
+        self._draws = draws
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.dropout:
-            return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
             return _attend(*[*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)][:3])
         if func is F.multi_head_attention_forward:
@@ -117,7 +119,7 @@ class _ByPosition(TorchFunctionMode):
             query = given["query"]
             mixed = sum((each for each in (given["key"], given["value"]) if each.shape == query.shape), query)
             return F.linear(mixed, given["out_proj_weight"], given["out_proj_bias"]), None
-        return func(*args, **kwargs)
+        return (self._draws.find(func) or func)(*args, **kwargs)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -165,5 +167,6 @@ def _number(tensor: Tensor) -> Any:
 def _made(forward: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a layer makes, each once."""
     given = set(map(id, flatten((args, kwargs))[0]))
-    leaves = {id(leaf): leaf for leaf in flatten(forward(*args, **kwargs))[0]}
+    with _ByPosition(NoDraws(_CPU)):
+        leaves = {id(leaf): leaf for leaf in flatten(forward(*args, **kwargs))[0]}
     return [leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor) and key not in given]
