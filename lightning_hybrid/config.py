@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 #: Which layers are recomputed: see `HybridStrategy`.
 Recompute = bool | int | float | str | list[int] | list[str]
 
-#: How layers are shared: a style by name of module, where ``*`` stands for anything between two dots.
-UserPlan = Mapping[str, str | ParallelStyle]
+#: How layers are shared: a style by name of module, or a layout by name of parameter or buffer, where ``*`` stands for
+#: anything between two dots.
+UserPlan = Mapping[str, str | Mapping[str, str] | ParallelStyle]
 
 # What `checks.check_arguments` reads of a field: the types of its value.
 _BOOL = {"kinds": (bool,)}

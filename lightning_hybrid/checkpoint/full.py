@@ -239,7 +239,7 @@ def warn_of_parts(module: LightningModule) -> None:
     hook = vars(module).pop(_WARNS, None)
     if hook is not None:
         hook.remove()
-    if any(map(_is_part, module.parameters())):
+    if any(map(_is_part, (*module.parameters(), *module.buffers()))):
         vars(module)[_WARNS] = module.register_state_dict_post_hook(_warn)  # type: ignore[no-untyped-call]
 
 

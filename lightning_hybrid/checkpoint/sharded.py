@@ -23,7 +23,7 @@ from lightning_hybrid.checkpoint.storage.dcp import MODEL, OPTIMIZERS, Distribut
 from lightning_hybrid.checkpoint.storage.dcp_writer import write_directory
 from lightning_hybrid.checkpoint.storage.remote import Place
 from lightning_hybrid.checkpoint.tree_paths import insert, tree_of, value_at, without
-from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.mesh import AXES, Mesh
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
 from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderBuffer, is_placeholder
@@ -123,17 +123,22 @@ class ShardedCheckpoint:
         return list(dict.fromkeys([(MODEL,), *(path[:-1] for path in tensors if path[0] != OPTIMIZERS)]))
 
     def _entries(self, checkpoint: dict[str, Any], tables: Sequence[TreePath]) -> Iterator[tuple[TreePath, Any]]:
-        """What this rank writes: parameters on every holder, as torch chooses who does; the rest on one rank."""
+        """What this rank writes: parameters on every holder, as torch chooses who does; the rest on one that counts.
+
+        Of a buffer that lies over the tensor-parallel ranks those of the first replica count: others may have other
+        values, of which torch would take a part.
+        """
         first, parameters = self._ownership.first_names(), self._ownership.parameter_owners()
-        is_one = self._mesh.data_rank == self._mesh.context_rank == self._mesh.tensor_rank == 0
+        is_first = self._mesh.data_rank == self._mesh.context_rank == 0
         for path in tables:
             table = value_at(checkpoint, path) or {}
             owners = self._ownership.owners(table)
             for name, value in table.items():
                 if _is_meta(value) or (first.get(name, name) != name and first[name] in table):
                     continue
-                is_owner = is_one and (owners[name] == self._mesh.pipeline_rank or name not in first)
-                if name in parameters or isinstance(value, DTensor) or is_owner:
+                counts = is_first and (owners[name] == self._mesh.pipeline_rank or name not in first)
+                has_part = isinstance(value, DTensor) or self._mesh.tensor_rank == 0
+                if name in parameters or _lies_over_others(value) or (counts and has_part):
                     yield (*path, name), value
 
     def _optimizer_entries(self, root: str, state: Mapping[str, Any]) -> Iterator[tuple[TreePath, Any]]:
@@ -234,6 +239,12 @@ class ShardedCheckpoint:
         check_number(optimizers, states)
         for optimizer, saved in zip(optimizers, states, strict=True):
             self._optimizers.load(optimizer, saved.read(self._optimizers.local_parameters(optimizer)))
+
+
+def _lies_over_others(value: Any) -> bool:
+    """Whether ranks that do not share layers have parts of a tensor, such as replicas."""
+    axes = (value.device_mesh.mesh_dim_names or ()) if isinstance(value, DTensor) else ()
+    return any(AXES[axis] in axes for axis in ("dp", "cp"))
 
 
 def _is_meta(value: Any) -> bool:

@@ -303,7 +303,7 @@ class GradientSync:
         """
         self._has_evaluated = False
         if self._mesh.data_parallel_size > 1 and self._floating_buffers:
-            broadcast_tensors(self._floating_buffers, self._mesh.data_group)
+            broadcast_tensors(map(to_local, self._floating_buffers), self._mesh.data_group)
 
     @property
     def _all(self) -> list[GradientBuckets]:

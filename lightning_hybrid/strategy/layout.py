@@ -32,6 +32,7 @@ from lightning_hybrid.strategy.summary import (
     stage_rows,
     stage_table,
 )
+from lightning_hybrid.tensor_parallel.layouts.layout import stage_axes
 from lightning_hybrid.tensor_parallel.plan import Plan, make_plan
 
 # A larger share of the parameters outside of the body is worth a warning.
@@ -374,7 +375,8 @@ def find_plan(module: LightningModule, settings: HybridConfig, size: int, body: 
     """
     requested = requested_plan(module, settings)
     grid = grid_shape(settings.tensor_parallel_mode, size, settings.tensor_parallel_depth)
-    plan = make_plan(module, requested, size, sequence_parallel=settings.sequence_parallel, grid=grid)
+    axes = stage_axes(settings.rank_order)
+    plan = make_plan(module, requested, size, sequence_parallel=settings.sequence_parallel, grid=grid, axes=axes)
     if body is not None and body.chain is None:
         _check_plan(plan, module, body)
     return plan

@@ -37,6 +37,7 @@ from lightning_hybrid.strategy.summary import divided_share, plan_table
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
 from lightning_hybrid.tensor_parallel.grid.blocks import find_tensor_group
+from lightning_hybrid.tensor_parallel.layouts.layout import stage_axes
 from lightning_hybrid.tensor_parallel.plan import Plan, check_names, plan_texts
 
 _PLAN = "_tensor_parallel_plan"  # where a module remembers how its layers were divided
@@ -233,7 +234,7 @@ class ModuleParallelizer:
         if known is None and size == 1:
             plan = self._settings.tensor_parallel_plan
             if isinstance(plan, Mapping):
-                agree(lambda: check_names(self._module, plan))
+                agree(lambda: check_names(self._module, plan, stage_axes(self._settings.rank_order)))
             return
         if known is not None and before != requested:
             raise ValueError(

@@ -102,8 +102,9 @@ class HybridStrategy(ReplicaCollectives):
             ``tensor_parallel_depth`` times a square, or a cube.
         tensor_parallel_depth: The number of squares with ``"2.5d"``: each has all of the weights, and a part of the
             samples.
-        tensor_parallel_plan: How layers are shared: a style by name of module, where ``*`` stands for anything between
-            two dots. ``"auto"`` takes the module's ``tensor_parallel_plan()``, or divides the layers of torch that it
+        tensor_parallel_plan: How layers are shared: a style by name of module, and a layout (``"S(0)"``, as
+            `distribute` takes it) by name of parameter or buffer, where ``*`` stands for anything between two dots.
+            ``"auto"`` takes the module's ``tensor_parallel_plan()``, or divides the layers of torch that it
             knows; ``None`` divides nothing.
         sequence_parallel: Whether activations between shared layers are divided along the sequence, where the plan has
             regions for it; transformer layers of torch are some.
@@ -189,7 +190,7 @@ class HybridStrategy(ReplicaCollectives):
         body: str | list[str] | None = None,
         tensor_parallel_mode: Literal["1d", "2d", "2.5d", "3d"] = "1d",
         tensor_parallel_depth: int = 1,
-        tensor_parallel_plan: dict[str, str] | str | None = "auto",
+        tensor_parallel_plan: dict[str, str | dict[str, str]] | str | None = "auto",
         sequence_parallel: bool = False,
         context_parallel_size: int = 1,
         context_parallel: Literal["ulysses", "ring", "all_gather"] = "ulysses",

@@ -315,7 +315,9 @@ def _whole(plan: Plan, module: nn.Module) -> list[str]:
 
 def _divided(plan: Plan, module: nn.Module) -> set[int]:
     """The parameters that are divided, by their identities."""
-    divided = {id(module.get_parameter(name)) for row in plan.rows for name in row.parameters()}
+    parameters = dict(module.named_parameters(remove_duplicate=False))  # a layout may divide a buffer too
+    names = {name for row in plan.rows for name in row.parameters()} & parameters.keys()
+    divided = {id(parameters[name]) for name in names}
     return divided | {id(each) for name in plan.torch_styles for each in module.get_submodule(name).parameters()}
 
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_hybrid.config import GridShape, UserPlan
-from lightning_hybrid.distributed.module_names import join_names, name_matches
+from lightning_hybrid.distributed.module_names import join_names, name_matches, named_tensors
 from lightning_hybrid.tensor_parallel.auto_plan.auto_plan import auto_plan
-from lightning_hybrid.tensor_parallel.grid.styles import find_grid_style, find_regions
+from lightning_hybrid.tensor_parallel.grid.styles import GRID_STYLES, find_grid_style, find_regions
 from lightning_hybrid.tensor_parallel.layers import (
     ParallelLayer,
     disable_fastpath,
     restore_fastpath,
     restore_layer,
 )
-from lightning_hybrid.tensor_parallel.layouts.layout import TENSOR, is_layout, parse_layout
+from lightning_hybrid.tensor_parallel.layouts.layout import STAGE_AXES, divided_dim, is_layout, layout_text
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.sequence_parallel import assign_sequence_dims
 from lightning_hybrid.tensor_parallel.shard import Sharder
@@ -51,7 +51,7 @@ class Plan:
         torch_styles: Layers with styles of torch.
         reasons: Layers that could not take part, and why.
         partial_grads: The parameters, not sharded themselves, whose gradients are partial sums over the ranks.
-        shapes: The full shape of every sharded parameter.
+        shapes: The full shape of every sharded parameter and buffer.
         grid: How the ranks are arranged in two or three dimensions; ``None`` if they are in a line.
     """
 
@@ -88,7 +88,8 @@ class Plan:
                 prepare(owner)
                 sharder.shard(module.get_submodule(owner), name, split)
             style = find_grid_style(row.style, layer, self.grid)
-            style.apply(layer, tensor_group=group, sequence_dim=row.sequence_dim, **row.options)
+            options = {**row.options, "layout_mesh": mesh} if row.kind == LAYOUT else row.options
+            style.apply(layer, tensor_group=group, sequence_dim=row.sequence_dim, **options)
         for name, torch_style in self.torch_styles.items():
             prepare(name)
             if not any(parameter.is_meta for parameter in module.get_submodule(name).parameters()):
@@ -119,16 +120,18 @@ def make_plan(
     *,
     sequence_parallel: bool,
     grid: GridShape | None = None,
+    axes: Sequence[str] = STAGE_AXES,
 ) -> Plan:
     """Resolve a plan.
 
     Args:
         module: The whole module; parameters may be on the meta device.
-        requested: What the user asks for: styles by name of module, where ``*`` stands for anything between two dots;
-            ``"auto"``; or ``None`` for nothing.
+        requested: What the user asks for: styles by name of module, and layouts by name of parameter or buffer, where
+            ``*`` stands for anything between two dots; ``"auto"``; or ``None`` for nothing.
         size: The number of tensor-parallel ranks.
         sequence_parallel: Whether activations between layers are sharded along sequences, where the plan says so.
         grid: How the ranks are arranged in two or three dimensions; ``None`` if they are in a line.
+        axes: The axes of ranks that hold one stage, from the outermost on, as layouts may name them.
 
     Raises:
         ValueError: If a pattern matches nothing, a style does not exist, or a layer cannot have its style.
@@ -143,7 +146,7 @@ def make_plan(
             f"tensor_parallel_plan={requested!r} is unknown; pass 'auto', None or a dict of styles by name."
         )
     else:
-        styles = _expand(module, requested)
+        styles = _expand(module, requested, axes)
     torch_styles = {name: style for name, style in styles.items() if isinstance(style, ParallelStyle)}
     named = [(name, style) for name, style in styles.items() if name not in torch_styles]
     _check_combinations(named)
@@ -157,7 +160,7 @@ def make_plan(
         rows = find_regions(rows, grid)
     _check_ties(module, rows)
     sharded = {name for row in rows for name in row.parameters()}
-    shapes = {name: module.get_parameter(name).shape for name in sharded}
+    shapes = {name: tensor.shape for name, tensor in named_tensors(module) if name in sharded}
     return Plan(
         size, tuple(rows), torch_styles, reasons, frozenset(_partial_grads(module, rows)) - sharded, shapes, grid
     )
@@ -189,16 +192,16 @@ def _option_text(value: object) -> str:
     return repr(value) if is_plain else type(value).__name__
 
 
-def check_names(module: nn.Module, requested: UserPlan) -> None:
+def check_names(module: nn.Module, requested: UserPlan, axes: Sequence[str] = STAGE_AXES) -> None:
     """Check the names of modules and styles of a plan that is not used, as without ranks that share layers.
 
     Raises:
         ValueError: If a pattern matches nothing, or a style does not exist.
     """
-    _expand(module, requested)
+    _expand(module, requested, axes)
 
 
-def _expand(module: nn.Module, requested: UserPlan) -> dict[str, Any]:
+def _expand(module: nn.Module, requested: UserPlan, axes: Sequence[str]) -> dict[str, Any]:
     """Names for patterns; of several that match, the last one counts."""
     first = {id(layer): name for name, layer in module.named_modules()}
     layers = dict(module.named_modules(remove_duplicate=False))
@@ -206,15 +209,16 @@ def _expand(module: nn.Module, requested: UserPlan) -> dict[str, Any]:
     styles: dict[str, Any] = {}
     for pattern, given in requested.items():
         style = "replicate" if given is None else given
-        if isinstance(style, str) and is_layout(style):
-            for owner, dims in _placed_parameters(module, pattern, style).items():
+        if is_layout(style):
+            for owner, dims in _placed_tensors(module, pattern, style, axes).items():
                 _add_layouts(styles, owner, dims)
             continue
         if not isinstance(style, ParallelStyle) and not _is_known(style):
             raise ValueError(
                 f"tensor_parallel_plan names the style {style!r} for {pattern!r}; there are"
                 f" {', '.join(name for name in STYLES if name != LAYOUT)} ('divide:ATTRIBUTE' for an integer that a"
-                " module computes with); and layouts of parameters by their names, such as 'S(0)'."
+                " module computes with); and layouts of parameters and buffers by their names, such as"
+                " 'S(0)'."
             )
         matching = [name for name in names if name_matches(name, pattern)]
         if not matching:
@@ -244,26 +248,28 @@ def _add_layouts(styles: dict[str, Any], owner: str, dims: Mapping[str, int | No
         styles.pop(owner, None)
 
 
-def _placed_parameters(module: nn.Module, pattern: str, layout: str) -> dict[str, dict[str, int | None]]:
-    """The parameters that a pattern matches, by the modules that have them; and the dimensions that are divided."""
+def _placed_tensors(
+    module: nn.Module, pattern: str, layout: str | Mapping[str, str], axes: Sequence[str]
+) -> dict[str, dict[str, int | None]]:
+    """The parameters and buffers that a pattern matches, by their modules; and the dimensions that are divided."""
     found: dict[str, dict[str, int | None]] = {}
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    matching = [name for name in parameters if name_matches(name, pattern)]
+    tensors = dict(named_tensors(module))
+    matching = [name for name in tensors if name_matches(name, pattern)]
     if not matching:
-        close = difflib.get_close_matches(pattern, parameters, n=3, cutoff=0.4) or list(parameters)[:8]
+        close = difflib.get_close_matches(pattern, tensors, n=3, cutoff=0.4) or list(tensors)[:8]
         raise ValueError(
             f"tensor_parallel_plan gives {pattern!r} the layout {layout!r}, but {type(module).__name__} has no"
-            f" parameter of that name. There are, for example, {', '.join(map(repr, close))}."
+            f" parameter or buffer of that name. There are, for example, {', '.join(map(repr, close))}."
         )
     for name in matching:
-        placements = parse_layout(layout, (TENSOR,), parameters[name].shape)
-        placement = placements[TENSOR]
-        if placement.is_partial():
+        tensor = tensors[name]
+        if isinstance(tensor, DTensor) and not isinstance(tensor, nn.Parameter):
             raise ValueError(
-                f"tensor_parallel_plan makes {name!r} a sum of parameters (P), which no optimizer can step."
+                f"tensor_parallel_plan gives {name!r} the layout {layout!r}, but it lies over ranks already:"
+                f" {layout_text(tensor)}. Leave the entry out, or give the plan a plain tensor."
             )
         owner, _, leaf = name.rpartition(".")
-        found.setdefault(owner, {})[leaf] = placement.dim if isinstance(placement, Shard) else None
+        found.setdefault(owner, {})[leaf] = divided_dim(layout, axes, tensor, name)
     return found
 
 
@@ -295,11 +301,13 @@ def _refuse_lines(styles: Mapping[str, Any], grid: GridShape) -> None:
     for name, style in styles.items():
         what = f"a {type(style).__name__} of torch" if isinstance(style, ParallelStyle) else None
         if isinstance(style, str) and style.startswith(f"{LAYOUT}:"):
-            what = f"a layout of parameters ({style.partition(':')[2]})"
+            what = f"a layout ({style.partition(':')[2]})"
         if what is not None:
             raise ValueError(
                 f"tensor_parallel_plan gives {name!r} {what}, which knows ranks in a line, and not"
-                f" tensor_parallel_mode={grid.mode!r}. Use a name of a style, or tensor_parallel_mode='1d'."
+                f" tensor_parallel_mode={grid.mode!r}, where each has a block of every weight and activation, over"
+                " several axes of ranks. Leave the entry out, and every rank has all of it; name a style of the module"
+                f" ({', '.join(GRID_STYLES)}); or use tensor_parallel_mode='1d'."
             )
 
 
@@ -338,12 +346,12 @@ def _options(style: str) -> dict[str, Any]:
     if kind == "mask_per_head":
         return {"total_heads": int(suffix)}
     if kind == LAYOUT:
-        return {"dims": layout_dims(style)}
+        return {"layout_dims": layout_dims(style)}
     return {"memory_is_replicated": True} if style == "attention:memory" else {}
 
 
 def _check_ties(module: nn.Module, rows: Iterable[PlanRow]) -> None:
-    """A parameter that is sharded under one of its names must be sharded alike under all of them."""
+    """What is sharded under one of its names must be sharded alike under all of them."""
     splits: dict[tuple[int, str], ParamSplit] = {}
     for row in rows:
         for name, split in row.parameters().items():
@@ -351,8 +359,8 @@ def _check_ties(module: nn.Module, rows: Iterable[PlanRow]) -> None:
             splits[id(module.get_submodule(owner)), leaf] = replace(split, path="")
     ties: dict[int, dict[str, ParamSplit | None]] = {}
     for name, layer in module.named_modules():
-        for leaf, parameter in layer._parameters.items():
-            ties.setdefault(id(parameter), {})[join_names(name, leaf)] = splits.get((id(layer), leaf))
+        for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            ties.setdefault(id(tensor), {})[join_names(name, leaf)] = splits.get((id(layer), leaf))
     for tied in ties.values():
         if len(set(tied.values())) > 1:
             raise ValueError(
@@ -372,8 +380,8 @@ def _check_layouts(rows: Iterable[PlanRow]) -> None:
         if inside is not None or row.sequence_dim is not None:
             beside = f"{inside!r} in it has the style {names[inside]!r}" if inside else "it is in a sequence_region"
             raise ValueError(
-                f"tensor_parallel_plan gives parameters of {row.name!r} a layout, but {beside}. Let the module with"
-                " the layout have no divided layers in it, and stand outside of such regions."
+                f"tensor_parallel_plan gives a parameter or a buffer of {row.name!r} a layout, but {beside}. Let the"
+                " module with the layout have no divided layers in it, and stand outside of such regions."
             )
 
 

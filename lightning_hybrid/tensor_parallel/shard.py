@@ -1,4 +1,4 @@
-"""Parameters sharded over the tensor-parallel ranks, as DTensors: optimizers and checkpoints know every shard."""
+"""Parameters and buffers sharded over the tensor-parallel ranks, as DTensors: checkpoints know every shard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_hybrid.tensor_parallel.styles import ParamSplit
 
 
 class Sharder:
-    """Shards parameters; one that is tied stays tied.
+    """Shards parameters and buffers; one that is tied stays tied.
 
     Args:
         module: The whole module. Parameters without values may get some until they are sharded, but no other ties.
@@ -32,12 +32,12 @@ class Sharder:
         self._device = device
         ties: dict[int, list[tuple[nn.Module, str]]] = {}
         for layer in module.modules():
-            for name, parameter in layer._parameters.items():
-                ties.setdefault(id(parameter), []).append((layer, name))
+            for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+                ties.setdefault(id(tensor), []).append((layer, name))
         self._ties = {(id(layer), name): owners for owners in ties.values() for layer, name in owners}
 
     def shard(self, module: nn.Module, name: str, split: ParamSplit) -> None:
-        """Keep this rank's shard of a parameter.
+        """Keep this rank's shard of a parameter, or of a buffer.
 
         With several blocks each of them is divided, as the projections of a packed attention need it. The parameter
         ``[3 d, e]``, seen as ``[3, d, e]``, is split on its second dimension::
@@ -46,34 +46,35 @@ class Sharder:
             rank 0     q q     k k     v v
             rank 1         q q     k k     v v
 
-        Every rank takes the values of the group's first one. All modules that hold the parameter get the shard.
+        Every rank takes the values of the group's first one. All modules that hold the tensor get the shard.
 
         Args:
-            module: Whose parameter it is.
+            module: Whose parameter or buffer it is.
             name: Its name there.
             split: How it is divided.
         """
-        parameter = getattr(module, name)
-        if parameter is None or parameter.is_meta or isinstance(parameter, DTensor):
+        tensor = getattr(module, name)
+        if tensor is None or tensor.is_meta or isinstance(tensor, DTensor):
             return  # there is none, it lives elsewhere, or it was sharded before
-        sharded = self._sharded(parameter, split)
+        sharded = self._sharded(tensor, split)
         for owner, leaf in self._ties[id(module), name]:
             setattr(owner, leaf, sharded)
 
-    def _sharded(self, parameter: nn.Parameter, split: ParamSplit) -> nn.Parameter:
+    def _sharded(self, tensor: Tensor, split: ParamSplit) -> Tensor:
         names = self._mesh.mesh_dim_names or ("",)
         with torch.no_grad(), keeping_blocks():
-            values = parameter.detach().to(self._device).contiguous()
+            values = tensor.detach().to(self._device).contiguous()
             dist.broadcast(as_bytes(values), group=self._group(), group_src=0)
             stacked = _stacked_shard(values, split, self._group.rank, self._group.size)
             local = stacked.clone(memory_format=torch.contiguous_format)
             dims = [None if dim is None else dim + (dim >= split.dim) for dim in map(split.dim_of, names)]
             placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
             blockwise = DTensor.from_local(local, self._mesh, placements, run_check=False)
-            values = flatten_blocks(blockwise, split.dim)
-            assert values.shape == parameter.shape, "a plan shards what can be divided"
-            sharded = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        copy_attributes(parameter, sharded)
+            sharded = flatten_blocks(blockwise, split.dim)
+            assert sharded.shape == tensor.shape, "a plan shards what can be divided"
+            if isinstance(tensor, nn.Parameter):
+                sharded = nn.Parameter(sharded, requires_grad=tensor.requires_grad)
+        copy_attributes(tensor, sharded)
         return sharded
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.tensor_parallel import layers
@@ -17,7 +17,7 @@ from lightning_hybrid.tensor_parallel.layouts.placed_layer import PlacedLayer
 
 @dataclass(frozen=True)
 class ParamSplit:
-    """How a parameter is sharded.
+    """How a parameter is sharded, or a buffer that a layout places.
 
     Attributes:
         path: Its dotted name below the layer.
@@ -132,7 +132,10 @@ class Style:
                 return "uses add_bias_kv or add_zero_attn"
         for split in self.param_splits(layer):
             owner, _, name = split.path.rpartition(".")
-            parameter = layer.get_submodule(owner)._parameters.get(name)
+            holder = layer.get_submodule(owner)
+            parameter: Tensor | None = holder._parameters.get(name)
+            if parameter is None and self.mixin is PlacedLayer:
+                parameter = holder._buffers.get(name)
             if parameter is None:
                 return f"computes its {split.path!r} from other parameters"
             if parameter._backward_hooks:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_hybrid import HybridStrategy
+from lightning_hybrid.config import grid_shape
 from lightning_hybrid.distributed.dtensor import full_tensor
-from lightning_hybrid.tensor_parallel.layouts.layout import distribute, parse_layout
+from lightning_hybrid.distributed.module_names import named_tensors
+from lightning_hybrid.tensor_parallel.layouts.layout import distribute, parse_layout, stage_axes
 from lightning_hybrid.tensor_parallel.layouts.operator_errors import explain_operator_error
+from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.plan import make_plan
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, loader, make_trainer
@@ -34,6 +39,7 @@ S0, S1, B = Shard(0), Shard(1), Replicate()
         ("S(1)", {"tensor_parallel": S1}),
         ("tensor_parallel=S(1), data_parallel=B", {"data_parallel": B, "tensor_parallel": S1}),
         ({"data_parallel": "S(0)"}, {"data_parallel": S0}),
+        ({"tensor_parallel": "S(1)", "data_parallel": "B"}, {"data_parallel": B, "tensor_parallel": S1}),
     ],
 )
 def test_layouts_are_read(layout: str | Mapping[str, str], expected: dict[str, Any]) -> None:
@@ -48,6 +54,18 @@ def test_layouts_are_read(layout: str | Mapping[str, str], expected: dict[str, A
         ("split(0)", ValueError, r"says 'split\(0\)' of an axis. Write 'S\(dimension\)', 'B' or 'P'"),
         ("rows=S(0)", ValueError, "names 'rows'; the axes are data_parallel, tensor_parallel"),
         ("S(2)", ValueError, r"splits dimension 2 of a tensor of shape \(16, 8\)"),
+        (
+            "tensor_parallel=S(0),tensor_parallel=S(1)",
+            ValueError,
+            r"says 'S\(0\)' and 'S\(1\)' of tensor_parallel: leave",
+        ),
+        (
+            "tensor_parallel=B, tensor_parallel=B",
+            ValueError,
+            "says 'B' and 'B' of tensor_parallel: leave one of them out",
+        ),
+        ({}, ValueError, "names no axis; the axes are data_parallel, tensor_parallel"),
+        ({"tensor_parallel": 0}, ValueError, "says 0 of an axis"),
         (["S(0)"], TypeError, r"a text or a mapping of axes to letters, not \['S\(0\)'\]"),
     ],
 )
@@ -148,7 +166,7 @@ def refusals() -> list[str]:
 
 def test_layouts_that_cannot_be_are_refused(ranks: Pools) -> None:
     (first, uneven, summed, axes, partial), _ = ranks(2).run(refusals)
-    assert "over replicas" in first
+    assert "is not 'B' over data_parallel, whose ranks train the same parameter" in first
     assert "zero_stage=3" in first
     assert "dimension 0 of a parameter of shape (3, 4) into 2 equal parts" in uneven
     assert "no optimizer can step" in summed
@@ -316,13 +334,176 @@ def test_parameters_in_layouts_train_as_in_one_process(ranks: Pools, tmp_path: A
     assert seen == {key for key in expected if not key.endswith("calls")}
 
 
+class Recalling(nn.Module):
+    """Reads a buffer, writes into another one, and sets a third anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(8, 8) / 4)
+        self.register_buffer("table", torch.linspace(-1, 1, 64).view(8, 8))
+        self.register_buffer("running", torch.linspace(0, 1, 8))
+        self.register_buffer("last", torch.linspace(1, 2, 8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(x @ self.up.T + x @ self.table) * self.last + self.running
+        if self.training:
+            with torch.no_grad():
+                self.running.mul_(0.9).add_(0.1 * h.mean(0))
+            self.last = self.last * 0.9 + torch.linspace(0, 0.1, 8, dtype=x.dtype, device=x.device)
+        return x + h
+
+
+class Recalled(Mixed):
+    """Layers whose buffers lie in layouts; one stands outside of the body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.body, self.embed = nn.Sequential(Recalling(), Recalling()), nn.Sequential(self.embed, Recalling())
+        self.double()
+
+
+BUFFERS: dict[str, Any] = {
+    "body.*.table": "S(1)",
+    "body.*.running": {"tensor_parallel": "S(0)"},
+    "body.*.last": "S(0)",
+    "body.1.up": "tensor_parallel=S(0)",
+    "embed.1.table": "B,S(0)",
+    "embed.1.running": "S(-1)",
+    "embed.1.last": "data_parallel=B,tensor_parallel=S(0)",
+}
+PARTS = {f"{layer}.{name}": (4,) for layer in ("body.0", "body.1", "embed.1") for name in ("running", "last")}
+PARTS |= {"body.0.table": (8, 4), "body.1.table": (8, 4), "embed.1.table": (4, 8)}
+
+
+def recalled(layout: Mapping[str, Any] | None, path: str, resumed: Sequence[str]) -> Any:
+    """Two epochs, which are saved; and a third one, for each checkpoint that is resumed."""
+    trainer = make_trainer(layout, max_epochs=2)
+    module: LightningModule = Recalled()
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(path)
+    trainer.strategy.barrier()
+    divided = {name: tuple(each.to_local().shape) for name, each in module.named_buffers() if isinstance(each, DTensor)}
+    outcomes = []
+    for each in resumed:
+        trainer = make_trainer(layout, max_epochs=3)
+        trainer.fit(module := Recalled(), loader(), ckpt_path=each)
+        if layout is not None:
+            trainer.strategy.gather_module()
+        outcomes.append({name: each.detach() for name, each in named_tensors(module)})
+    return divided, outcomes
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (2, {}),
+        pytest.param(2, {"save_distributed_checkpoint": True, "recompute": True}, marks=pytest.mark.thorough),
+        pytest.param(4, {"pipeline_parallel_size": 2, "num_microbatches": 1}, marks=pytest.mark.thorough),
+        pytest.param(4, {"zero_stage": 3}, marks=pytest.mark.thorough),
+        pytest.param(4, {"zero_stage": 1, "save_distributed_checkpoint": True}, marks=pytest.mark.thorough),
+    ],
+)
+def test_buffers_in_layouts_are_as_in_one_process(ranks: Pools, tmp_path: Any, size: int, layout: Any) -> None:
+    arguments = {"tensor_parallel_size": 2, "tensor_parallel_plan": BUFFERS, **layout}
+    paths = [str(tmp_path / "whole.ckpt"), str(tmp_path / "divided.ckpt")]
+    if "zero_stage" in layout:  # replicas see other batches: the oracle is the same without tensor parallelism
+        replicas = ranks(2, lightning=True).run(recalled, {}, paths[0], paths[:1])
+    else:
+        replicas = [recalled(None, paths[0], paths[:1])]
+    before, held = Recalled().state_dict(), set()
+    for rank, (divided, outcomes) in enumerate(ranks(size, lightning=True).run(recalled, arguments, paths[1], paths)):
+        _, (expected,) = replicas[rank * len(replicas) // size]
+        assert not torch.equal(expected["body.1.running"], before["body.1.running"])
+        assert divided == {name: PARTS[name] for name in divided}
+        held |= divided.keys()
+        for states in outcomes:
+            assert_same(states, expected)
+    assert held == PARTS.keys()
+    if "save_distributed_checkpoint" not in layout:
+        whole, saved = (torch.load(path, weights_only=False)["state_dict"] for path in paths)
+        assert_same(dict(saved), dict(whole))
+        assert {"body.0.table", "embed.1.running"} <= saved.keys()
+        assert "body.0.last" not in saved
+
+
+class Setting(nn.Module):
+    """Its buffer gets what a call says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dims = self.mesh = 1.0  # names that are the user's
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x: Tensor, kind: str = "") -> Tensor:
+        y = x * self.table.sum() * self.dims * self.mesh
+        if kind == "longer":
+            self.table = torch.cat([self.table, self.table[:1]])
+        elif kind == "plain":
+            self.table = torch.full((6,), 2.0)
+        elif kind == "none":
+            self.table = None
+        return y
+
+
+def set_anew() -> list[Any]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=AXES)
+    first, module = torch.ones(2), nn.Sequential(Setting())
+    plan = make_plan(module, {"0.table": "S(0)"}, 2, sequence_parallel=False)
+    plan.apply(module, mesh["tensor_parallel"], TensorGroup(mesh["tensor_parallel"].get_group()), torch.device("cpu"))
+    layer: Any = module[0]
+    found: list[Any] = [
+        layer(first),
+        layer.table.to_local().tolist(),
+        layer.table.to_local().untyped_storage().nbytes(),
+    ]
+    layer.table = torch.arange(2.0, 8.0)  # by code that knows nothing of layouts
+    for kind in ("", "longer", "plain", ""):
+        found += [layer(first, kind), (type(layer.table).__name__, full_tensor(layer.table).tolist())]
+    copied = copy.deepcopy(module)
+    found += [copied(first), module.state_dict()["0.table"].to_local().untyped_storage().nbytes()]
+    layer(first, "none")
+    plan.undo(module)
+    return [*found, layer.table, type(layer) is Setting]
+
+
+def test_buffers_are_set_anew(ranks: Pools) -> None:
+    ones = torch.ones(2)
+    for rank, found in enumerate(ranks(2).run(set_anew)):
+        assert_same(found[:3], [6 * ones, [2.0 * rank, 2.0 * rank + 1], 8])
+        after = [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+        assert_same(found[3:5], [27 * ones, ("DTensor", after)])
+        assert_same(found[5:7], [27 * ones, ("Tensor", [*after, 2.0])])  # of seven entries no rank has a half
+        assert_same(found[7:11], [29 * ones, ("DTensor", [2.0] * 6), 12 * ones, ("DTensor", [2.0] * 6)])
+        assert_same(found[11:], [12 * ones, 12, None, True])
+
+
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
-        ({"body.*.sideways": "S(0)"}, "has no parameter of that name"),
+        ({"body.*.sideways": "S(0)"}, "has no parameter or buffer of that name"),
         ({"body.0.up": "S(3)"}, "splits dimension 3"),
-        ({"body.0.up": "S(0),S(1)"}, "has 2 letters for the axes tensor_parallel"),
-        ({"body.0.up": "P"}, r"a sum of parameters \(P\)"),
+        ({"body.0.up": "S(0),S(1),B"}, "has 3 letters for the axes data_parallel, tensor_parallel"),
+        (
+            {"body.0.up": "S(0),S(1)"},
+            "of 'body.0.up' in .* is not 'B' over data_parallel, .* HybridStrategy.zero_stage=3",
+        ),
+        ({"body.0.up": "P,S(1)"}, "is not 'B' over data_parallel, whose ranks train the same parameter: say 'B'"),
+        ({"body.0.up": {"data_parallel": "S(0)"}}, "is not 'B' over data_parallel"),
+        (
+            {"body.0.gain": "S(0),B"},
+            "is not 'B' over data_parallel, whose ranks have the same buffer: .*`strategy.dist",
+        ),
+        (
+            {"body.0.up": "P"},
+            r"makes it a sum of others \(P\), which no optimizer can step: say 'S\(dimension\)' or 'B'",
+        ),
+        ({"body.0.gain": "P"}, r"makes it a sum of others \(P\), but its values are there, and nothing is to be added"),
+        ({"body.0.calls": "S(0)"}, r"splits dimension 0 of a tensor of shape \(\)"),
+        ({"body.0.up": "rows=S(0)"}, "names 'rows'; the axes are data_parallel, tensor_parallel"),
+        ({"body.0.up": "tensor_parallel=S[0]"}, r"says 'S\[0\]' of an axis"),
+        ({"body.0.up": "tensor_parallel=S(0),tensor_parallel=S(1)"}, "leave one of them out"),
+        ({"body.0.up": ["S(0)"]}, "names the style .*; and layouts of parameters and buffers by their names"),
         ({"body.0": "on_shards", "body.0.up": "S(0)"}, "the style 'on_shards', and a layout to its parameter 'up'"),
         ({"body.0.up": "S(0)", "body.0.norm": "on_shards"}, "'body.0.norm' in it has the style 'on_shards'"),
         ({"body.0.norm.weight": "S(0)", "body.0.norm.bias": "B", "body.0": "layout"}, "the style 'layout'"),
@@ -331,6 +512,71 @@ def test_parameters_in_layouts_train_as_in_one_process(ranks: Pools, tmp_path: A
 def test_what_a_plan_cannot_lay_out_is_refused(plan: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make_plan(Mixed(), plan, 2, sequence_parallel=False)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "B,S(0)",
+        "tensor_parallel=S(0)",
+        {"tensor_parallel": "S(0)"},
+        "data_parallel=B, tensor_parallel=S(-2)",
+        {"tensor_parallel": "S(0)", "data_parallel": "B"},
+    ],
+)
+def test_a_plan_takes_the_axes_that_values_lie_over(layout: Any) -> None:
+    plain, other = (make_plan(Mixed(), {"body.*.up": each}, 2, sequence_parallel=False) for each in ("S(0)", layout))
+    assert [row.style for row in other.rows] == ["layout:up=S(0)"] * 4
+    assert (other.rows, other.shapes) == (plain.rows, plain.shapes)
+
+
+def test_letters_of_a_plan_are_in_the_order_of_the_ranks() -> None:
+    axes = stage_axes("pp-tp-cp-dp")
+    assert axes == ("tensor_parallel", "context_parallel", "data_parallel")
+    plan = make_plan(Mixed(), {"body.0.up": "S(0),B,B"}, 2, sequence_parallel=False, axes=axes)
+    assert [row.style for row in plan.rows] == ["layout:up=S(0)"]
+    with pytest.raises(ValueError, match="is not 'B' over context_parallel"):
+        make_plan(Mixed(), {"body.0.up": "B,S(0),B"}, 2, sequence_parallel=False, axes=axes)
+
+
+def test_a_plan_divides_buffers() -> None:
+    plan = make_plan(
+        Mixed(), {"body.0.gain": "S(0)", "body.0.up": "S(1)", "body.1.gain": "B"}, 2, sequence_parallel=False
+    )
+    assert [row.style for row in plan.rows] == ["layout:gain=S(0),up=S(1)"]
+    assert plan.shapes == {"body.0.gain": (8,), "body.0.up": (16, 8)}
+    with pytest.raises(
+        ValueError, match=r"has 'gain' of shape \(8,\), whose dimension 0 cannot be divided into 3 equal"
+    ):
+        make_plan(Mixed(), {"body.0.gain": "S(0)"}, 3, sequence_parallel=False)
+    tied = Mixed()
+    tied.body[1].gain = tied.body[0].gain
+    with pytest.raises(ValueError, match=r"'body\.0\.gain' and 'body\.1\.gain' are one tied"):
+        make_plan(tied, {"body.0.gain": "S(0)"}, 2, sequence_parallel=False)
+
+
+@pytest.mark.parametrize("mode", ["2d", "3d"])
+def test_ranks_in_a_grid_take_no_layouts(mode: str) -> None:
+    size = {"2d": 4, "3d": 8}[mode]
+    text = (
+        f"a layout .gain=S.0.., which knows ranks in a line, and not tensor_parallel_mode='{mode}', .* Leave the entry"
+    )
+    with pytest.raises(ValueError, match=text):
+        make_plan(Mixed(), {"body.*.gain": "S(0)"}, size, sequence_parallel=False, grid=grid_shape(mode, size))
+
+
+def test_layouts_are_read_from_yaml() -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(HybridStrategy, "strategy")
+    text = "{body.*.up: 'B,S(0)', body.*.down: {tensor_parallel: S(1)}, body.*.gain: data_parallel=B}"
+    found = parser.parse_string(f"strategy: {{tensor_parallel_plan: {text}}}").strategy.tensor_parallel_plan
+    assert found == {
+        "body.*.up": "B,S(0)",
+        "body.*.down": {"tensor_parallel": "S(1)"},
+        "body.*.gain": "data_parallel=B",
+    }
+    plan = make_plan(Mixed(), found, 2, sequence_parallel=False)
+    assert {row.style for row in plan.rows} == {"layout:up=S(0),down=S(1)"}
 
 
 def test_the_last_pattern_counts() -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +28,44 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_hybrid.distributed.dtensor import REPLICAS, copy_attributes
+from lightning_hybrid.distributed.dtensor import copy_attributes
 from lightning_hybrid.distributed.mesh import AXES
 
 TENSOR, _STAGES = AXES["tp"], AXES["pp"]
+#: The axes of ranks that hold one stage, from the outermost on, in the usual order.
+STAGE_AXES = (AXES["dp"], TENSOR)
 _LETTER = re.compile(r"S\((-?\d+)\)|B|P")
 _HELP = "Write 'S(dimension)', 'B' or 'P' for each axis, such as 'S(0),S(1)' or 'data_parallel=S(0),tensor_parallel=B'."
 
+#: Why a parameter (or else a buffer) cannot lie otherwise, and what to do.
+_WHY = {
+    True: {
+        "other axis": "train the same parameter: say 'B'. HybridStrategy(zero_stage=3) keeps a part of each parameter"
+        " on each replica.",
+        "sum": "which no optimizer can step",
+    },
+    False: {
+        "other axis": "have the same buffer: say 'B'. Code of your own divides a tensor over replicas by"
+        " `strategy.distribute(tensor, layout)`.",
+        "sum": "but its values are there, and nothing is to be added",
+    },
+}
 
-def is_layout(text: str) -> bool:
-    """Whether this is a layout, and not the name of a style."""
-    return all(_LETTER.fullmatch(part.strip()) for part in text.split(","))
+
+def stage_axes(rank_order: str) -> tuple[str, ...]:
+    """The axes of ranks that hold one stage, from the outermost on.
+
+    Args:
+        rank_order: All axes by their short names, joined by ``-``.
+    """
+    return tuple(axis for axis in map(AXES.__getitem__, rank_order.split("-")) if axis != _STAGES)
+
+
+def is_layout(style: object) -> TypeGuard[str | Mapping[str, str]]:
+    """Whether an entry of a plan is a layout, and not the name of a style."""
+    if isinstance(style, str) and ":" not in style:
+        return any("=" in part or _LETTER.fullmatch(part.strip()) for part in style.split(","))
+    return isinstance(style, Mapping)
 
 
 def parse_layout(layout: str | Mapping[str, str], axes: Sequence[str], shape: Sequence[int]) -> dict[str, Placement]:
@@ -55,26 +82,60 @@ def parse_layout(layout: str | Mapping[str, str], axes: Sequence[str], shape: Se
 
     Raises:
         TypeError: If it is no text and no mapping.
-        ValueError: If it cannot be read, or names an axis or a dimension that there is not.
+        ValueError: If it cannot be read, or names no axis, one twice, or an axis or a dimension that there is not.
     """
-    if isinstance(layout, str):
-        parts = [part.strip() for part in layout.split(",")]
-        if any("=" in part for part in parts):
-            given = {name.strip(): letter.strip() for name, _, letter in (part.partition("=") for part in parts)}
-        elif len(parts) == 1:
-            given = {TENSOR: parts[0]}
-        elif len(parts) == len(axes):
-            given = dict(zip(axes, parts, strict=True))
-        else:
-            raise ValueError(f"The layout {layout!r} has {len(parts)} letters for the axes {', '.join(axes)}. {_HELP}")
-    elif isinstance(layout, Mapping):
-        given = dict(layout)
-    else:
-        raise TypeError(f"A layout is a text or a mapping of axes to letters, not {layout!r}. {_HELP}")
-    unknown = [name for name in given if name not in axes]
-    if unknown:
-        raise ValueError(f"The layout {layout!r} names {unknown[0]!r}; the axes are {', '.join(axes)}. {_HELP}")
+    pairs = _letters(layout, axes)
+    names = [name for name, _ in pairs]
+    unknown = [name for name in names if name not in axes]
+    twice = [name for name in names if names.count(name) > 1]
+    if unknown or not names:
+        what = repr(unknown[0]) if unknown else "no axis"
+        raise ValueError(f"The layout {layout!r} names {what}; the axes are {', '.join(axes)}. {_HELP}")
+    if twice:
+        said = " and ".join(repr(letter) for name, letter in pairs if name == twice[0])
+        raise ValueError(f"The layout {layout!r} says {said} of {twice[0]}: leave one of them out. {_HELP}")
+    given = dict(pairs)
     return {axis: _placement(layout, given[axis], shape) for axis in axes if axis in given}
+
+
+def _letters(layout: object, axes: Sequence[str]) -> list[tuple[str, object]]:
+    """What a layout says, as it is written: axes and their letters."""
+    if isinstance(layout, Mapping):
+        return list(layout.items())
+    if not isinstance(layout, str):
+        raise TypeError(f"A layout is a text or a mapping of axes to letters, not {layout!r}. {_HELP}")
+    parts = [part.strip() for part in layout.split(",")]
+    if any("=" in part for part in parts):
+        return [(name.strip(), letter.strip()) for name, _, letter in (part.partition("=") for part in parts)]
+    if len(parts) == 1:
+        return [(TENSOR, parts[0])]
+    if len(parts) != len(axes):
+        raise ValueError(f"The layout {layout!r} has {len(parts)} letters for the axes {', '.join(axes)}. {_HELP}")
+    return list(zip(axes, parts, strict=True))
+
+
+def divided_dim(layout: str | Mapping[str, str], axes: Sequence[str], tensor: Tensor, name: str = "") -> int | None:
+    """The dimension of a parameter or a buffer that the tensor-parallel ranks divide; ``None`` if each has all of it.
+
+    Args:
+        layout: As for :func:`parse_layout`.
+        axes: Likewise.
+        tensor: The parameter or the buffer.
+        name: Its name, where a plan says how it lies.
+
+    Raises:
+        ValueError: If it cannot lie so, as optimizers, norms and checkpoints know shards over that axis alone.
+    """
+    why = _WHY[isinstance(tensor, nn.Parameter)]
+    start = f"The layout {layout!r}{f' of {name!r} in tensor_parallel_plan' if name else ''}"
+    placements = parse_layout(layout, axes, tensor.shape)
+    other = next((axis for axis, each in placements.items() if axis != TENSOR and not each.is_replicate()), None)
+    if other is not None:
+        raise ValueError(f"{start} is not 'B' over {other}, whose ranks {why['other axis']}")
+    placement = placements.get(TENSOR)
+    if placement is not None and placement.is_partial():
+        raise ValueError(f"{start} makes it a sum of others (P), {why['sum']}: say 'S(dimension)' or 'B'.")
+    return placement.dim if isinstance(placement, Shard) else None
 
 
 def _placement(layout: object, letter: object, shape: Sequence[int]) -> Placement:
@@ -110,9 +171,9 @@ def distribute(
         makes_parameters: Whether a parameter that takes its place is made of a parameter. Else it is a value.
     """
     axes = [axis for axis in mesh.mesh_dim_names or () if axis != _STAGES]
-    placements = parse_layout(layout, axes, tensor.shape)
     if isinstance(tensor, nn.Parameter) and makes_parameters:
-        return _parameter(tensor, layout, placements, mesh)
+        return _parameter(tensor, layout, axes, mesh)
+    placements = parse_layout(layout, axes, tensor.shape)
     if isinstance(tensor, DTensor):
         _check_axes(tensor, layout, placements)
         return tensor.redistribute(placements=list(placements.values()))
@@ -162,23 +223,16 @@ def _check_axes(tensor: DTensor, layout: object, placements: Mapping[str, Placem
 
 
 def _parameter(
-    parameter: nn.Parameter, layout: object, placements: Mapping[str, Placement], mesh: DeviceMesh
+    parameter: nn.Parameter, layout: str | Mapping[str, str], axes: Sequence[str], mesh: DeviceMesh
 ) -> DTensor:
     """A parameter over the ranks that share a layer: optimizers, norms and checkpoints know every shard."""
-    placement = placements.get(TENSOR, Replicate())
-    if any(not each.is_replicate() for axis, each in placements.items() if axis == REPLICAS):
+    dim, size = divided_dim(layout, axes, parameter), mesh[TENSOR].size()
+    if dim is not None and parameter.shape[dim] % size:
         raise ValueError(
-            f"The layout {layout!r} divides a parameter over replicas, which train the same one: 'B' for"
-            f" {REPLICAS}. HybridStrategy(zero_stage=3) keeps a part of each parameter on each replica."
+            f"The layout {layout!r} cannot divide dimension {dim} of a parameter of shape {tuple(parameter.shape)} into"
+            f" {size} equal parts."
         )
-    size = mesh[TENSOR].size()
-    if placement.is_partial():
-        raise ValueError(f"The layout {layout!r} makes a parameter a sum of others, which no optimizer can step.")
-    if isinstance(placement, Shard) and parameter.shape[placement.dim] % size:
-        raise ValueError(
-            f"The layout {layout!r} cannot divide dimension {placement.dim} of a parameter of shape"
-            f" {tuple(parameter.shape)} into {size} equal parts."
-        )
+    placement = Replicate() if dim is None else Shard(dim)
     whole = DTensor.from_local(parameter.detach(), mesh[TENSOR], [Replicate()], run_check=False)
     sharded = nn.Parameter(whole.redistribute(placements=[placement]), requires_grad=parameter.requires_grad)
     copy_attributes(parameter, sharded)

@@ -165,7 +165,7 @@ class EpochSync(Callback):
         changed = sorted(set().union(*everyone))
         different = [name for name in changed if len({digests.get(name) for digests in everyone}) > 1]
         if different:
-            own = {name: packed.get(name) or pack_attribute(module, name) for name in different if name in now}
+            own = {name: pack_attribute(module, name, whole=True) for name in different if name in now}
             received = broadcast_object(own if self._is_source else None, self._source, group)
             for name, data in received.items():
                 if not self._is_source and data is not None:

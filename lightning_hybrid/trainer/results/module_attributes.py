@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
+from lightning_hybrid.distributed.dtensor import distribute_like, full_tensor, to_local
 from lightning_hybrid.distributed.pytree import flatten, map_leaves
 from lightning_hybrid.distributed.tensor_bytes import to_host
 from lightning_hybrid.trainer.lightning_internals import lightning_attributes
@@ -140,10 +142,19 @@ def pack(value: Any) -> bytes | None:
     return buffer.getvalue()
 
 
-def pack_attribute(module: nn.Module, name: str) -> bytes | None:
-    """The attribute or buffer of this dotted name, as :func:`pack` makes it."""
+def pack_attribute(module: nn.Module, name: str, *, whole: bool = False) -> bytes | None:
+    """The attribute or buffer of this dotted name, as :func:`pack` makes it.
+
+    Args:
+        module: The user's module.
+        name: The name.
+        whole: Whether a buffer of which ranks have parts is made whole, by a collective of theirs; else it is the part.
+    """
     path, _, leaf = name.rpartition(".")
-    return pack(getattr(module.get_submodule(path), leaf))
+    value = getattr(module.get_submodule(path), leaf)
+    if isinstance(value, DTensor):
+        value = full_tensor(value) if whole else to_local(value)
+    return pack(value)
 
 
 def unpack(packed: bytes, device: torch.device) -> Any:
@@ -212,4 +223,4 @@ def _assign_buffer(module: nn.Module, name: str, value: Tensor) -> None:
         module._buffers[name] = value
     elif not present.is_meta:
         with torch.no_grad():
-            present.copy_(value)
+            present.copy_(distribute_like(value, present))

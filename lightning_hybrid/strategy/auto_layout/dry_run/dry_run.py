@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_hybrid.config import HybridConfig, accumulated_batches, grid_shape
 from lightning_hybrid.data_parallel.zero.param import find_owners, set_parameter
-from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
+from lightning_hybrid.distributed.dtensor import copy_attributes, mixed_operations, to_local
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import AXES
 from lightning_hybrid.distributed.pytree import flatten, unflatten
@@ -414,7 +414,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         layers = layout.find_recomputed(module, config, body, stage_map)
         recompute = ActivationCheckpointing(layers, torch.device("cpu"), selective=config.recompute == "selective")
         around_layers = self._with_shares(config, body, layers, recompute)
-        with mode, RealDraws(), LogRecorder(module)(), around_layers():
+        with mode, mixed_operations(), RealDraws(), LogRecorder(module)(), around_layers():
             leaves, spec = flatten(microbatch)
             leaves = [_in_mode(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             held = [to_local(tensor) for tensor in (*module.parameters(), *module.buffers())]
