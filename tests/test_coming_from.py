@@ -31,6 +31,7 @@ from examples.lamb import Lamb
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.cli.hybrid_cli import HybridCLI
 from lightning_hybrid.cli.main import main
+from lightning_hybrid.distributed.dtensor import full_tensor, is_tensor_parallel
 from tests.pool import Pools
 from tests.test_logging_features import Memory
 from tests.training_jobs import Regression, assert_same, loader, make_trainer, plain, together, weights
@@ -157,7 +158,7 @@ METHODS: dict[str, tuple[str, str, str]] = {
         """
         super(type(self), self).__init__()
         self.embed = nn.Linear(6, 8)
-        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)])
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth)])
         self.head = nn.Linear(8, 3)
         """,
         "",
@@ -196,12 +197,37 @@ def method(name: str, lines: list[str]) -> str:
     return f"def {name}({arguments}):\n{textwrap.indent(body, '    ')}\n    return None"
 
 
-def make_module(lines: list[Line], names: dict[str, Any]) -> LightningModule:
+def make_module(lines: list[Line], names: dict[str, Any], depth: int = 6) -> LightningModule:
     """A module for classification with a row's lines in its methods."""
     methods: dict[str, Any] = {"forward": lambda self, x: self.head(self.body(self.embed(x)))}
+    names["depth"] = depth
     for name in dict.fromkeys([*ALWAYS, *(line.place for line in lines if line.place)]):
         exec(method(name, [line.code for line in lines if line.place == name]), names, methods)
     return type("Documented", (LightningModule,), methods)()
+
+
+class Attending(LightningModule):
+    """What ranks can share layers of, and sequences: each number of an image is a position; a class is never taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(1, 16)
+        self.body = nn.Sequential(*(self._layer() for _ in range(4)))
+        self.head = nn.Linear(16, 4)
+
+    def _layer(self) -> nn.Module:
+        attention = nn.TransformerEncoderLayer(16, 8, 16, 0.0, batch_first=True)
+        return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), attention)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        return nn.functional.cross_entropy(self.head(self.body(self.embed(images[..., None])).mean(1)), labels)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def classification(num_samples: int = 24) -> TensorDataset:
@@ -234,6 +260,15 @@ def logging_restored(stream: io.StringIO) -> Iterator[None]:
         logger.handlers[:] = handlers
 
 
+#: Arguments of a strategy that say something about layers with attention.
+ATTENDING = {"tensor_parallel_size", "tensor_parallel_plan", "context_parallel_size", "recompute", "layout"}
+
+
+def meant(**arguments: Any) -> dict[str, Any]:
+    """The arguments of a strategy; a plan says how layers are shared, and not by how many ranks."""
+    return {"tensor_parallel_size": 2, **arguments} if "tensor_parallel_plan" in arguments else arguments
+
+
 class Writes:
     """Gathers what Python lines of a row make, for a Trainer on the processes at hand."""
 
@@ -249,10 +284,15 @@ class Writes:
         self.names.update(HybridStrategy=self._make_strategy, Trainer=self.arguments.update)
 
     def _make_strategy(self, **arguments: Any) -> None:
-        HybridStrategy(**arguments)
-        sizes = [arguments.get(f"{axis}_parallel_size", 1) for axis in ("data", "tensor", "pipeline")]
-        if math.prod(1 if size == "auto" else size for size in sizes) == 2:
-            self.strategy = arguments
+        self.strategy = meant(**arguments)
+
+    def make_module(self, lines: list[Line]) -> LightningModule:
+        """A module that the strategy's arguments say something about, with a row's lines in its methods."""
+        if self.strategy.keys() & ATTENDING:
+            assert not any(line.place for line in lines)
+            return Attending()
+        partition = self.strategy.get("partition", "uniform")
+        return make_module(lines, self.names, depth=6 if partition in ("uniform", "parameters", [1, 2, 2, 1]) else 24)
 
     def evaluate(self, code: str) -> None:
         made = eval(code, self.names)
@@ -262,6 +302,15 @@ class Writes:
             self.arguments["logger"] = made
         elif isinstance(made, DataLoader):
             self.names["train_loader"] = made
+
+
+def axis_sizes(strategy: Any) -> dict[str, int]:
+    """The sizes of all axes, by argument."""
+    axes = zip(("data", "tensor", "pipeline"), strategy.sizes, strict=True)
+    return {
+        **{f"{axis}_parallel_size": size for axis, size in axes},
+        "context_parallel_size": strategy.settings.context_parallel_size,
+    }
 
 
 def run_lines(
@@ -274,7 +323,7 @@ def run_lines(
     """Train for two epochs of four batches with a row's lines, in a pipeline of two processes unless it says otherwise.
 
     Args:
-        lines: The row's.
+        lines: The row's; of several strategies, one.
         processes: 1 is without our strategy.
         spies: Further callbacks.
         directory: Where to write files.
@@ -288,7 +337,7 @@ def run_lines(
             if line.place is None and line.code not in calls:
                 writes.evaluate(line.code)
         torch.manual_seed(0)
-        module = make_module(lines, writes.names)
+        module = writes.make_module(lines)
         callbacks = [*writes.callbacks, *spies]
         arguments = {"logger": Memory(), "num_sanity_val_steps": 0, "callbacks": callbacks, **writes.arguments}
         arguments.update(max_epochs=2, max_steps=-1)
@@ -296,8 +345,9 @@ def run_lines(
             arguments["accelerator"] = "cpu"
         if short:
             arguments.update(max_epochs=1, limit_train_batches=2, limit_val_batches=1)
-        for name, kind in (("enable_progress_bar", ProgressBar), ("enable_checkpointing", Checkpoint)):
-            arguments.setdefault(name, any(isinstance(callback, kind) for callback in callbacks))
+        saves = any("save" in name for name in writes.strategy)
+        arguments.setdefault("enable_progress_bar", any(isinstance(callback, ProgressBar) for callback in callbacks))
+        arguments.setdefault("enable_checkpointing", saves or any(isinstance(each, Checkpoint) for each in callbacks))
         trainer = make_trainer(writes.strategy if processes > 1 else None, **arguments)
         writes.names.update(trainer=trainer, model=module)
         outputs = None
@@ -307,7 +357,9 @@ def run_lines(
         "metrics": plain(trainer.callback_metrics),
         "steps": trainer.global_step,
         "outputs": outputs,
-        "weights": weights(module),
+        "weights": {name: full_tensor(value) for name, value in weights(module).items()},
+        "shared": sum(map(is_tensor_parallel, module.parameters())),
+        "sizes": axis_sizes(trainer.strategy) if processes > 1 else None,
         "history": getattr(trainer.logger, "history", None),
         "module": {name: value for name, value in vars(module).items() if isinstance(value, (int, float, bool))},
         "spies": [getattr(spy, "values", None) for spy in spies],
@@ -326,16 +378,53 @@ def skip_without_libraries(row: Row) -> None:
             pytest.skip(f"{name} needs {' or '.join(libraries)}")
 
 
-#: Every day a third of the lines.
-LINES = [pytest.param(row, id=str(row), marks=pytest.mark.thorough if i % 4 else ()) for i, row in enumerate(RUNNING)]
+def trainings(row: Row) -> list[list[Line]]:
+    """Its lines; of several strategies each by itself."""
+    strategies = [line for line in row.lines if line.code.startswith("HybridStrategy(")]
+    others = [line for line in row.lines if line not in strategies]
+    return [[*others, strategy] for strategy in strategies] or [others]
 
 
-@pytest.mark.parametrize("row", LINES)
-def test_a_line_trains_in_a_pipeline_of_two_processes(ranks: Pools, row: Row) -> None:
+def sizes_of(lines: list[Line]) -> dict[str, Any]:
+    """The sizes of axes that a strategy among these lines names; without one, those of the usual pipeline."""
+    named = [eval(line.code, {"HybridStrategy": meant}) for line in lines if line.code.startswith("HybridStrategy(")]
+    arguments = named[0] if named else {"pipeline_parallel_size": 2}
+    return {name: size for name, size in arguments.items() if name.endswith("_parallel_size") and size != "auto"}
+
+
+def processes_of(lines: list[Line]) -> int:
+    """As many as the strategy says; where it says nothing of them, two replicas."""
+    return max(2, math.prod(sizes_of(lines).values()))
+
+
+#: What is not trained otherwise, every day.
+DAILY = ('context_parallel="ring"', 'context_parallel="ulysses"', 'tensor_parallel_mode="2d"', '.weight": "S(0)"')
+
+
+def _marked(row: Row, lines: list[Line]) -> Any:
+    """Every day those, and a quarter of the rows that two processes are enough for."""
+    is_daily = any(name in row.cell for name in DAILY) or (RUNNING.index(row) % 4 == 0 and processes_of(lines) == 2)
+    marks = () if is_daily else pytest.mark.thorough
+    return pytest.param(row, lines, id=str(row), marks=marks)
+
+
+@pytest.mark.parametrize(("row", "lines"), [_marked(row, lines) for row in RUNNING for lines in trainings(row)])
+def test_a_line_trains(ranks: Pools, row: Row, lines: list[Line]) -> None:
+    """In the processes that its strategy needs, or else in a pipeline of two."""
     skip_without_libraries(row)
-    first, second = ranks(2, lightning=True).run(run_lines, row.lines, 2, (), None, True)
-    assert first["metrics"] == second["metrics"]
-    assert all(math.isfinite(value) for value in first["metrics"].values())
+    if "global_batch_size" in row.cell:  # a whole number of batches makes it up
+        lines = [*lines, Line("DataLoader(dataset, batch_size=8)")]
+    size, sizes = processes_of(lines), sizes_of(lines)
+    results = ranks(size, lightning=True).run(run_lines, lines, size, (), None, True)
+    for result in results:
+        assert result["metrics"] == results[0]["metrics"]
+        assert all(math.isfinite(value) for value in result["metrics"].values())
+        assert sizes.items() <= result["sizes"].items()
+        assert (result["shared"] > 0) == (result["sizes"]["tensor_parallel_size"] > 1)
+    only_strategy = len(lines) == 1 and lines[0].code.startswith("HybridStrategy(")
+    if only_strategy and results[0]["sizes"]["data_parallel_size"] == 1:  # replicas have samples of their own
+        alone = run_lines(lines, 1, (), None, True)
+        assert_same(together([result["weights"] for result in results]), alone["weights"], 1e-5)
 
 
 QUICK = """

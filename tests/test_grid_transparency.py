@@ -6,6 +6,7 @@ left out of an ordinary run.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -32,3 +33,14 @@ def _marked(case: Case) -> Any:
 def test_double_precision(results: Results, case: Case) -> None:
     differences = compare(case, *results[case])
     assert not differences, listed(differences)
+
+
+def test_every_subject_meets_every_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    """Counted by itself."""
+    assert {(case.subject, case.layout) for case in CASES} == set(itertools.product(SUBJECTS, GRID_LAYOUTS))
+    modes = {layout.mode for layout in GRID_LAYOUTS.values()}
+    with capsys.disabled():
+        print(
+            f"\ngrid transparency: {len(SUBJECTS)} modules, {len(GRID_LAYOUTS)} layouts of {len(modes)} modes,"
+            f" {len(CASES)} cases in float64; {len(DAILY)} daily"
+        )

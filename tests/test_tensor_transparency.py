@@ -7,6 +7,7 @@ takes the part that is not marked `thorough`.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,15 @@ SINGLE = [
 def test_double_precision(results: Results, case: Case) -> None:
     differences = compare(case, *results[case])
     assert not differences, listed(differences)
+
+
+def test_a_rank_that_shares_nothing_is_found(results: Results) -> None:
+    """Replicas would have the right numbers too."""
+    case = next(case for case in CASES if (case.subject, case.layout) in DAILY)
+    records, oracle = results[case]
+    assert compare(case, [replace(records[0], shared=0), *records[1:]], oracle) == [
+        "ranks without shared parameters: 1, expected 0"
+    ]
 
 
 @pytest.mark.parametrize(

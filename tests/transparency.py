@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.distributed.dtensor import full_tensor
+from lightning_hybrid.distributed.dtensor import full_tensor, is_tensor_parallel
 from lightning_hybrid.distributed.random import derive_seed, seed_generators
 from lightning_hybrid.distributed.tensor_metadata import METADATA
 from lightning_hybrid.pipeline_parallel.body import find_body
@@ -386,7 +386,7 @@ ZOO_SUBJECTS: dict[str, Subject] = _named(
         Subject("mixtral", public_zoo.Mixtral),
         Subject("deep_supervision", public_zoo.DeepSupervision),
         Subject("multi_task", public_zoo.MultiTask),
-        Subject("vit", public_zoo.ViT, **_DRAWING),
+        Subject("timm_vit", public_zoo.ViT, **_DRAWING),
         Subject("swin", public_zoo.Swin, **_DRAWING),
         Subject("resnet18", public_zoo.ResNet18, **_MICROBATCHED),
         Subject("group_norm_resnet", public_zoo.GroupNormResNet),
@@ -454,7 +454,7 @@ TENSOR_FRAME_SUBJECTS: dict[str, Subject] = _named(
         Subject("shared_around", tensor_frame_zoo.SharedAround),
         Subject("shared_units", tensor_frame_zoo.SharedUnits),
         Subject("shared_units_recomputed", tensor_frame_zoo.SharedUnits, strategy={"recompute": True}),
-        Subject("two_views", tensor_frame_zoo.TwoViews),
+        Subject("shared_views", tensor_frame_zoo.TwoViews),
         Subject("clamped", tensor_frame_zoo.Clamped),
         Subject("words_recomputed", tensor_frame_zoo.ListedTied, strategy={"recompute": ["blocks.*", "head"]}),
     ]
@@ -509,6 +509,14 @@ CONTEXT_SUBJECTS: dict[str, Subject] = _named(
     ]
 )
 
+#: Some of them for more ranks.
+WIDE_CONTEXT_SUBJECTS: dict[str, Subject] = _named(
+    [
+        Subject("context_wide_example", context_zoo.WideGPT),
+        Subject("context_wide_encoder", context_zoo.WideEncoder, trainer={"gradient_clip_val": 0.1}),
+    ]
+)
+
 CONTEXT_LAYOUTS: dict[str, Layout] = _named(
     replace(layout, name=f"{layout.name}_{kind}", context_kind=kind)
     for kind in KINDS
@@ -528,17 +536,68 @@ CONTEXT_LAYOUTS: dict[str, Layout] = _named(
     ]
 )
 
+#: Shares whose neighbours are not all there are, beside each of the other axes.
+WIDE_CONTEXT_LAYOUTS: dict[str, Layout] = _named(
+    replace(layout, name=f"{layout.name}_{kind}", context_kind=kind)
+    for kind in KINDS
+    for layout in [
+        Layout("cp4_recompute", context=4, recompute=True),
+        Layout("cp4_tp2", context=4, tensor=2),
+        Layout("cp4_pp2", context=4, pipeline=2, microbatches=4),
+        Layout("cp4_dp2", context=4, data=2, rank_order="cp-pp-dp-tp"),
+        Layout("cp4_zero2", context=4, data=2, zero=2),
+    ]
+)
+
+
+#: Convolutions have nothing that tensor-parallel ranks could share: each rank has these whole.
+UNSHARED = {"resnet"}
+
+
+def _together(*lists: dict[str, Any]) -> dict[str, Any]:
+    """All that is in these lists: a name that two of them had would silently mean the one of the last."""
+    together: dict[str, Any] = {}
+    for named in lists:
+        twice = together.keys() & named.keys()
+        assert not twice, f"names in two lists: {sorted(twice)}"
+        together |= named
+    return together
+
+
+_SUBJECTS: dict[str, Subject] = _together(
+    SUBJECTS,
+    TENSOR_SUBJECTS,
+    FRAME_SUBJECTS,
+    TENSOR_FRAME_SUBJECTS,
+    DRAWING_SUBJECTS,
+    HF_SUBJECTS,
+    HF_SHARED,
+    FOUND_SUBJECTS,
+    ZOO_SUBJECTS,
+    CONTEXT_SUBJECTS,
+    WIDE_CONTEXT_SUBJECTS,
+)
+_LAYOUTS: dict[str, Layout] = _together(
+    LAYOUTS,
+    ZERO_LAYOUTS,
+    TENSOR_LAYOUTS,
+    GRID_LAYOUTS,
+    FRAME_LAYOUTS,
+    TENSOR_FRAME_LAYOUTS,
+    ZOO_LAYOUTS,
+    CONTEXT_LAYOUTS,
+    WIDE_CONTEXT_LAYOUTS,
+)
+
 
 def subject_of(name: str) -> Subject:
     """The subject of this name."""
-    shared = TENSOR_SUBJECTS | TENSOR_FRAME_SUBJECTS | FOUND_SUBJECTS | HF_SHARED | CONTEXT_SUBJECTS
-    return (SUBJECTS | shared | FRAME_SUBJECTS | DRAWING_SUBJECTS | HF_SUBJECTS | ZOO_SUBJECTS)[name]
+    return _SUBJECTS[name]
 
 
 def layout_of(name: str) -> Layout:
     """The layout of this name."""
-    shared = TENSOR_LAYOUTS | GRID_LAYOUTS | TENSOR_FRAME_LAYOUTS | CONTEXT_LAYOUTS
-    return (LAYOUTS | ZERO_LAYOUTS | FRAME_LAYOUTS | ZOO_LAYOUTS | shared)[name]
+    return _LAYOUTS[name]
 
 
 def allowed(subject: str, layout: str, schedule: str) -> bool:
@@ -594,6 +653,7 @@ class Record:
         parameters: Those that this rank holds, by name.
         buffers: Likewise.
         names: Of all parameters and buffers, wherever they are.
+        shared: How many parameters this rank has a part of that other tensor-parallel ranks do not have.
     """
 
     data_rank: int
@@ -607,6 +667,7 @@ class Record:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
+    shared: int = 0
 
 
 class Recorder(Callback):
@@ -642,6 +703,7 @@ class Recorder(Callback):
         parameters = dict(pl_module.named_parameters(remove_duplicate=False))
         buffers = dict(pl_module.named_buffers(remove_duplicate=False))
         record.names = [*parameters, *buffers]
+        record.shared = sum(map(is_tensor_parallel, parameters.values()))
         record.parameters = {
             name: _copy(full_tensor(tensor)) for name, tensor in parameters.items() if not tensor.is_meta
         }
@@ -970,6 +1032,9 @@ def compare(case: Case, records: Sequence[Record], oracle: Sequence[Record]) -> 
     if layout.pipeline > 1:
         whole = len(oracle[0].parameters)
         exact("ranks with the whole model", sum(len(record.parameters) == whole for record in records), 0)
+    if layout.tensor > 1:  # else a case of replicas would pass, and prove nothing
+        without = sum(not record.shared for record in records)
+        exact("ranks without shared parameters", without, layout.size if case.subject in UNSHARED else 0)
     return exact.differences + comparison.differences
 
 
