@@ -251,6 +251,18 @@ class Far(nn.Module):
         return self.proj(x) + F.pad(x, (0, 0, 8, 0))[:, : x.shape[1]]
 
 
+class Shifted(nn.Module):
+    """Adds what is made of each position and the one before, by weights that are zero at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.up(x + F.pad(x, (0, 0, 1, -1))).relu())
+
+
 class Tempered(nn.Module):
     """Attention that grows sharper with the number of keys, from the ninth position on."""
 
@@ -265,7 +277,9 @@ class Tempered(nn.Module):
         return x + y.transpose(1, 2).flatten(2)
 
 
-MIXING = {cls.__name__: cls for cls in (Convolution, Recurrent, ByHand, Pooled, Normed, Gated, Zeros, Far, Tempered)}
+MIXING = {
+    cls.__name__: cls for cls in (Convolution, Recurrent, ByHand, Pooled, Normed, Gated, Zeros, Far, Shifted, Tempered)
+}
 
 
 class Mixing(zoo.Sequences):
@@ -310,19 +324,62 @@ class Conformers(zoo.Sequences):
 
 
 class Conditioned(nn.Module):
-    """A layer with a condition for each sample, which is dropped at times, as its branch is."""
+    """A layer with a condition for each sample, which is dropped at times, as its branch is.
+
+    Attributes:
+        drawn: The masks of training, in order.
+        replayed: Others to take instead, if there are.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.proj, self.scale = nn.Linear(DIM, DIM), nn.Linear(5, DIM)
+        self.drawn: list[Tensor] = []
+        self.replayed: list[Tensor] = []
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         if self.training:
-            condition = condition * (torch.rand(len(x), 1, device=x.device) < 0.7)
+            condition = condition * self.mask(torch.rand(len(x), 1, device=x.device).to(x.dtype) < 0.7)
         y = self.proj(x) * (1 + self.scale(condition))[:, None]
         if self.training:
-            y = y * y.new_empty(len(x), 1, 1).bernoulli_(0.5)
+            y = y * self.mask(y.new_empty(len(x), 1, 1).bernoulli_(0.5))
         return x + y
+
+    def mask(self, drawn: Tensor) -> Tensor:
+        runs_again = torch._C._current_graph_task_id() != -1
+        if torch.is_grad_enabled() and not runs_again:
+            self.drawn.append(drawn)
+        return self.replayed.pop(0) if self.replayed else drawn
+
+
+class DroppedPath(Conditioned):
+    """A layer of torch with dropout, which samples leave out at times; counted in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(DIM, HEADS, 32, 0.1, batch_first=True)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        self.steps += 1
+        y = self.layer(x) * self.steps.sigmoid()
+        return x + (y * self.mask((torch.rand(len(x), 1, 1) < 0.5).to(x.dtype)) if self.training else y)
+
+
+class DroppedPaths(Dropped):
+    """Such layers, and what the step draws behind them."""
+
+    def build(self) -> None:
+        super().build()
+        self.drawn: list[Tensor] = []
+
+    def layer(self, index: int) -> nn.Module:
+        return DroppedPath()
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.drawn.append(torch.rand(3))
+        return loss
 
 
 class DropPath(zoo.Sequences):

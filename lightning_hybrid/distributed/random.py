@@ -158,32 +158,49 @@ def _with_arrays(state: Any) -> Any:
 
 
 @contextmanager
-def own_numbers(rank: int, device: torch.device) -> Iterator[None]:
-    """Inside, torch draws other numbers than on the other ranks of a group; outside, the same ones as before.
-
-    The ranks of the group must come here together, with equal streams: each takes one number from its stream, and makes
-    another one from that and its rank. Nothing else is remembered, so what is recomputed from a restored stream draws
-    the same numbers again.
+def with_seed(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside, torch draws from another stream on a device; outside, the same numbers as before.
 
     Args:
-        rank: This rank inside the group.
+        seed: An integer of 64 bits.
         device: Where numbers are drawn.
     """
-    common = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
     generator = _cuda_generator(device) if device.type == "cuda" else torch.default_generator
     saved = generator.get_state()
-    generator.manual_seed(derive_seed(common, rank))
+    generator.manual_seed(seed)
     try:
         yield
     finally:
         generator.set_state(saved)
 
 
+def peek_number(device: torch.device) -> int:
+    """The number that comes next, which stays where it is: the same on ranks whose streams are equal.
+
+    Args:
+        device: Where numbers are drawn.
+    """
+    before = torch_states(device)
+    number = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
+    set_torch_states(before, device)
+    return number
+
+
 @contextmanager
 def own_draws(rank: int, device: torch.device) -> Iterator[None]:
-    """As :func:`own_numbers`; where nothing is drawn inside, nothing is taken from the stream either."""
+    """Inside, torch draws other numbers than on the other ranks of a group; outside, the same ones as before.
+
+    The ranks of the group must come here together, with equal streams: each takes one number from its stream, and makes
+    another one from that and its rank. Where nothing is drawn inside, nothing is taken from the stream either. Nothing
+    else is remembered, so what is recomputed from a restored stream draws the same numbers again.
+
+    Args:
+        rank: This rank inside the group.
+        device: Where numbers are drawn.
+    """
     before = torch_states(device)
-    with own_numbers(rank, device):
+    number = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
+    with with_seed(derive_seed(number, rank), device):
         begin = torch_states(device)
         yield
         pairs = zip(begin, torch_states(device), strict=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.dtensor import shard_of, uncompiled
-from lightning_hybrid.distributed.random import own_numbers
+from lightning_hybrid.distributed.random import own_draws
 from lightning_hybrid.tensor_parallel.context_parallel.attention import additive_mask, whole_keys
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 from lightning_hybrid.tensor_parallel.mappings import copy_to_tp, gather_from_tp, reduce_from_tp
@@ -123,7 +123,7 @@ class ParallelAttention(ParallelLayer):
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = heads
         dropout = self.dropout if self.training else 0.0
-        with own_numbers(self.tensor_group.rank, q.device) if dropout else nullcontext():
+        with own_draws(self.tensor_group.rank, q.device) if dropout else nullcontext():
             if not need_weights:
                 return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
             scores = (q * math.sqrt(1.0 / self.head_dim)) @ k.transpose(-2, -1)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_hybrid.distributed.dtensor import shard_of, uncompiled
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.distributed.random import own_numbers
+from lightning_hybrid.distributed.random import own_draws
 from lightning_hybrid.tensor_parallel import mappings
 from lightning_hybrid.tensor_parallel.async_linear import column_linear
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import on_share
@@ -241,7 +241,7 @@ class OnShards(ParallelLayer):
         forward: Callable[..., Any] = super().forward  # type: ignore[misc]
         if not getattr(self, "training", False) or getattr(self, "p", 1.0) == 0.0:
             return forward(*args, **kwargs)
-        with own_numbers(self.tensor_group.rank, _device_of(args)):
+        with own_draws(self.tensor_group.rank, _device_of(args)):
             return forward(*args, **kwargs)
 
 
@@ -267,7 +267,7 @@ class LocalRandomNumbers(ParallelLayer):
         with ExitStack() as hooks, ExitStack() as inside:
 
             def begin(layer: nn.Module, args: Any, output: Tensor) -> None:
-                inside.enter_context(own_numbers(self.tensor_group.rank, output.device))
+                inside.enter_context(own_draws(self.tensor_group.rank, output.device))
 
             def end(layer: nn.Module, args: Any) -> None:
                 inside.close()

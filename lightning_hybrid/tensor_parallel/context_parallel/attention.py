@@ -75,6 +75,18 @@ class _Options(NamedTuple):
         )
 
 
+class Counts(NamedTuple):
+    """Of calls in a layer.
+
+    Attributes:
+        attentions: Of attention.
+        draws: Of functions that draw numbers of this rank.
+    """
+
+    attentions: int = 0
+    draws: int = 0
+
+
 class Region(TorchFunctionMode):
     """While a layer runs on its share of a sequence: attention is that of the whole sequence.
 
@@ -86,17 +98,19 @@ class Region(TorchFunctionMode):
 
     Attributes:
         shares: As given.
+        draws: As given.
         is_active: Whether it is entered.
+        counts: What the layer has called. Who runs it again, or a part of it, begins with those of the first time.
     """
 
     def __init__(self, name: str, shares: Shares, kind: str, draws: Draws | NoDraws) -> None:
         super().__init__()
         self.name, self.shares, self.is_active = name, shares, False
-        self._draws = draws
+        self.draws = draws
         self._attend = {"ulysses": self._ulysses, "all_gather": self._all_gather, "ring": self._ring}[kind]
         self._has_gradients = torch.is_grad_enabled()
-        self._num_keys: list[int] = []  # of each attention, in order; the same where the layer runs again
-        self._calls = 0
+        self.counts = Counts()
+        self._num_keys: dict[int, int] = {}  # of each attention; the same where the layer runs again
         self._functions: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
             F.multi_head_attention_forward: self._multi_head,
@@ -105,7 +119,7 @@ class Region(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         """Attention communicates from here on."""
-        self.is_active, self._calls = True, 0
+        self.is_active = True
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
@@ -115,8 +129,13 @@ class Region(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A call of the layer."""
-        replacement = self._functions.get(func) or self._draws.find(func) or func
+        replacement = self._functions.get(func) or self.draws.find(func, self._next_draw) or func
         return replacement(*args, **kwargs) if kwargs else replacement(*args)
+
+    def _next_draw(self) -> int:
+        """The place in the layer at which numbers of this rank are drawn."""
+        self.counts = Counts(self.counts.attentions, self.counts.draws + 1)
+        return self.counts.draws
 
     def refuse(self, what: str) -> WrongUseError:
         """The error for what cannot be right on shares of a sequence."""
@@ -156,7 +175,7 @@ class Region(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        drops = dropout_p > 0.0 and isinstance(self._draws, Draws)
+        drops = dropout_p > 0.0 and isinstance(self.draws, Draws)
         options = _Options(dropout_p if drops else 0.0, scale, enable_gqa)
         if self._has_gradients and not torch.is_grad_enabled():
             raise self.refuse(
@@ -170,7 +189,7 @@ class Region(TorchFunctionMode):
                 f"whose attention has queries of the shape {list(query.shape)}. They must have four dimensions: batch,"
                 " heads, positions, features."
             )
-        with self._draws.own() if drops else nullcontext():
+        with self.draws.own(self._next_draw()) if drops else nullcontext():
             if query.shape[2] != own:  # not along the sequence: what it does to it is found by the trial
                 return options.run(query, key, value, attn_mask, is_causal=is_causal)
             if key.shape[2] != own:
@@ -181,14 +200,13 @@ class Region(TorchFunctionMode):
 
     def _compare_keys(self, number: int) -> None:
         """Keys of a share are known by their number, which must not grow where the layer runs again."""
-        if self._calls == len(self._num_keys):
-            self._num_keys.append(number)
-        elif self._num_keys[self._calls] != number:
+        self.counts = Counts(self.counts.attentions + 1, self.counts.draws)
+        before = self._num_keys.setdefault(self.counts.attentions, number)
+        if before != number:
             raise self.refuse(
-                f"whose attention had {self._num_keys[self._calls]} keys, and has {number} where it runs again in"
-                " backward: a cache of keys has grown. Switch it off (use_cache=False), or do not recompute this layer."
+                f"whose attention had {before} keys, and has {number} where it runs again in backward: a cache of keys"
+                " has grown. Switch it off (use_cache=False), or do not recompute this layer."
             )
-        self._calls += 1
 
     def _to_memory(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: _Options

@@ -10,23 +10,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_hybrid.distributed.pytree import map_leaves
-from lightning_hybrid.distributed.random import own_draws
-from lightning_hybrid.tensor_parallel.context_parallel.attention import Region, is_balanced
+from lightning_hybrid.distributed.random import derive_seed, peek_number
+from lightning_hybrid.tensor_parallel.context_parallel.attention import Counts, Region, is_balanced
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division, sequence_dim_of
 from lightning_hybrid.tensor_parallel.context_parallel.draws import Draws
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import from_shares, plain, to_shares
 from lightning_hybrid.tensor_parallel.context_parallel.trial import Trial
 
-_REGION = "context_parallel_region"  # the argument by which a layer that runs again in backward knows its region
+# The argument by which what runs again in backward knows its region, and what was called there before.
+_REGION = "context_parallel_region"
 
 
 class ContextParallel:
@@ -34,7 +36,7 @@ class ContextParallel:
 
     ::
 
-        layer(x)      divided --> runs again in backward, perhaps --> attention communicates, own random numbers
+        layer(x)      divided --> runs again in backward, perhaps --> attention communicates, numbers of the layer
                       around      somebody else's                     inside
 
     Args:
@@ -61,7 +63,9 @@ class ContextParallel:
         self._is_balanced = is_balanced(kind)
         self._dims = {layer: sequence_dim_of(layer) for layer in self._layers}
         self._encoders = [part for part in module.modules() if isinstance(part, nn.TransformerEncoder)]
-        self._draws_unseen: dict[tuple[int, bool], bool] = {}  # of layers that were tried, by their mode
+        self._numbers = {layer: number for number, layer in enumerate((*self._layers, *self._parts))}
+        self._calls: Counter[int] = Counter()  # of each layer, since the forward has begun
+        self._tried: set[tuple[int, bool]] = set()
         self._region: Region | None = None  # of the layer that runs
         self._is_paused = False
 
@@ -73,6 +77,7 @@ class ContextParallel:
             between: What is entered around the layers' own code, and runs again in backward with it.
         """
         nested = [encoder.use_nested_tensor for encoder in self._encoders]
+        self._calls.clear()
         try:
             for encoder in self._encoders:
                 encoder.use_nested_tensor = False  # a nested tensor has no sequences of one length
@@ -126,19 +131,20 @@ class ContextParallel:
         name = self._layers.get(layer, "")
 
         def part(*args: Any, **kwargs: Any) -> Any:
-            region = {} if self._region is None else {_REGION: self._region}
-            return forward(*args, **kwargs, **region)
+            region = self._region
+            place = {} if region is None else {_REGION: (region, region.counts)}
+            return forward(*args, **kwargs, **place)
 
         def divided(*args: Any, **kwargs: Any) -> Any:
             if self._is_paused or self._region is not None:
                 return forward(*args, **kwargs)
             division = Division(name, self._dims[layer], args, kwargs, self._group, balanced=self._is_balanced)
             self._try(layer, forward, division)
-            draws = Draws(division.shares, division.batch_size, self._dims[layer], self._device)
-            self._region = Region(name, division.shares, self._kind, draws)
+            self._region = Region(name, division.shares, self._kind, self._make_draws(layer, division))
             try:
                 local_args, local_kwargs = division.local()
-                return division.joined(forward(*local_args, **local_kwargs, **{_REGION: self._region}))
+                place = {_REGION: (self._region, Counts())}
+                return division.joined(forward(*local_args, **local_kwargs, **place))
             finally:
                 self._region = None
 
@@ -146,23 +152,35 @@ class ContextParallel:
 
     def _inside(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def inside(*args: Any, **kwargs: Any) -> Any:
-            region: Region | None = kwargs.pop(_REGION, None)
-            if region is None or region.is_active:
+            region, counts = kwargs.pop(_REGION, (None, Counts()))
+            if region is None:
                 return forward(*args, **kwargs)
-            # A part that runs again by itself goes on in the stream of its layer.
-            own = self._draws_unseen.get((id(layer), layer.training), False)
-            with own_draws(self._group.rank, self._device) if own else nullcontext(), region:
+            with ExitStack() as stack:
+                if layer in self._layers:  # a part that runs again by itself goes on in the stream of its layer
+                    stack.enter_context(region.draws.common())
+                if not region.is_active:
+                    stack.enter_context(region)
+                    stack.callback(setattr, self, "_region", self._region)
+                    self._region = region  # for parts, where the layer runs again
+                region.counts = counts
                 return forward(*args, **kwargs)
 
         return inside
 
+    def _make_draws(self, layer: nn.Module, division: Division) -> Draws:
+        number = self._numbers[layer]
+        self._calls[number] += 1
+        of_call = derive_seed(peek_number(self._device), number, self._calls[number])
+        return Draws(of_call, self._group.rank, division.batch_size, self._device)
+
     def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division) -> None:
         """Before the first call of a layer, in training or not, find out whether shares are right."""
         key = id(layer), layer.training
-        if key in self._draws_unseen:
+        if key in self._tried:
             return
         given = self._layers[layer], layer, forward, self._kind, self._dims[layer]
-        self._draws_unseen[key] = Trial(*given, self._group, self._device)(division)
+        Trial(*given, self._group, self._device)(division)
+        self._tried.add(key)
 
 
 def check_context_parallel(

@@ -2,11 +2,12 @@
 
 ::
 
-    drop path, noise of a sample           no positions: the numbers of one process, the same on every rank
-    dropout of positions, of attention     a share has numbers of its own
+    one number, or one for each sample (drop path)     from a stream of the layer: the same on every rank
+    all others (dropout)                               a stream for each call, by the layer's number and the rank
 
-All ranks take the same numbers from the stream of a layer, which is the same on all of them afterwards: numbers of its
-own are seeded by one of these and the rank. So what is recomputed from a restored stream draws the same again.
+Numbers of the second kind take nothing from the stream of the layer, as ranks may need different ones: an expert may
+have got no token. Each call has a place in the layer, which it has again where it is recomputed. The stream of the code
+around the layer stays where it is, on all ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_hybrid.distributed.random import own_draws, set_torch_states, torch_states
-from lightning_hybrid.tensor_parallel.context_parallel.mappings import Shares
+from lightning_hybrid.distributed.random import derive_seed, with_seed
 
 
 def _shape_of(input: Any, *_: Any, **__: Any) -> Sequence[int]:
@@ -34,8 +34,20 @@ def _of_channels(input: Any, *_: Any, **__: Any) -> Sequence[int]:
 
 
 def _size_of(*size: Any, **options: Any) -> Sequence[int]:
-    given = options.get("size", size)
-    return tuple(given[0]) if given and not isinstance(given[0], int) else tuple(given)
+    """Of a function that is given a shape, as a sequence or number by number; bounds may stand before it."""
+    given = options.get("size", next((each for each in size if isinstance(each, (tuple, list))), size))
+    return tuple(given)
+
+
+def _shape_of_made(*values: Any, **options: Any) -> Sequence[int]:
+    """Of `torch.normal`, whose mean and deviation may be numbers."""
+    made = [each for each in (*values, *options.values()) if isinstance(each, Tensor)]
+    return max((tuple(each.shape) for each in made), key=len) if made else _size_of(*values, **options)
+
+
+def _drops(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True) -> bool:
+    """Whether a dropout draws at all."""
+    return training and train and p > 0.0
 
 
 #: Functions that leave out some of what they are given, and the shape of what they draw.
@@ -53,16 +65,18 @@ _DROPOUTS: dict[Any, Callable[..., Sequence[int]]] = {
 _DRAWS: dict[Any, Callable[..., Sequence[int]]] = {
     torch.rand: _size_of,
     torch.randn: _size_of,
-    torch.rand_like: _shape_of,
-    torch.randn_like: _shape_of,
-    torch.bernoulli: _shape_of,
-    Tensor.bernoulli: _shape_of,
-    Tensor.bernoulli_: _shape_of,
-    Tensor.uniform_: _shape_of,
-    Tensor.normal_: _shape_of,
-    Tensor.exponential_: _shape_of,
-    F.gumbel_softmax: _shape_of,
-    F.rrelu: _shape_of,
+    torch.randint: _size_of,
+    torch.normal: _shape_of_made,
+    F.gumbel_softmax: lambda logits, *_, **__: tuple(logits.shape),
+    **dict.fromkeys(
+        (
+            *(torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, torch.poisson, F.rrelu),
+            *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_),
+            *(Tensor.random_, Tensor.geometric_, Tensor.log_normal_, Tensor.cauchy_),
+            *(torch.multinomial, Tensor.multinomial),
+        ),
+        _shape_of,
+    ),
 }
 _BERNOULLI = {torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_}
 
@@ -71,47 +85,46 @@ class Draws:
     """What the functions of torch that draw draw in a layer that has a share of a sequence.
 
     Args:
-        shares: How the sequence is divided.
+        number: Of this call of the layer, the same on all ranks, and no other call's.
+        rank: This rank.
         batch_size: The number of sequences.
-        sequence_dim: The dimension of the sequence in tensors of three dimensions.
         device: Where this rank computes.
     """
 
-    def __init__(self, shares: Shares, batch_size: int, sequence_dim: int, device: torch.device) -> None:
-        self._rank, self._device = shares.group.rank, device
-        self._dim, self._batch_size = sequence_dim, batch_size
-        # Those of all ranks: each must come to the same conclusion, and shares may differ by a position or two.
-        self._lengths = set(shares.lengths)
-        self._of_all_samples = {batch_size * length for length in shares.lengths}
+    def __init__(self, number: int, rank: int, batch_size: int, device: torch.device) -> None:
+        self._number, self._rank, self._device = number, rank, device
+        self._batch_size = batch_size
 
-    def find(self, func: Any) -> Callable[..., Any] | None:
-        """What takes the place of a function; ``None`` if it draws nothing."""
+    def find(self, func: Any, place: Callable[[], int]) -> Callable[..., Any] | None:
+        """What takes the place of a function; ``None`` if it draws nothing.
+
+        Args:
+            func: The function.
+            place: Gives the next place of a call.
+        """
         shape_of = _DROPOUTS.get(func) or _DRAWS.get(func)
         if shape_of is None:
             return None
 
         def draw(*args: Any, **kwargs: Any) -> Any:
-            with self.own() if self._go_by_positions(shape_of(*args, **kwargs)) else nullcontext():
+            if func in _DROPOUTS and not _drops(*args, **kwargs):
+                return func(*args, **kwargs)
+            with nullcontext() if self._is_common(shape_of(*args, **kwargs)) else self.own(place()):
                 return func(*args, **kwargs)
 
         return draw
 
-    def own(self) -> AbstractContextManager[None]:
-        """Inside, numbers are those of this rank."""
-        return own_draws(self._rank, self._device)
+    def common(self) -> AbstractContextManager[None]:
+        """Inside, numbers are those of the layer, from the first one on; outside, the same ones as before."""
+        return with_seed(derive_seed(self._number), self._device)
 
-    def _go_by_positions(self, shape: Sequence[int]) -> bool:
-        if len(shape) == 3:
-            return shape[self._dim] in self._lengths or self._are_all_positions(shape[0])
-        if len(shape) == 2:
-            return shape[1] in self._lengths or self._are_all_positions(shape[0])
-        if len(shape) < 2:
-            return any(map(self._are_all_positions, shape))
-        return any(size in self._lengths for size in shape[1:-1]) or self._are_all_positions(shape[0])
+    def own(self, place: int) -> AbstractContextManager[None]:
+        """Inside, numbers are those of this rank, and of a place."""
+        return with_seed(derive_seed(self._number, self._rank, place), self._device)
 
-    def _are_all_positions(self, size: int) -> bool:
-        """Whether these are positions, of one sample or of all, and no samples."""
-        return size != self._batch_size and (size in self._lengths or size in self._of_all_samples)
+    def _is_common(self, shape: Sequence[int]) -> bool:
+        """Whether this is one number, or one for each sample, and none of positions."""
+        return [size for size in shape if size != 1] in ([], [self._batch_size])
 
 
 class NoDraws:
@@ -123,12 +136,10 @@ class NoDraws:
         device: Where this rank computes.
     """
 
-    own = nullcontext
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def find(self, func: Any) -> Callable[..., Any] | None:
+    def find(self, func: Any, place: object = None) -> Callable[..., Any] | None:
         """As :meth:`Draws.find`."""
         if func in _DROPOUTS:
             return lambda input, *_, **__: input
@@ -138,8 +149,17 @@ class NoDraws:
             return lambda input, lower=1 / 8, upper=1 / 3, *_, **__: F.leaky_relu(input, (lower + upper) / 2)
         return partial(self._draw, func) if func in _DRAWS else None
 
+    def common(self) -> AbstractContextManager[None]:
+        """As :meth:`Draws.common`."""
+        return nullcontext()
+
+    def own(self, place: object) -> AbstractContextManager[None]:
+        """As :meth:`Draws.own`."""
+        return nullcontext()
+
     def _draw(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
-        states = torch_states(self._device)
-        made: Tensor = func(*args, **kwargs)
-        set_torch_states(states, self._device)
+        with with_seed(0, self._device):
+            made: Tensor = func(*args, **kwargs)
+        if not made.is_floating_point():
+            return made.fill_(made.flatten()[0]) if made.numel() else made
         return made.fill_(1.0 if func in _BERNOULLI else 0.5)

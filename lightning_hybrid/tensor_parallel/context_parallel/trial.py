@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.distributed.random import generator_marks, generator_states, set_generator_states
+from lightning_hybrid.distributed.random import generator_states, set_generator_states
 from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HEAD, Region, is_balanced
+from lightning_hybrid.tensor_parallel.context_parallel.block_attention import without_autocast
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division
 from lightning_hybrid.tensor_parallel.context_parallel.draws import NoDraws
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares
 
 _POSITIONS = 4  # so many for each rank are few
 _TOKENS = 4096  # so many of all samples are many: a layer's activations without gradients are a part of a step's
+_HALF = (torch.bfloat16, torch.float16)
 _PLAIN = (type(None), bool, int, float, str, Tensor, torch.dtype, torch.device)
 
 
@@ -61,55 +63,55 @@ class Trial:
         self._dim, self._group, self._device = sequence_dim, group, device
 
     @torch.no_grad()
-    def __call__(self, division: Division) -> bool:
+    def __call__(self, division: Division) -> None:
         """Compare.
 
         Args:
             division: The call.
 
-        Returns:
-            Whether the layer draws random numbers by other functions than :class:`Draws` knows.
-
         Raises:
             WrongUseError: If the results differ, on every rank.
         """
         total, few = division.shares.total, _POSITIONS * self._group.size
-        random, before = generator_states(self._device), generator_marks(self._device).torch
-        with self._kept_buffers():
-            for length in sorted({min(few, total), min(max(few, _TOKENS // division.batch_size), total)}):
-                if not self._try(division, division.length_from(length)):  # it is made for sequences of this length
-                    self._try(division, total)
-                    break
-        draws = generator_marks(self._device).torch != before
-        set_generator_states(random, self._device)
-        return draws
+        for length in sorted({min(few, total), min(max(few, _TOKENS // division.batch_size), total)}):
+            if not self._compare(division, division.length_from(length)):  # it is made for sequences of this length
+                self._compare(division, total)
+                break
 
-    def _try(self, division: Division, length: int) -> bool:
-        """Compare with some positions; whether the layer runs with so few."""
-        try:
-            expected, by_part = self._run_whole(division, length)
-        except Exception:
-            if length == division.shares.total:
-                raise
-            return False
-        self._compare(division, length, expected, by_part)
-        return True
+    def _compare(self, division: Division, length: int) -> bool:
+        """Compare with some positions; whether the layer runs with so many.
 
-    def _run_whole(self, division: Division, length: int) -> tuple[list[Tensor], _Seen]:
+        In float32 if it can, as rounding must not look like a mistake: it may decide which expert gets a token.
+        """
+        for is_wide in (True, False):
+            with self._wide() if is_wide else nullcontext():
+                try:
+                    whole = self._run_whole(division, length, is_wide=is_wide)
+                except Exception:
+                    if not is_wide and length == division.shares.total:
+                        raise
+                    continue
+                self._compare_share(division, length, *whole, is_wide=is_wide)
+                return True
+        return False
+
+    def _run_whole(self, division: Division, length: int, *, is_wide: bool) -> tuple[list[Tensor], _Seen]:
         """The tensors that the layer makes, and what its parts make."""
-        args, kwargs = copied(division.cropped(length))
+        args, kwargs = copied(division.cropped(length), is_wide=is_wide)
         given = set(map(id, flatten((args, kwargs))[0]))
-        with _Quiet(NoDraws(self._device)), self._watched() as by_part:
+        with self._without_trace(), _Quiet(NoDraws(self._device)), self._watched() as by_part:
             leaves = {id(leaf): leaf for leaf in flatten(self._forward(*args, **kwargs))[0]}
         return [leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor) and key not in given], by_part
 
-    def _compare(self, division: Division, length: int, expected: Sequence[Tensor], by_part: _Seen) -> None:
-        args, kwargs = copied(division.cropped(length))
+    def _compare_share(
+        self, division: Division, length: int, expected: Sequence[Tensor], by_part: _Seen, *, is_wide: bool
+    ) -> None:
+        args, kwargs = copied(division.cropped(length), is_wide=is_wide)
         short = division.of_cropped(args, kwargs, balanced=is_balanced(self._kind))
         region = Region(self._name, short.shares, self._kind, NoDraws(self._device))
         local_args, local_kwargs = short.local()
         try:
-            with region, self._watched() as of_share:
+            with self._without_trace(), region, self._watched() as of_share:
                 found = short.result_dims(self._forward(*local_args, **local_kwargs))
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if isinstance(error, WrongUseError):
@@ -120,40 +122,34 @@ class Trial:
                 " What it is given for the whole sequence, and does not go to an attention, must go by positions."
             ) from error
         pairs = [(each, short.shares.own(whole, dim)) for whole, (each, dim) in zip(expected, found, strict=True)]
-        order = list(of_share)
-        mixes = (name in by_part and self._mixes(name, short, of_share[name], by_part[name]) for name in order)
-        first = next((at for at, found in enumerate(mixes) if found), len(order))
-        differs = first < len(order) or not all(is_close(*pair) for pair in pairs)
+        parts = (self._mixing(name, short, of_share[name], by_part[name]) for name in of_share if name in by_part)
+        culprit = next((found for found in parts if found), "")
+        differs = bool(culprit) or not all(is_close(*pair) for pair in pairs)
         verdicts: list[Any] = [None] * self._group.size
-        dist.all_gather_object(verdicts, (differs, first), group=self._group())
+        dist.all_gather_object(verdicts, (differs, culprit), group=self._group())
         if any(differs for differs, _ in verdicts):
-            culprit = min(first for _, first in verdicts)
-            raise region.refuse(self._text(order[culprit] if culprit < len(order) else ""))
+            layer = f"which ({type(self._layer).__name__})"
+            raise region.refuse(_text(next((culprit for _, culprit in verdicts if culprit), layer)))
 
-    def _text(self, part: str) -> str:
-        kind = type(self._layer.get_submodule(part)).__name__
-        where = f"in which {part!r} ({kind})" if part else f"which ({kind})"
-        return (
-            f"{where} mixes positions in another way than by `F.scaled_dot_product_attention`: a convolution or pooling"
-            " over time, a recurrent layer, statistics of the batch, or attention written by hand, perhaps. On a share"
-            " it gives other numbers than on the whole sequence. Use that function; name what does not mix positions as"
-            " the body, such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']): what stands beside it gets"
-            " whole sequences; or use context_parallel_size=1."
-        )
-
-    def _mixes(self, name: str, short: Division, of_share: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor]) -> bool:
-        """Whether a part makes something else of a share than this rank's share of what it makes of the whole."""
-        shares = short.shares
+    def _mixing(self, name: str, short: Division, of_share: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor]) -> str:
+        """What mixes positions, if a part makes something else of a share than it makes of the whole; or nothing."""
+        shares, part = short.shares, self._layer.get_submodule(name)
         (given, made), (all_given, all_made) = of_share, whole
         dim = _sequence_dim(given, all_given, shares)
-        if dim is None or not is_close(given, shares.own(all_given, dim)):
-            return False
-        if _kernel_size(self._layer.get_submodule(name), dim, given.ndim) > 1:
-            return True  # whatever its weights are: some begin with zeros
+        if dim is None:
+            return ""
+        if not is_close(given, shares.own(all_given, dim)):
+            # Tokens in a row may have another order, that of their experts.
+            layer = f"which ({type(self._layer).__name__}), before its {name!r} ({type(part).__name__}),"
+            return layer if given.ndim > 2 else ""
         if made.shape == all_made.shape:
-            return not is_close(made, all_made)
-        dim = _sequence_dim(made, all_made, shares)
-        return dim is not None and not is_close(made, shares.own(all_made, dim))
+            is_share = is_close(made, all_made)
+        else:
+            dim_made = _sequence_dim(made, all_made, shares)
+            is_share = dim_made is None or is_close(made, shares.own(all_made, dim_made))
+        # Whatever the weights of a convolution are: some begin with zeros.
+        mixes = not is_share or _kernel_size(part, dim, given.ndim) > 1
+        return f"in which {name!r} ({type(part).__name__})" if mixes else ""
 
     @contextmanager
     def _watched(self) -> Iterator[_Seen]:
@@ -172,21 +168,39 @@ class Trial:
             yield seen
 
     @contextmanager
-    def _kept_buffers(self) -> Iterator[None]:
-        """Buffers are replaced by copies inside."""
-        before = [
-            (part._buffers, name, buffer)
-            for part in self._layer.modules()
-            for name, buffer in part._buffers.items()
-            if buffer is not None
-        ]
+    def _without_trace(self) -> Iterator[None]:
+        """Buffers are replaced by copies inside, and random numbers are as they were afterwards."""
+        random, buffers = generator_states(self._device), self._tensors("_buffers")
         try:
-            for table, name, buffer in before:
+            for table, name, buffer in buffers:
                 table[name] = buffer.clone()
             yield
         finally:
-            for table, name, buffer in before:
+            for table, name, buffer in buffers:
                 table[name] = buffer
+            set_generator_states(random, self._device)
+
+    @contextmanager
+    def _wide(self) -> Iterator[None]:
+        """What has half precision has float32 inside, and what would be cast is not."""
+        halves = [each for each in self._tensors("_parameters", "_buffers") if each[2].dtype in _HALF]
+        default = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.float32 if default in _HALF else default)
+            for table, name, tensor in halves:
+                wide = tensor.detach().float()
+                table[name] = nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
+            with without_autocast(self._device.type):
+                yield
+        finally:
+            for table, name, tensor in halves:
+                table[name] = tensor
+            torch.set_default_dtype(default)
+
+    def _tensors(self, *kinds: str) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """The parameters or buffers of the layer, and where each of them is."""
+        tables = [vars(part)[kind] for part in self._layer.modules() for kind in kinds]
+        return [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
 
 
 class _Quiet(torch.overrides.TorchFunctionMode):
@@ -208,6 +222,16 @@ class _Quiet(torch.overrides.TorchFunctionMode):
         return (self._draws.find(func) or func)(*args, **kwargs)
 
 
+def _text(culprit: str) -> str:
+    return (
+        f"{culprit} mixes positions in another way than by `F.scaled_dot_product_attention`: a convolution or pooling"
+        " over time, a recurrent layer, statistics of the batch, or attention written by hand, perhaps. On a share"
+        " it gives other numbers than on the whole sequence. Use that function; name what does not mix positions as"
+        " the body, such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']): what stands beside it gets"
+        " whole sequences; or use context_parallel_size=1."
+    )
+
+
 def _sequence_dim(share: Tensor, whole: Tensor, shares: Shares) -> int | None:
     """The dimension along which shapes say that a tensor is this rank's share of another one, if there is one."""
     if share.ndim != whole.ndim:
@@ -225,15 +249,23 @@ def _kernel_size(part: nn.Module, dim: int, ndim: int) -> int:
     return part.kernel_size[at] if at >= 0 else 1
 
 
-def copied(tree: Any) -> Any:
-    """With copies of tensors, which a layer may write, and of objects that are no plain values, such as caches."""
+def copied(tree: Any, *, is_wide: bool = False) -> Any:
+    """With copies of tensors, which a layer may write, and of objects that are no plain values, such as caches.
+
+    Args:
+        tree: The tree.
+        is_wide: Whether copies of what has half precision have float32.
+    """
+
+    def of_tensor(tensor: Tensor) -> Tensor:
+        return tensor.to(torch.float32 if is_wide and tensor.dtype in _HALF else tensor.dtype, copy=True)
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.clone()
+            return of_tensor(leaf)
         if isinstance(leaf, _PLAIN) or callable(leaf):
             return leaf
-        return copy.deepcopy(leaf, {id(tensor): tensor.detach().clone() for tensor in _tensors_in(leaf, set())})
+        return copy.deepcopy(leaf, {id(tensor): of_tensor(tensor.detach()) for tensor in _tensors_in(leaf, set())})
 
     leaves, spec = flatten(tree)
     made = {id(leaf): of_leaf(leaf) for leaf in leaves}

@@ -166,7 +166,7 @@ def run_blocks(kind: str, *, whole: bool = False) -> tuple[dict[str, int], int]:
     group = group_of_all()
     context = ContextParallel(layers, {str(i): layer for i, layer in enumerate(layers)}, (), group, kind, CPU)
     # What is tried at a first call is not counted.
-    context._draws_unseen = {(id(layer), True): False for layer in layers}
+    context._tried = {(id(layer), True) for layer in layers}
     x = torch.randn(BATCH, LENGTH, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
     kept: dict[int, int] = {}
     of_weights = {parameter.untyped_storage().data_ptr() for parameter in layers.parameters()}
@@ -272,11 +272,13 @@ def test_shares_drop_other_numbers_and_the_same_again_in_backward(ranks: Pools) 
     assert not torch.equal(y[:, :4], y[:, 4:]), "each share has numbers of its own"
 
 
-def drop_paths(layout: dict[str, Any]) -> dict[str, Tensor]:
+def drop_paths(layout: dict[str, Any] | None, replayed: Any = ()) -> tuple[dict[str, Tensor], list[list[Tensor]]]:
+    """The parameters, and the masks that each layer has drawn."""
     module = zoo.DropPath(batch_size=8).double()  # as many samples as positions with which layers are tried
-    torch.manual_seed(5)
+    for block, masks in zip(module.blocks, replayed, strict=False):
+        block.replayed = list(masks)
     make_trainer(layout, limit_val_batches=0).fit(module)
-    return weights(module)
+    return weights(module), [block.drawn for block in module.blocks]
 
 
 @pytest.mark.distributed
@@ -288,11 +290,52 @@ def drop_paths(layout: dict[str, Any]) -> dict[str, Tensor]:
         pytest.param(4, {"context_parallel_size": 4, "context_parallel": "ring"}, marks=pytest.mark.thorough),
     ],
 )
-def test_what_is_drawn_for_samples_is_that_of_whole_sequences(ranks: Pools, size: int, layout: dict[str, Any]) -> None:
-    alike = {"tensor_parallel_size": 2, "tensor_parallel_plan": None}  # each of these ranks computes everything
-    expected, _ = ranks(2, lightning=True).run(drop_paths, alike)
-    for found in ranks(size, lightning=True).run(drop_paths, layout):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+def test_what_is_drawn_for_samples_is_the_same_on_all_shares(ranks: Pools, size: int, layout: dict[str, Any]) -> None:
+    (found, masks), *others = ranks(size, lightning=True).run(drop_paths, layout)
+    for _, theirs in others:
+        torch.testing.assert_close(theirs, masks, rtol=0, atol=0)
+    drawn = [tuple(mask.flatten().tolist()) for of_layer in masks for mask in of_layer]
+    assert len(set(drawn)) > len(drawn) / 2, "each call has others"
+    expected, _ = drop_paths(None, masks)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def drop_positions_and_paths(layout: dict[str, Any]) -> list[list[Tensor]]:
+    module = zoo.DroppedPaths(batch_size=4)
+    make_trainer(layout, limit_train_batches=3, limit_val_batches=0).fit(module)
+    return [module.drawn, *(layer.drawn for layer in module.body)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        pytest.param(2, {"context_parallel_size": 2}, marks=pytest.mark.thorough),
+        (4, {"context_parallel_size": 2, "tensor_parallel_size": 2}),
+    ],
+)
+def test_dropout_of_shares_leaves_what_is_common_alone(ranks: Pools, size: int, layout: dict[str, Any]) -> None:
+    first, *others = ranks(size, lightning=True).run(drop_positions_and_paths, layout)
+    assert all(first)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def fit_in_half(precision: str) -> bool:
+    module = zoo.Dropped()
+    make_trainer(
+        {"context_parallel_size": 2, "context_parallel": "ring"},
+        precision=precision,
+        limit_train_batches=1,
+        limit_val_batches=0,
+    ).fit(module)
+    return all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.thorough)])
+def test_rounding_to_half_precision_is_no_mixing(ranks: Pools, precision: str) -> None:
+    assert all(ranks(2, lightning=True).run(fit_in_half, precision))
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
@@ -300,12 +343,13 @@ def test_what_is_drawn_for_samples_is_that_of_whole_sequences(ranks: Pools, size
 PARTS = {
     "Convolution": ["inner.time", "Conv1d"],
     "Recurrent": ["rnn", "GRU"],
-    "ByHand": ["ByHand"],
-    "Pooled": ["Pooled"],
+    "ByHand": ["(ByHand), before its 'proj' (Linear), mixes"],
+    "Pooled": ["(Pooled), before its 'proj' (Linear), mixes"],
     "Normed": ["norm", "BatchNorm1d"],
     "Gated": ["conv", "Conv1d"],
     "Zeros": ["conv", "Conv1d"],
     "Far": ["Far"],
+    "Shifted": ["(Shifted), before its 'up' (Linear), mixes"],
     "Tempered": ["Tempered"],
 }
 
