@@ -292,7 +292,7 @@ class Mixing(zoo.Sequences):
         return MIXING[self.kind]()
 
     def sample(self, index: int, generator: torch.Generator) -> Any:
-        x = torch.randn(4 * LENGTH, DIM, generator=generator)
+        x = torch.randn(4 * LENGTH, DIM, generator=generator, dtype=torch.float64).to(self.dtype)
         return x, x.roll(1, 0)
 
 

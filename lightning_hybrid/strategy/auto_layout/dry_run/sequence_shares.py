@@ -23,7 +23,8 @@ from lightning_hybrid.tensor_parallel.context_parallel.division import Division
 from lightning_hybrid.tensor_parallel.context_parallel.draws import NoDraws
 from lightning_hybrid.tensor_parallel.context_parallel.trial import copied, is_close
 
-_POSITIONS = 4  # so many for each rank are enough to tell
+_POSITIONS = 4  # so many for each rank show what mixes neighbours, and statistics
+_MANY = 1024  # so many show what looks farther
 _CPU = torch.device("cpu")
 
 
@@ -66,25 +67,30 @@ class AloneContextParallel(ContextParallel):
         key = id(layer), group.size
         if key in self._tried_alone or any(map(is_tensor_parallel, layer.parameters())):
             return
-        name, total = self._layers[layer], division.shares.total
+        total = division.shares.total
         with torch.no_grad(), without_modes(), _with_numbers(layer):
-            for length in sorted({min(total, _POSITIONS * group.size), total}):
-                given = _numbers(division.cropped(length))
-                try:
-                    whole = _made(forward, *copied(given))
-                except Exception:  # it is made for sequences of another length, or cannot run with these numbers
-                    continue
-                # Of two pieces: what mixes earlier positions alone makes the same of a first piece.
-                if not _is_share(division.of_cropped(*copied(given), balanced=True), forward, whole):
-                    raise WrongUseError(
-                        f"context_parallel_size={group.size} divides the sequence in {name!r}"
-                        f" ({type(layer).__name__}), which mixes positions in another way than by"
-                        " `F.scaled_dot_product_attention`: on a share it gives other numbers than on the whole"
-                        " sequence. Name what does not mix positions as the body (HybridStrategy(body=[...])), or use"
-                        " context_parallel_size=1."
-                    )
-                break
+            lengths = sorted({min(total, _POSITIONS * group.size), min(total, _MANY)})
+            ran = [self._runs(layer, forward, division, length) for length in lengths]
+            if not any(ran):
+                self._runs(layer, forward, division, total)  # it is made for sequences of this length
         self._tried_alone.add(key)
+
+    def _runs(self, layer: nn.Module, forward: Callable[..., Any], division: Division, length: int) -> bool:
+        """Whether a layer runs with so many positions, in shares of which it makes those of the whole."""
+        given = _numbers(division.cropped(length))
+        try:
+            whole = _made(forward, *copied(given))
+        except Exception:  # it is made for sequences of another length, or cannot run with these numbers
+            return False
+        # Of two pieces: what mixes earlier positions alone makes the same of a first piece.
+        if not _is_share(division.of_cropped(*copied(given), balanced=True), forward, whole):
+            raise WrongUseError(
+                f"context_parallel_size={self._group.size} divides the sequence in {self._layers[layer]!r}"
+                f" ({type(layer).__name__}), which mixes positions in another way than by"
+                " `F.scaled_dot_product_attention`: on a share it gives other numbers than on the whole sequence. Name"
+                " what does not mix positions as the body (HybridStrategy(body=[...])), or use context_parallel_size=1."
+            )
+        return True
 
 
 def _is_share(division: Division, forward: Callable[..., Any], whole: Sequence[Tensor]) -> bool:
@@ -154,8 +160,12 @@ def _numbers(tree: Any) -> Any:
 
 
 def _number(tensor: Tensor) -> Any:
-    """A copy; of what has no values one with small random numbers, or zeros if it is an index."""
-    if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
+    """A copy; of what has no values one with small random numbers, or zeros if it is an index.
+
+    A parameter that is zero at first, such as a gate, has random numbers too: it will not stay zero.
+    """
+    has_values = not isinstance(tensor, FakeTensor) and not tensor.is_meta
+    if has_values and not (isinstance(tensor, nn.Parameter) and not tensor.any()):
         made = tensor.detach().clone()
     elif tensor.is_floating_point():
         made = torch.randn(tensor.shape, dtype=tensor.dtype) / max(1, tensor.shape[-1] if tensor.ndim else 1) ** 0.5
