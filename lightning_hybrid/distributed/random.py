@@ -174,15 +174,11 @@ def with_seed(seed: int, device: torch.device) -> Iterator[None]:
         generator.set_state(saved)
 
 
-def peek_number(device: torch.device) -> int:
-    """The number that comes next, which stays where it is: the same on ranks whose streams are equal.
-
-    Args:
-        device: Where numbers are drawn.
-    """
-    before = torch_states(device)
+def peek_number() -> int:
+    """The number that comes next on the CPU, which stays where it is: the same on ranks whose streams are equal."""
+    saved = torch.default_generator.get_state()
     number = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
-    set_torch_states(before, device)
+    torch.default_generator.set_state(saved)
     return number
 
 

@@ -123,7 +123,7 @@ def bounded(mask: Tensor) -> Tensor:
     """A mask whose numbers may be the least of their dtype, as those of padding are, with others in their place."""
     if mask.dtype == torch.bool:
         return mask
-    return torch.where(mask == _NONE_SEEN, mask, mask.clamp(min=_LEAST))
+    return mask.clamp(min=_LEAST).masked_fill_(mask == _NONE_SEEN, _NONE_SEEN)
 
 
 def merge(out: Tensor, logsumexp: Tensor, other: Tensor, of_other: Tensor) -> None:

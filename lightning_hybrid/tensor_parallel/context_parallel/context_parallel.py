@@ -170,7 +170,7 @@ class ContextParallel:
     def _make_draws(self, layer: nn.Module, division: Division) -> Draws:
         number = self._numbers[layer]
         self._calls[number] += 1
-        of_call = derive_seed(peek_number(self._device), number, self._calls[number])
+        of_call = derive_seed(peek_number(), number, self._calls[number])
         return Draws(of_call, self._group.rank, division.batch_size, self._device)
 
     def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division) -> None:
@@ -178,8 +178,7 @@ class ContextParallel:
         key = id(layer), layer.training
         if key in self._tried:
             return
-        given = self._layers[layer], layer, forward, self._kind, self._dims[layer]
-        Trial(*given, self._group, self._device)(division)
+        Trial(self._layers[layer], layer, forward, self._kind, self._group, self._device)(division)
         self._tried.add(key)
 
 

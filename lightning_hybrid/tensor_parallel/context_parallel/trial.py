@@ -44,7 +44,6 @@ class Trial:
         layer: The layer.
         forward: Its `forward`, which may be another one's than its class has.
         kind: How attention communicates.
-        sequence_dim: The dimension of the sequence.
         group: The ranks.
         device: Where they draw random numbers.
     """
@@ -55,12 +54,11 @@ class Trial:
         layer: nn.Module,
         forward: Callable[..., Any],
         kind: str,
-        sequence_dim: int,
         group: ContextGroup,
         device: torch.device,
     ) -> None:
         self._name, self._layer, self._forward, self._kind = name, layer, forward, kind
-        self._dim, self._group, self._device = sequence_dim, group, device
+        self._group, self._device = group, device
 
     @torch.no_grad()
     def __call__(self, division: Division) -> None:
@@ -129,7 +127,7 @@ class Trial:
         dist.all_gather_object(verdicts, (differs, culprit), group=self._group())
         if any(differs for differs, _ in verdicts):
             layer = f"which ({type(self._layer).__name__})"
-            raise region.refuse(_text(next((culprit for _, culprit in verdicts if culprit), layer)))
+            raise region.refuse(mixing_text(next((culprit for _, culprit in verdicts if culprit), layer)))
 
     def _mixing(self, name: str, short: Division, of_share: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor]) -> str:
         """What mixes positions, if a part makes something else of a share than it makes of the whole; or nothing."""
@@ -222,7 +220,8 @@ class _Quiet(torch.overrides.TorchFunctionMode):
         return (self._draws.find(func) or func)(*args, **kwargs)
 
 
-def _text(culprit: str) -> str:
+def mixing_text(culprit: str) -> str:
+    """What is said of a layer, or of a part of it, that mixes positions; `culprit` names it, in a relative clause."""
     return (
         f"{culprit} mixes positions in another way than by `F.scaled_dot_product_attention`: a convolution or pooling"
         " over time, a recurrent layer, statistics of the batch, or attention written by hand, perhaps. On a share"

@@ -21,7 +21,7 @@ from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HE
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division
 from lightning_hybrid.tensor_parallel.context_parallel.draws import NoDraws
-from lightning_hybrid.tensor_parallel.context_parallel.trial import copied, is_close
+from lightning_hybrid.tensor_parallel.context_parallel.trial import copied, is_close, mixing_text
 
 _POSITIONS = 4  # so many for each rank show what mixes neighbours, and statistics
 _MANY = 1024  # so many show what looks farther
@@ -85,10 +85,8 @@ class AloneContextParallel(ContextParallel):
         # Of two pieces: what mixes earlier positions alone makes the same of a first piece.
         if not _is_share(division.of_cropped(*copied(given), balanced=True), forward, whole):
             raise WrongUseError(
-                f"context_parallel_size={self._group.size} divides the sequence in {self._layers[layer]!r}"
-                f" ({type(layer).__name__}), which mixes positions in another way than by"
-                " `F.scaled_dot_product_attention`: on a share it gives other numbers than on the whole sequence. Name"
-                " what does not mix positions as the body (HybridStrategy(body=[...])), or use context_parallel_size=1."
+                f"context_parallel_size={self._group.size} divides the sequence in {self._layers[layer]!r},"
+                f" {mixing_text(f'which ({type(layer).__name__})')}"
             )
         return True
 
