@@ -56,8 +56,22 @@ def end_with_parent() -> None:
         return
     if parent == str(os.getppid()):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if parent != str(os.getppid()):  # it has ended in the meantime
-            os.kill(os.getpid(), signal.SIGTERM)
+        if parent == str(os.getppid()):
+            return
+    elif _is_there(int(parent)):  # this process is not its child
+        return
+    print(f"Process {parent} has started this one, {os.getpid()}, and has ended: so does this one.", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def outlive_parent() -> None:

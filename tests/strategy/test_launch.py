@@ -71,8 +71,16 @@ def test_two_hundred_exits_are_quiet() -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def start_child(started_by: int | None, *, is_connected: bool = False) -> tuple[int, int]:
-    """A parent and its child, which sleeps for long; the parent has started it as Lightning does, or not."""
+def gone() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def start_child(started_by: str | None, *, is_connected: bool = False) -> tuple[int, int]:
+    """A parent and its child, which sleeps for long; the parent has started it as Lightning does, or another did."""
+    pids = {"other": os.getpid(), "gone": gone()}
     read, write = os.pipe()
     parent = os.fork()
     if parent == 0:
@@ -81,17 +89,20 @@ def start_child(started_by: int | None, *, is_connected: bool = False) -> tuple[
         if child == 0:
             os.environ.pop(launch._STARTED_BY, None)
             if started_by is not None:
-                os.environ[launch._STARTED_BY] = str(own + started_by)
+                os.environ[launch._STARTED_BY] = str(own if started_by == "parent" else pids[started_by])
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            own_number = f"{os.getpid()}\n".encode()
+            if started_by == "gone":  # it will not come far
+                os.write(write, own_number)
             launch.end_with_parent()
             if is_connected:
                 launch.outlive_parent()
-            os.write(write, f"{os.getpid()}\n".encode())
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.write(write, own_number)
             time.sleep(60)
             os._exit(0)
         os.waitpid(child, 0)
         os._exit(0)
-    child = int(os.read(read, 100))
+    child = int(os.read(read, 100).split()[0])
     os.close(read)
     os.close(write)
     return parent, child
@@ -100,10 +111,16 @@ def start_child(started_by: int | None, *, is_connected: bool = False) -> tuple[
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the children")
 @pytest.mark.parametrize(
     ("started_by", "is_connected", "ends"),
-    [(0, False, True), (None, False, False), (-1, False, False), (0, True, False)],
+    [
+        ("parent", False, True),
+        ("gone", False, True),  # before this one came so far, such as while it imported
+        (None, False, False),
+        ("other", False, False),
+        ("parent", True, False),
+    ],
 )
 def test_a_child_of_the_launcher_ends_with_it_until_it_is_connected_and_others_do_not(
-    started_by: int | None, is_connected: bool, ends: bool
+    started_by: str | None, is_connected: bool, ends: bool
 ) -> None:
     parent, child = start_child(started_by, is_connected=is_connected)
     watched = os.pidfd_open(child)
