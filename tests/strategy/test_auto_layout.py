@@ -525,7 +525,7 @@ def test_recompute_takes_the_least_that_fits(ranks: Pools) -> None:
     assert some[0] == "selective" or (isinstance(some[0], list) and sum(some[0]) < 4)
     text, other = pool.run(fits, every / 2)
     assert text == other
-    assert "layouts of Blocks can be used in memory_limit=0.1 MiB" in text
+    assert f"layouts of Blocks can be used in memory_limit={every / 2 / 2**10:,.1f} KiB" in text
     assert "does not fit, such as pipeline 2" in text
 
 

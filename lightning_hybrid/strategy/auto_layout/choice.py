@@ -267,4 +267,6 @@ def _first_sentence(text: str) -> str:
 
 
 def _size(size: float) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+    if size >= 2**30:
+        return f"{size / 2**30:,.2f} GiB"
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"

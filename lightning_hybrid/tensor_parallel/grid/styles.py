@@ -173,7 +173,8 @@ def find_regions(rows: Sequence[PlanRow], grid: GridShape) -> list[PlanRow]:
             raise ValueError(
                 f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}, which, with"
                 f" tensor_parallel_mode={grid.mode!r}, needs a module around it with the style 'sequence_region', in"
-                " which activations are in blocks."
+                " which activations are in blocks: a module with that style itself does not count. Give its attention a"
+                " module of its own, and 'sequence_region' to the module around it."
             )
         found.append(row)
     return found

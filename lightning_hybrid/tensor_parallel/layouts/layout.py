@@ -146,7 +146,10 @@ def _placement(layout: object, letter: object, shape: Sequence[int]) -> Placemen
         return Replicate() if letter == "B" else Partial()
     dim = int(found[1])
     if not -len(shape) <= dim < len(shape):
-        raise ValueError(f"The layout {layout!r} splits dimension {dim} of a tensor of shape {tuple(shape)}.")
+        allowed = f"whose dimensions are 0 to {len(shape) - 1}" if shape else "which has no dimensions: use 'B'"
+        raise ValueError(
+            f"The layout {layout!r} splits dimension {dim} of a tensor of shape {tuple(shape)}, {allowed}."
+        )
     return Shard(dim % len(shape))
 
 
