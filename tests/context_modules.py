@@ -155,6 +155,43 @@ class Penalised(UsedTwice):
         return self.parameters()
 
 
+class Keeping(nn.Module):
+    """Keeps what it was given, and something of its result."""
+
+    calls: list[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.calls, self.kept = zoo.NanoBlock(), [], torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(x.shape[0])
+        x = self.block(x)
+        self.kept = x.square().mean()
+        return x
+
+
+class Leaking(zoo.Sequences):
+    """The loss has a term that layers keep beside their results, or the number of their calls."""
+
+    layers = 2
+    leaks = True
+
+    def layer(self, index: int) -> nn.Module:
+        return Keeping()
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        loss = F.mse_loss(self(x), y)
+        return loss + sum(layer.kept if self.leaks else len(layer.calls) for layer in self.body)
+
+
+class Counting(Leaking):
+    """The same, without such a term."""
+
+    leaks = False
+
+
 class Dropped(zoo.Sequences):
     """Layers that drop what they compute."""
 
@@ -277,8 +314,56 @@ class Tempered(nn.Module):
         return x + y.transpose(1, 2).flatten(2)
 
 
+class Added(nn.Module):
+    """Adds the mean over the sequence, times what is zero at first, in no part of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.gate = nn.Linear(DIM, DIM), nn.Parameter(torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x) + self.gate * x.mean(1, keepdim=True)
+
+
+class Rotary(nn.Module):
+    """Attention to positions that it counts by itself, by queries that are zero at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.query = nn.Linear(DIM, 2 * DIM), nn.Parameter(torch.zeros(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = self.proj(x).unflatten(-1, (2, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q = (x @ self.query).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] / 10 ** torch.arange(q.shape[-1], dtype=x.dtype)
+        q, k = (each * angles.cos() + each.roll(1, -1) * angles.sin() for each in (q, k))
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Balanced(nn.Module):
+    """Experts whose load moves a bias, which is a buffer."""
+
+    bias: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(DIM, 3), nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.register_buffer("bias", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1)
+        best = (shares + self.bias).argmax(-1)
+        load = shares.detach().mean((0, 1))
+        self.bias += 0.1 * (load.mean() - load)
+        return x + sum((best == i)[..., None] * shares[..., i : i + 1] * f(x) for i, f in enumerate(self.experts))
+
+
 MIXING = {
-    cls.__name__: cls for cls in (Convolution, Recurrent, ByHand, Pooled, Normed, Gated, Zeros, Far, Shifted, Tempered)
+    cls.__name__: cls
+    for cls in (
+        *(Convolution, Recurrent, ByHand, Pooled, Normed, Gated, Zeros, Far, Shifted, Tempered),
+        *(Added, Rotary, Balanced),
+    )
 }
 
 

@@ -159,19 +159,20 @@ def _with_arrays(state: Any) -> Any:
 
 @contextmanager
 def with_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, torch draws from another stream on a device; outside, the same numbers as before.
+    """Inside, torch draws from another stream, on the CPU and on a device; outside, the same numbers as before.
 
     Args:
         seed: An integer of 64 bits.
         device: Where numbers are drawn.
     """
-    generator = _cuda_generator(device) if device.type == "cuda" else torch.default_generator
-    saved = generator.get_state()
-    generator.manual_seed(seed)
+    saved = torch_states(device)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        _cuda_generator(device).manual_seed(seed)
     try:
         yield
     finally:
-        generator.set_state(saved)
+        set_torch_states(saved, device)
 
 
 def peek_number() -> int:

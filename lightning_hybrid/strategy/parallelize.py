@@ -176,16 +176,16 @@ class ModuleParallelizer:
         layers = layout.find_recomputed(self._module, self._settings, self.body, self.stage_map)
         recompute = ActivationCheckpointing(layers, self._device, selective=self._settings.recompute == "selective")
         around = self._around_layers(recompute if layers else nullcontext, offload, stays)
-        self.context_parallel = context = self._make_context_parallel(layers)
+        self.context_parallel = context = self._make_context_parallel()
         return around if context is None else lambda: context.around(around)
 
-    def _make_context_parallel(self, recomputed: Collection[nn.Module]) -> ContextParallel | None:
+    def _make_context_parallel(self) -> ContextParallel | None:
         if self._mesh.context_parallel_size == 1:
             return None
         body = self.body or layout.find_layers(self._module, self._settings, 1)
         layers = dict(zip(body.names, body.layers, strict=True))
         group = ContextGroup(self._mesh.context_group)
-        return ContextParallel(self._module, layers, recomputed, group, self._settings.context_parallel, self._device)
+        return ContextParallel(self._module, layers, group, self._settings.context_parallel, self._device)
 
     @staticmethod
     def _around_layers(

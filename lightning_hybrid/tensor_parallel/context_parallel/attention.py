@@ -15,8 +15,8 @@ What a mask or `is_causal` says is meant for the whole sequence.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -27,8 +27,13 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.tensor_parallel.context_parallel.all_gather import causal_attention
-from lightning_hybrid.tensor_parallel.context_parallel.block_attention import Products, cast_by_autocast, find_kernel
+from lightning_hybrid.tensor_parallel.context_parallel.block_attention.all_gather import causal_attention
+from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import (
+    Products,
+    cast_by_autocast,
+    find_kernel,
+)
+from lightning_hybrid.tensor_parallel.context_parallel.block_attention.ring import Ring, ring_attention
 from lightning_hybrid.tensor_parallel.context_parallel.draws import Draws, NoDraws
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import (
     Shares,
@@ -37,7 +42,6 @@ from lightning_hybrid.tensor_parallel.context_parallel.mappings import (
     to_heads,
     to_sequence,
 )
-from lightning_hybrid.tensor_parallel.context_parallel.ring import Ring, ring_attention
 
 #: How attention communicates.
 KINDS = ("ulysses", "ring", "all_gather")
@@ -100,7 +104,7 @@ class Region(TorchFunctionMode):
         shares: As given.
         draws: As given.
         is_active: Whether it is entered.
-        counts: What the layer has called. Who runs it again, or a part of it, begins with those of the first time.
+        counts: What the layer has called.
     """
 
     def __init__(self, name: str, shares: Shares, kind: str, draws: Draws | NoDraws) -> None:
@@ -108,7 +112,6 @@ class Region(TorchFunctionMode):
         self.name, self.shares, self.is_active = name, shares, False
         self.draws = draws
         self._attend = {"ulysses": self._ulysses, "all_gather": self._all_gather, "ring": self._ring}[kind]
-        self._has_gradients = torch.is_grad_enabled()
         self.counts = Counts()
         self._num_keys: dict[int, int] = {}  # of each attention; the same where the layer runs again
         self._functions: dict[Any, Callable[..., Any]] = {
@@ -126,6 +129,20 @@ class Region(TorchFunctionMode):
         """It does so no more."""
         self.is_active = False
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def entered(self, counts: Counts | None = None) -> Iterator[None]:
+        """Inside, attention communicates, whether it has done so before or not.
+
+        Args:
+            counts: What the layer has called before, where a part of it runs again.
+        """
+        self.counts = self.counts if counts is None else counts
+        if self.is_active:
+            yield
+            return
+        with self:
+            yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A call of the layer."""
@@ -177,11 +194,6 @@ class Region(TorchFunctionMode):
     ) -> Tensor:
         drops = dropout_p > 0.0 and isinstance(self.draws, Draws)
         options = _Options(dropout_p if drops else 0.0, scale, enable_gqa)
-        if self._has_gradients and not torch.is_grad_enabled():
-            raise self.refuse(
-                "whose attention runs without gradients, to run again in backward where nothing knows of the division:"
-                " use `torch.utils.checkpoint` with use_reentrant=False, or HybridStrategy(recompute=...)."
-            )
         self._compare_keys(key.shape[-2])
         own = self.shares.length
         if query.ndim != 4:
@@ -284,7 +296,8 @@ class Region(TorchFunctionMode):
     def _whole_keys(self, mask: Tensor) -> Tensor:
         if mask.shape[-1] != self.shares.length:  # it is one already, or of a memory
             return mask
-        return all_gather_shares(mask.detach(), mask.ndim - 1, self.shares)
+        gather = gather_keys if mask.requires_grad else all_gather_shares
+        return gather(mask, mask.ndim - 1, self.shares)
 
     def _whole_mask(self, mask: Tensor) -> Tensor:
         """A mask of the whole sequence, checked; one of a share's keys is gathered."""

@@ -11,24 +11,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_hybrid.distributed.pytree import map_leaves
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import flatten, map_leaves
 from lightning_hybrid.distributed.random import derive_seed, peek_number
 from lightning_hybrid.tensor_parallel.context_parallel.attention import Counts, Region, is_balanced
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division, sequence_dim_of
 from lightning_hybrid.tensor_parallel.context_parallel.draws import Draws
+from lightning_hybrid.tensor_parallel.context_parallel.leaks import Leaks
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
+from lightning_hybrid.tensor_parallel.context_parallel.recomputation import again_in
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import from_shares, plain, to_shares
 from lightning_hybrid.tensor_parallel.context_parallel.trial import Trial
-
-# The argument by which what runs again in backward knows its region, and what was called there before.
-_REGION = "context_parallel_region"
 
 
 class ContextParallel:
@@ -37,12 +38,14 @@ class ContextParallel:
     ::
 
         layer(x)      divided --> runs again in backward, perhaps --> attention communicates, numbers of the layer
-                      around      somebody else's                     inside
+                      outside     somebody else's                     inside
+
+    Whatever `torch.utils.checkpoint` runs again, around layers or in them, does so in the place where it ran before: in
+    the same layer, after as many calls.
 
     Args:
         module: What holds the layers.
         layers: Those that get a share, by name.
-        recomputed: Layers, and parts of layers, that run again in backward.
         group: The ranks that share each sequence.
         kind: How attention communicates.
         device: Where this rank computes.
@@ -52,20 +55,19 @@ class ContextParallel:
         self,
         module: nn.Module,
         layers: Mapping[str, nn.Module],
-        recomputed: Iterable[nn.Module],
         group: ContextGroup,
         kind: str,
         device: torch.device,
     ) -> None:
         self._layers = {layer: name for name, layer in layers.items()}
-        self._parts = [part for part in recomputed if part not in self._layers]
         self._group, self._kind, self._device = group, kind, device
         self._is_balanced = is_balanced(kind)
         self._dims = {layer: sequence_dim_of(layer) for layer in self._layers}
         self._encoders = [part for part in module.modules() if isinstance(part, nn.TransformerEncoder)]
-        self._numbers = {layer: number for number, layer in enumerate((*self._layers, *self._parts))}
+        self._numbers = {layer: number for number, layer in enumerate(self._layers)}
         self._calls: Counter[int] = Counter()  # of each layer, since the forward has begun
         self._tried: set[tuple[int, bool]] = set()
+        self._leaks = Leaks()
         self._region: Region | None = None  # of the layer that runs
         self._is_paused = False
 
@@ -81,7 +83,7 @@ class ContextParallel:
         try:
             for encoder in self._encoders:
                 encoder.use_nested_tensor = False  # a nested tensor has no sequences of one length
-            with self._replaced(self._inside), between(), self._replaced(self._outside):
+            with again_in(self._here), self._replaced(self._inside), between(), self._replaced(self._outside):
                 yield
         finally:
             for encoder, before in zip(self._encoders, nested, strict=True):
@@ -93,8 +95,20 @@ class ContextParallel:
         Args:
             value: A tree.
             to_stage: Whether it goes there: then each rank sends its share.
+
+        Raises:
+            WrongUseError: If it depends on what a layer keeps beside its result.
         """
-        return to_shares(value) if to_stage else map_leaves(plain, value)
+        value = to_shares(value) if to_stage else map_leaves(plain, value)
+        leaking = self._leaks.find(leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor))
+        if leaking is not None:
+            raise WrongUseError(
+                f"context_parallel_size={self._group.size} divides the sequence in {leaking!r}, and a loss comes out of"
+                " it by another way than its result: what a layer keeps as an attribute or a hook collects, such as"
+                " the balancing loss of a router, is of one share of the sequence. Compute it from what the layer"
+                " returns; of transformers, set output_router_logits=False; or use context_parallel_size=1."
+            )
+        return value
 
     def enter(self, value: Any) -> Any:
         """What has come from the stage before."""
@@ -114,7 +128,7 @@ class ContextParallel:
         """Inside, the `forward` of each layer is another one."""
         replaced = []
         try:
-            for layer in (*self._layers, *self._parts):
+            for layer in self._layers:
                 attributes = vars(layer)
                 before = attributes.get("forward")
                 replaced.append((attributes, before))
@@ -128,44 +142,47 @@ class ContextParallel:
                     attributes["forward"] = before
 
     def _outside(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        name = self._layers.get(layer, "")
-
-        def part(*args: Any, **kwargs: Any) -> Any:
-            region = self._region
-            place = {} if region is None else {_REGION: (region, region.counts)}
-            return forward(*args, **kwargs, **place)
+        name = self._layers[layer]
 
         def divided(*args: Any, **kwargs: Any) -> Any:
             if self._is_paused or self._region is not None:
                 return forward(*args, **kwargs)
             division = Division(name, self._dims[layer], args, kwargs, self._group, balanced=self._is_balanced)
-            self._try(layer, forward, division)
+            if self._try(layer, forward, division) and torch.is_grad_enabled():
+                division.mark(partial(self._leaks.enter, name), self._leaks.leave)
             self._region = Region(name, division.shares, self._kind, self._make_draws(layer, division))
             try:
                 local_args, local_kwargs = division.local()
-                place = {_REGION: (self._region, Counts())}
-                return division.joined(forward(*local_args, **local_kwargs, **place))
+                return division.joined(forward(*local_args, **local_kwargs))
             finally:
                 self._region = None
 
-        return divided if name else part
+        return divided
 
     def _inside(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def inside(*args: Any, **kwargs: Any) -> Any:
-            region, counts = kwargs.pop(_REGION, (None, Counts()))
-            if region is None:
+            region = self._region
+            if region is None or self._layers[layer] != region.name:  # or it is a part of one that is divided
                 return forward(*args, **kwargs)
-            with ExitStack() as stack:
-                if layer in self._layers:  # a part that runs again by itself goes on in the stream of its layer
-                    stack.enter_context(region.draws.common())
-                if not region.is_active:
-                    stack.enter_context(region)
-                    stack.callback(setattr, self, "_region", self._region)
-                    self._region = region  # for parts, where the layer runs again
-                region.counts = counts
+            with region.draws.common(), region.entered():
                 return forward(*args, **kwargs)
 
         return inside
+
+    def _here(self) -> Callable[[], AbstractContextManager[None]]:
+        """Where the step is; enters it again."""
+        region = self._region
+        return partial(self._at, region, Counts() if region is None else region.counts, self._calls.copy())
+
+    @contextmanager
+    def _at(self, region: Region | None, counts: Counts, calls: Counter[int]) -> Iterator[None]:
+        before = self._region, self._calls
+        self._region, self._calls = region, calls.copy()
+        try:
+            with nullcontext() if region is None else region.entered(counts):
+                yield
+        finally:
+            self._region, self._calls = before
 
     def _make_draws(self, layer: nn.Module, division: Division) -> Draws:
         number = self._numbers[layer]
@@ -173,13 +190,14 @@ class ContextParallel:
         of_call = derive_seed(peek_number(), number, self._calls[number])
         return Draws(of_call, self._group.rank, division.batch_size, self._device)
 
-    def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division) -> None:
-        """Before the first call of a layer, in training or not, find out whether shares are right."""
+    def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division) -> bool:
+        """Before the first call of a layer, in training or not, find out whether shares are right; whether it is."""
         key = id(layer), layer.training
         if key in self._tried:
-            return
+            return False
         Trial(self._layers[layer], layer, forward, self._kind, self._group, self._device)(division)
         self._tried.add(key)
+        return True
 
 
 def check_context_parallel(

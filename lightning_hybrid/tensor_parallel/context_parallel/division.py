@@ -86,6 +86,8 @@ class Division:
         found = map(self._find_dim, self._leaves) if dims is None else dims
         self._dims = dict(zip(map(id, self._leaves), found, strict=True))
         self._given: dict[int, tuple[Any, Any, int]] = {}  # by identity, what the layer gets, and that is the share of
+        self._enter: Callable[[Tensor], Tensor] = _unchanged
+        self._exit: Callable[[Tensor], Tensor] = _unchanged
 
     def _find_dim(self, tensor: Any) -> int | None:
         """The dimension along which an argument is divided; ``None`` if it stays whole."""
@@ -107,12 +109,21 @@ class Division:
             return 1 if shape[1] == total else 0
         return next((dim for dim in (tensor.ndim - 2, 1) if shape[dim] == total), None)
 
+    def mark(self, enter: Callable[[Tensor], Tensor], leave: Callable[[Tensor], Tensor]) -> None:
+        """Have the tensors of this rank go through something.
+
+        Args:
+            enter: What the layer is given goes through it.
+            leave: What it returns goes through it.
+        """
+        self._enter, self._exit = enter, leave
+
     def local(self) -> tuple[Any, Any]:
         """The arguments that the layer gets on this rank."""
         made: dict[int, Any] = {}  # what comes twice is one tensor again
         for leaf in self._leaves:
             if id(leaf) not in made:
-                made[id(leaf)] = self._local(leaf) if isinstance(leaf, Tensor) else leaf
+                made[id(leaf)] = self._enter(self._local(leaf)) if isinstance(leaf, Tensor) else leaf
         leaves = [made[id(leaf)] for leaf in self._leaves]
         self._given = {id(mine): (mine, leaf, _version(mine)) for mine, leaf in zip(leaves, self._leaves, strict=True)}
         args, kwargs = unflatten(leaves, self._spec)
@@ -188,7 +199,7 @@ class Division:
 
     def joined(self, result: Any) -> Any:
         """What the layer returns, to the code around it."""
-        return self._map_results(result, lambda tensor, dim: shard(tensor, dim, self.shares))
+        return self._map_results(result, lambda tensor, dim: shard(self._exit(tensor), dim, self.shares))
 
     def result_dims(self, result: Any) -> list[tuple[Tensor, int]]:
         """The tensors that a layer has made, with the dimension of the sequence."""
@@ -223,6 +234,10 @@ class Division:
                 " states alone, or use context_parallel_size=1."
             )
         return found
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _version(leaf: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.distributed.random import generator_states, set_generator_states
+from lightning_hybrid.distributed.random import generator_states, set_generator_states, with_seed
 from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HEAD, Region, is_balanced
-from lightning_hybrid.tensor_parallel.context_parallel.block_attention import without_autocast
+from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import without_autocast
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division
 from lightning_hybrid.tensor_parallel.context_parallel.draws import NoDraws
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares
@@ -26,18 +27,23 @@ _HALF = (torch.bfloat16, torch.float16)
 _PLAIN = (type(None), bool, int, float, str, Tensor, torch.dtype, torch.device)
 
 
+_OF_MODULES = vars(nn.Module()).keys()  # what every module has: tables of parameters, hooks
+_GROW = (list, dict, set, deque)
+
 #: Of parts of a layer, by name, in the order in which they end: what they were given, and what they returned.
 _Seen = dict[str, tuple[Tensor, Tensor]]
+#: Of a layer, by name.
+Buffers = dict[str, Tensor]
 
 
 class Trial:
     """Runs a layer on the beginning of a sequence: whole, and in shares.
 
-    Few positions show what mixes neighbours, and statistics; many show what looks farther. A part of the layer that
-    mixes positions is found also where a gate that is zero at first hides it.
+    Few positions show what mixes neighbours, and statistics; many show what looks farther. What mixes positions is
+    found also behind a gate that is zero at first: parameters that are zero have other numbers for the trial.
 
-    Both without gradients and without random numbers. It leaves no trace: buffers, objects that the layer is given, and
-    random numbers are as they were.
+    Both without gradients and without random numbers. It leaves no trace: buffers, attributes of the layer and of its
+    parts, objects that it is given, and random numbers are as they were.
 
     Args:
         name: Of the layer, for messages.
@@ -81,47 +87,70 @@ class Trial:
 
         In float32 if it can, as rounding must not look like a mistake: it may decide which expert gets a token.
         """
+        given = division.cropped(length)  # gathered on all ranks, whatever happens on some
         for is_wide in (True, False):
-            with self._wide() if is_wide else nullcontext():
+            with self._wide() if is_wide else nullcontext(), self._without_zeros():
+                error: Exception | None = None
                 try:
-                    whole = self._run_whole(division, length, is_wide=is_wide)
-                except Exception:
-                    if not is_wide and length == division.shares.total:
-                        raise
-                    continue
-                self._compare_share(division, length, *whole, is_wide=is_wide)
-                return True
+                    whole = self._run_whole(given, is_wide=is_wide)
+                except Exception as raised:
+                    error = raised
+                if self._is_on_all(error is None):
+                    self._compare_share(division, given, *whole, is_wide=is_wide)
+                    return True
+                if error is not None and not is_wide and length == division.shares.total:
+                    raise error
         return False
 
-    def _run_whole(self, division: Division, length: int, *, is_wide: bool) -> tuple[list[Tensor], _Seen]:
-        """The tensors that the layer makes, and what its parts make."""
-        args, kwargs = copied(division.cropped(length), is_wide=is_wide)
-        given = set(map(id, flatten((args, kwargs))[0]))
-        with self._without_trace(), _Quiet(NoDraws(self._device)), self._watched() as by_part:
+    def _is_on_all(self, mine: bool) -> bool:
+        """Whether something is so on all ranks: one that lacks memory must not go another way than the others."""
+        verdicts: list[Any] = [None] * self._group.size
+        dist.all_gather_object(verdicts, mine, group=self._group())
+        return all(verdicts)
+
+    def _run_whole(self, given: Any, *, is_wide: bool) -> tuple[list[Tensor], _Seen, Buffers]:
+        """The tensors that the layer makes, what its parts make, and what it makes of its buffers."""
+        args, kwargs = copied(given, is_wide=is_wide)
+        own = set(map(id, flatten((args, kwargs))[0]))
+        with (
+            without_trace(self._layer, self._device) as buffers,
+            _Quiet(NoDraws(self._device)),
+            self._watched() as by_part,
+        ):
             leaves = {id(leaf): leaf for leaf in flatten(self._forward(*args, **kwargs))[0]}
-        return [leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor) and key not in given], by_part
+        made = [leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor) and key not in own]
+        return made, by_part, buffers
 
     def _compare_share(
-        self, division: Division, length: int, expected: Sequence[Tensor], by_part: _Seen, *, is_wide: bool
+        self,
+        division: Division,
+        given: Any,
+        expected: Sequence[Tensor],
+        by_part: _Seen,
+        buffers: Buffers,
+        *,
+        is_wide: bool,
     ) -> None:
-        args, kwargs = copied(division.cropped(length), is_wide=is_wide)
+        args, kwargs = copied(given, is_wide=is_wide)
         short = division.of_cropped(args, kwargs, balanced=is_balanced(self._kind))
         region = Region(self._name, short.shares, self._kind, NoDraws(self._device))
         local_args, local_kwargs = short.local()
         try:
-            with self._without_trace(), region, self._watched() as of_share:
+            with without_trace(self._layer, self._device) as own_buffers, region, self._watched() as of_share:
                 found = short.result_dims(self._forward(*local_args, **local_kwargs))
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            if isinstance(error, WrongUseError):
+            if isinstance(error, (WrongUseError, torch.OutOfMemoryError)):
                 raise
             raise region.refuse(
                 f"which fails on a share of {short.shares.length} positions"
                 f" ({type(error).__name__}: {' '.join(str(error).split())})."
-                " What it is given for the whole sequence, and does not go to an attention, must go by positions."
+                " What it is given for the whole sequence, and does not go to `F.scaled_dot_product_attention`, must go"
+                " by positions: an attention written by hand has no share of its mask (of transformers:"
+                " attn_implementation='sdpa')."
             ) from error
         pairs = [(each, short.shares.own(whole, dim)) for whole, (each, dim) in zip(expected, found, strict=True)]
         parts = (self._mixing(name, short, of_share[name], by_part[name]) for name in of_share if name in by_part)
-        culprit = next((found for found in parts if found), "")
+        culprit = next((found for found in parts if found), "") or written_text(own_buffers, buffers)
         differs = bool(culprit) or not all(is_close(*pair) for pair in pairs)
         verdicts: list[Any] = [None] * self._group.size
         dist.all_gather_object(verdicts, (differs, culprit), group=self._group())
@@ -166,22 +195,9 @@ class Trial:
             yield seen
 
     @contextmanager
-    def _without_trace(self) -> Iterator[None]:
-        """Buffers are replaced by copies inside, and random numbers are as they were afterwards."""
-        random, buffers = generator_states(self._device), self._tensors("_buffers")
-        try:
-            for table, name, buffer in buffers:
-                table[name] = buffer.clone()
-            yield
-        finally:
-            for table, name, buffer in buffers:
-                table[name] = buffer
-            set_generator_states(random, self._device)
-
-    @contextmanager
     def _wide(self) -> Iterator[None]:
         """What has half precision has float32 inside, and what would be cast is not."""
-        halves = [each for each in self._tensors("_parameters", "_buffers") if each[2].dtype in _HALF]
+        halves = [each for each in _tensors_of(self._layer, "_parameters", "_buffers") if each[2].dtype in _HALF]
         default = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float32 if default in _HALF else default)
@@ -195,10 +211,19 @@ class Trial:
                 table[name] = tensor
             torch.set_default_dtype(default)
 
-    def _tensors(self, *kinds: str) -> list[tuple[dict[str, Any], str, Tensor]]:
-        """The parameters or buffers of the layer, and where each of them is."""
-        tables = [vars(part)[kind] for part in self._layer.modules() for kind in kinds]
-        return [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
+    @contextmanager
+    def _without_zeros(self) -> Iterator[None]:
+        """Parameters that are zero at first have small random numbers inside, the same on every rank."""
+        zeros = [each for each in _tensors_of(self._layer, "_parameters") if _is_zero(each[2])]
+        try:
+            for number, (table, name, tensor) in enumerate(zeros):
+                with with_seed(number, tensor.device):
+                    made = torch.randn_like(tensor) / max(1, *tensor.shape[-1:]) ** 0.5
+                table[name] = nn.Parameter(made, tensor.requires_grad)
+            yield
+        finally:
+            for table, name, tensor in zeros:
+                table[name] = tensor
 
 
 class _Quiet(torch.overrides.TorchFunctionMode):
@@ -220,6 +245,44 @@ class _Quiet(torch.overrides.TorchFunctionMode):
         return (self._draws.find(func) or func)(*args, **kwargs)
 
 
+@contextmanager
+def without_trace(layer: nn.Module, device: torch.device) -> Iterator[Buffers]:
+    """Afterwards buffers, attributes and random numbers are as before; gives what buffers were in the end.
+
+    Args:
+        layer: The layer.
+        device: Where it draws random numbers.
+    """
+    random, names, made = generator_states(device), [name for name, _ in layer.named_buffers()], Buffers()
+    buffers = _tensors_of(layer, "_buffers")
+    attributes = [(vars(part), _own_attributes(part)) for part in layer.modules()]
+    grown = [(each, copy.copy(each)) for _, own in attributes for each in own.values() if isinstance(each, _GROW)]
+    try:
+        for table, name, buffer in buffers:
+            table[name] = buffer.clone()
+        yield made
+        made |= {name: layer.get_buffer(name) for name in names}
+    finally:
+        for table, name, buffer in buffers:
+            table[name] = buffer
+        for table, own in attributes:
+            for name in table.keys() - own.keys() - _OF_MODULES:
+                del table[name]
+            table.update(own)
+        for each, content in grown:
+            each.clear()
+            (each.update if isinstance(each, (dict, set)) else each.extend)(content)
+        set_generator_states(random, device)
+
+
+def written_text(of_share: Buffers, of_whole: Buffers) -> str:
+    """What :func:`mixing_text` takes of a layer that writes something else into a buffer on a share; or nothing."""
+    for name, whole in of_whole.items():
+        if of_share[name].shape == whole.shape and not is_close(of_share[name], whole):  # or it is a table of a length
+            return f"which writes statistics of its share into the buffer {name!r}, and so"
+    return ""
+
+
 def mixing_text(culprit: str) -> str:
     """What is said of a layer, or of a part of it, that mixes positions; `culprit` names it, in a relative clause."""
     return (
@@ -229,6 +292,21 @@ def mixing_text(culprit: str) -> str:
         " the body, such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']): what stands beside it gets"
         " whole sequences; or use context_parallel_size=1."
     )
+
+
+def _tensors_of(layer: nn.Module, *kinds: str) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """The parameters or buffers of a layer, and where each of them is."""
+    tables = [vars(part)[kind] for part in layer.modules() for kind in kinds]
+    return [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
+
+
+def _own_attributes(part: nn.Module) -> dict[str, Any]:
+    """Those of a part's own code, beside what every module has."""
+    return {name: value for name, value in vars(part).items() if name not in _OF_MODULES}
+
+
+def _is_zero(parameter: Tensor) -> bool:
+    return type(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.any()
 
 
 def _sequence_dim(share: Tensor, whole: Tensor, shares: Shares) -> int | None:

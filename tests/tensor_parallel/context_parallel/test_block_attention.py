@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hybrid.tensor_parallel.context_parallel import block_attention
-from lightning_hybrid.tensor_parallel.context_parallel.all_gather import causal_attention
-from lightning_hybrid.tensor_parallel.context_parallel.block_attention import (
+from lightning_hybrid.tensor_parallel.context_parallel.block_attention import block_attention
+from lightning_hybrid.tensor_parallel.context_parallel.block_attention.all_gather import causal_attention
+from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import (
     Block,
     CpuKernel,
     CudaKernel,

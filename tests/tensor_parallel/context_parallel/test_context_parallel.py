@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS, Region, is_balanced
@@ -21,6 +24,7 @@ from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import C
 from lightning_hybrid.tensor_parallel.context_parallel.draws import NoDraws
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, plain, shard
+from lightning_hybrid.tensor_parallel.context_parallel.trial import Trial
 from tests import context_modules as zoo
 from tests.pool import Pools, RankError
 from tests.tensor_modules import DIM, NanoBlock
@@ -50,6 +54,7 @@ ATTENTIONS: dict[str, tuple[int, int, int, str | None, dict[str, Any]]] = {
     "a bias for each head": (4, 4, 12, "bias", {}),
     "the least number, for padding": (4, 4, 12, "least", {}),
     "a learnt bias": (4, 2, 11, "learnt bias", {"enable_gqa": True}),
+    "a learnt bias for keys of a share": (4, 4, 11, "own learnt bias", {}),
 }
 
 
@@ -59,6 +64,8 @@ def _mask(kind: str | None, heads: int, length: int) -> Tensor | None:
         return (places[:, None] >= places) & (places[:, None] - places < 4)
     if kind in ("bias", "learnt bias"):
         return torch.randn(heads, length, length, dtype=torch.float64).requires_grad_(kind == "learnt bias")
+    if kind == "own learnt bias":
+        return torch.randn(2, heads, 1, length, dtype=torch.float64).requires_grad_()
     if kind == "least":  # the second sample's first queries see no key
         sees = places < torch.tensor([[length], [length - 3]])
         sees = sees[:, None, None, :] & ((places > 3) | torch.tensor([[True], [False]]))[:, None, :, None]
@@ -85,7 +92,9 @@ def attend(kind: str, name: str) -> None:
 
     own = [shares.own(each.detach(), 2).clone().requires_grad_() for each in whole]
     if mask is not None:
-        mask = shares.own(mask, -1) if mask_kind == "own padding" else mask.detach().requires_grad_(mask.requires_grad)
+        is_own = mask_kind in ("own padding", "own learnt bias")
+        learns, mask = mask.requires_grad, mask.detach()
+        mask = (shares.own(mask, -1).clone() if is_own else mask).requires_grad_(learns)
     with Region("layer", shares, kind, NoDraws(CPU)):
         found = F.scaled_dot_product_attention(*own, attn_mask=mask, **options)
     (found * shares.own(factors, 2)).sum().backward()
@@ -95,7 +104,10 @@ def attend(kind: str, name: str) -> None:
     if of_mask is not None:  # each rank has that of its queries or its heads
         assert mask is not None
         assert mask.grad is not None
-        dist.all_reduce(mask.grad)
+        if mask_kind == "own learnt bias":  # or that of its keys, from all ranks
+            of_mask = shares.own(of_mask, -1)
+        else:
+            dist.all_reduce(mask.grad)
         torch.testing.assert_close(mask.grad, of_mask, rtol=1e-12, atol=1e-12)
 
 
@@ -164,7 +176,7 @@ def run_blocks(kind: str, *, whole: bool = False) -> tuple[dict[str, int], int]:
     """Bytes that this rank sends, by the kind of collective, and bytes of what blocks keep for backward."""
     layers = nn.ModuleList(NanoBlock() for _ in range(LAYERS))
     group = group_of_all()
-    context = ContextParallel(layers, {str(i): layer for i, layer in enumerate(layers)}, (), group, kind, CPU)
+    context = ContextParallel(layers, {str(i): layer for i, layer in enumerate(layers)}, group, kind, CPU)
     # What is tried at a first call is not counted.
     context._tried = {(id(layer), True) for layer in layers}
     x = torch.randn(BATCH, LENGTH, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -246,27 +258,55 @@ def kept_bytes() -> list[int]:
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
-def dropped(recompute: str) -> list[Tensor]:
+class Checkpointed(nn.TransformerEncoderLayer):
+    """A layer that has its attention, and what it drops, made again in backward."""
+
+    reentrant: bool | None = None
+
+    def _sa_block(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.reentrant is None:
+            return super()._sa_block(x, *args, **kwargs)
+        return checkpoint(super()._sa_block, x, *args, use_reentrant=self.reentrant)
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return super()._ff_block(x)
+        return checkpoint(super()._ff_block, x, use_reentrant=self.reentrant)
+
+
+AGAIN = {
+    "layer": lambda layer: {"recomputed": [layer]},
+    "parts": lambda layer: {"recomputed": [layer.self_attn, layer.dropout1]},
+    "the user's, around": lambda layer: {"call": partial(checkpoint, layer, use_reentrant=False)},
+    "the user's, around, reentrant": lambda layer: {"call": partial(checkpoint, layer, use_reentrant=True)},
+    "the user's, inside": lambda layer: {"reentrant": False},
+    "the user's, inside, reentrant": lambda layer: {"reentrant": True},
+}
+
+
+def dropped(kind: str, again: str) -> list[Tensor]:
     torch.manual_seed(1)
-    layer = nn.TransformerEncoderLayer(DIM, 4, 32, 0.5, batch_first=True)
-    again: dict[str, list[nn.Module]] = {"": [], "layer": [layer], "parts": [layer.self_attn, layer.dropout1]}
-    checkpointing = ActivationCheckpointing(again[recompute], CPU)
-    context = ContextParallel(layer, {"layer": layer}, again[recompute], group_of_all(), "ulysses", CPU)
+    layer = Checkpointed(DIM, 4, 32, 0.5, batch_first=True)
+    how: dict[str, Any] = AGAIN[again](layer) if again else {}
+    layer.reentrant = how.get("reentrant")
+    call = how.get("call", layer)
+    context = ContextParallel(layer, {"layer": layer}, group_of_all(), kind, CPU)
     x = torch.ones(2, 8, DIM, requires_grad=True)
     torch.manual_seed(2)
-    with context.around(checkpointing):
-        y = plain(layer(x))
+    with context.around(ActivationCheckpointing(how.get("recomputed", ()), CPU)):
+        y = plain(call(call(x)))
         y.square().sum().backward()
     assert x.grad is not None
     return [y.detach(), x.grad, torch.rand(3), *(parameter.grad for parameter in layer.parameters())]  # type: ignore[list-item]
 
 
 @pytest.mark.distributed
-def test_shares_drop_other_numbers_and_the_same_again_in_backward(ranks: Pools) -> None:
-    first, second = ranks(2).run(dropped, "")
-    for recompute in ("layer", "parts"):
-        again, _ = ranks(2).run(dropped, recompute)
-        torch.testing.assert_close(again, first, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("kind", KINDS)
+def test_shares_drop_other_numbers_and_the_same_again_in_backward(ranks: Pools, kind: str) -> None:
+    first, second = ranks(2).run(dropped, kind, "")
+    for again in AGAIN:
+        found, _ = ranks(2).run(dropped, kind, again)
+        torch.testing.assert_close(found, first, rtol=1e-5, atol=1e-5, msg=lambda text, again=again: f"{again}: {text}")
     torch.testing.assert_close(first[:3], second[:3], rtol=0, atol=0)
     y = first[0]
     assert not torch.equal(y[:, :4], y[:, 4:]), "each share has numbers of its own"
@@ -351,6 +391,9 @@ PARTS = {
     "Far": ["Far"],
     "Shifted": ["(Shifted), before its 'up' (Linear), mixes"],
     "Tempered": ["Tempered"],
+    "Added": ["Added"],
+    "Rotary": ["Rotary"],
+    "Balanced": ["which writes statistics of its share into the buffer 'bias'"],
 }
 
 
@@ -375,6 +418,41 @@ def test_what_else_mixes_positions_is_refused_by_name(ranks: Pools, kind: str) -
     for text in error.value.failures.values():
         for part in ("context_parallel_size=2", "body.0", *PARTS[kind]):
             assert part in text
+
+
+def fit_keeping(kind: str, layout: dict[str, Any] | None) -> dict[str, Tensor]:
+    module = getattr(zoo, kind)().double()
+    make_trainer(layout, limit_train_batches=2, limit_val_batches=0).fit(module)
+    return weights(module)
+
+
+@pytest.mark.distributed
+def test_what_layers_keep_beside_their_results_is_refused_if_the_loss_has_it(ranks: Pools) -> None:
+    with pytest.raises(RankError) as error:
+        ranks(2, lightning=True).run(fit_keeping, "Leaking", {"context_parallel_size": 2})
+    for text in error.value.failures.values():
+        assert "'body.1', and a loss comes out of it by another way than its result" in text
+    found = ranks(2, lightning=True).run(fit_keeping, "Counting", {"context_parallel_size": 2})
+    torch.testing.assert_close(together(found), fit_keeping("Counting", None), rtol=1e-10, atol=1e-10)
+
+
+def lack_memory() -> None:
+    """The layer cannot run whole on the last rank, as if it had too little memory for it there."""
+    module = zoo.ExampleGPT()
+    run = Trial._run_whole
+
+    def lacking(*args: Any, is_wide: bool) -> Any:
+        if is_wide and dist.get_rank() == dist.get_world_size() - 1:
+            raise torch.OutOfMemoryError("too little")
+        return run(*args, is_wide=is_wide)
+
+    with patch.object(Trial, "_run_whole", lacking):
+        fit(module)
+
+
+@pytest.mark.distributed
+def test_ranks_try_the_same_where_one_lacks_memory(ranks: Pools) -> None:
+    ranks(2, lightning=True).run(lack_memory)
 
 
 def fit_conformers(layout: dict[str, Any] | None) -> dict[str, Tensor]:

@@ -413,7 +413,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         module = self._module
         layers = layout.find_recomputed(module, config, body, stage_map)
         recompute = ActivationCheckpointing(layers, torch.device("cpu"), selective=config.recompute == "selective")
-        around_layers = self._with_shares(config, body, layers, recompute)
+        around_layers = self._with_shares(config, body, recompute)
         with mode, mixed_operations(), RealDraws(), LogRecorder(module)(), around_layers():
             leaves, spec = flatten(microbatch)
             leaves = [_in_mode(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -435,11 +435,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         return self._context_groups[size]
 
     def _with_shares(
-        self,
-        config: HybridConfig,
-        body: Body | None,
-        recomputed: Sequence[nn.Module],
-        recompute: ActivationCheckpointing,
+        self, config: HybridConfig, body: Body | None, recompute: ActivationCheckpointing
     ) -> Callable[[], AbstractContextManager[None]]:
         """What is entered around forwards: as in a run, layers get their share of a sequence around what runs again."""
         size = config.context_parallel_size
@@ -448,7 +444,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         body = body or layout.find_layers(self._module, config, 1)
         layers = dict(zip(body.names, body.layers, strict=True))
         group = ContextGroup(self._context_group(size))
-        given = self._module, layers, recomputed, group, config.context_parallel, torch.device("cpu")
+        given = self._module, layers, group, config.context_parallel, torch.device("cpu")
         context = AloneContextParallel(*given, tried=self._tried)
         return lambda: context.around(recompute)
 

@@ -21,7 +21,13 @@ from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HE
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division
 from lightning_hybrid.tensor_parallel.context_parallel.draws import NoDraws
-from lightning_hybrid.tensor_parallel.context_parallel.trial import copied, is_close, mixing_text
+from lightning_hybrid.tensor_parallel.context_parallel.trial import (
+    copied,
+    is_close,
+    mixing_text,
+    without_trace,
+    written_text,
+)
 
 _POSITIONS = 4  # so many for each rank show what mixes neighbours, and statistics
 _MANY = 1024  # so many show what looks farther
@@ -62,11 +68,11 @@ class AloneContextParallel(ContextParallel):
         finally:
             names["causal_lower_right"] = make
 
-    def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division) -> None:
+    def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division) -> bool:
         group = self._group
         key = id(layer), group.size
         if key in self._tried_alone or any(map(is_tensor_parallel, layer.parameters())):
-            return
+            return False
         total = division.shares.total
         with torch.no_grad(), without_modes(), _with_numbers(layer):
             lengths = sorted({min(total, _POSITIONS * group.size), min(total, _MANY)})
@@ -74,19 +80,24 @@ class AloneContextParallel(ContextParallel):
             if not any(ran):
                 self._runs(layer, forward, division, total)  # it is made for sequences of this length
         self._tried_alone.add(key)
+        return False  # only the memory of what is not marked is what a run has
 
     def _runs(self, layer: nn.Module, forward: Callable[..., Any], division: Division, length: int) -> bool:
         """Whether a layer runs with so many positions, in shares of which it makes those of the whole."""
         given = _numbers(division.cropped(length))
         try:
-            whole = _made(forward, *copied(given))
+            with without_trace(layer, _CPU) as buffers:
+                whole = _made(forward, *copied(given))
         except Exception:  # it is made for sequences of another length, or cannot run with these numbers
             return False
         # Of two pieces: what mixes earlier positions alone makes the same of a first piece.
-        if not _is_share(division.of_cropped(*copied(given), balanced=True), forward, whole):
+        with without_trace(layer, _CPU) as own_buffers:
+            is_share = _is_share(division.of_cropped(*copied(given), balanced=True), forward, whole)
+        written = written_text(own_buffers, buffers) if is_share else ""
+        if written or not is_share:
             raise WrongUseError(
                 f"context_parallel_size={self._group.size} divides the sequence in {self._layers[layer]!r},"
-                f" {mixing_text(f'which ({type(layer).__name__})')}"
+                f" {mixing_text(written or f'which ({type(layer).__name__})')}"
             )
         return True
 

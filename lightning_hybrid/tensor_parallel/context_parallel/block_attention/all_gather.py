@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_hybrid.distributed.dtensor import full_tensor
-from lightning_hybrid.tensor_parallel.context_parallel.block_attention import (
+from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import (
     Block,
     find_kernel,
     for_kernels,

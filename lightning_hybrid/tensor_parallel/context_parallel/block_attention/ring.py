@@ -33,7 +33,7 @@ from torch.distributed import irecv, isend  # those of torch, whatever takes the
 
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.random import derive_seed
-from lightning_hybrid.tensor_parallel.context_parallel.block_attention import (
+from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import (
     Block,
     bounded,
     cast_by_autocast,

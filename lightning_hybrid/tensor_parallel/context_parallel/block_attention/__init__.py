@@ -1,0 +1,1 @@
+"""Attention block by block: with keys that are gathered, or that pass from rank to rank."""

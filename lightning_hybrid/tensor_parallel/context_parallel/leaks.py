@@ -1,0 +1,63 @@
+"""Losses that leave a layer beside its results, and so are of one share of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+
+class Leaks:
+    """Finds, in autograd's graph, ways out of layers that do not go through their results.
+
+    ::
+
+        x --> entry --> layer --> exit --> ... --> loss        a way from the loss to an entry, by no exit:
+                          `------> self.balance --'            what went this way is of one share
+
+    A router's balancing loss that a layer keeps as an attribute, hidden states that a hook has collected: whatever a
+    layer keeps has a share's positions only, and nothing joins it. Nodes are marked in one call of each layer; a mark
+    is a product with one, which changes no number.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Node, str] = {}
+        self._exits: set[Node] = set()
+
+    def enter(self, name: str, x: Tensor) -> Tensor:
+        """What a layer is given."""
+        x = _marked(x)
+        if x.grad_fn is not None:
+            self._entries[x.grad_fn] = name
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What a layer returns."""
+        x = _marked(x)
+        if x.grad_fn is not None:
+            self._exits.add(x.grad_fn)
+        return x
+
+    def find(self, values: Iterable[Tensor]) -> str | None:
+        """The layer out of which one of some values came another way, if there is one; marks are gone afterwards."""
+        ahead = [value.grad_fn for value in values if value.grad_fn is not None] if self._entries else []
+        seen = set(self._exits)
+        try:
+            while ahead:
+                node = ahead.pop()
+                if node in seen:
+                    continue
+                if node in self._entries:
+                    return self._entries[node]
+                seen.add(node)
+                ahead += [each for each, _ in node.next_functions if each is not None]
+            return None
+        finally:
+            self._entries.clear()
+            self._exits.clear()
+
+
+def _marked(x: Tensor) -> Tensor:
+    """The same numbers, as the result of an operation of its own; no view, as what is written into one moves nodes."""
+    return x * 1 if x.requires_grad and x.is_floating_point() else x
