@@ -100,7 +100,8 @@ class ContextParallel:
             WrongUseError: If it depends on what a layer keeps beside its result.
         """
         value = to_shares(value) if to_stage else map_leaves(plain, value)
-        leaking = self._leaks.find(leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor))
+        loss = value["loss"] if isinstance(value, Mapping) and "loss" in value and not to_stage else value
+        leaking = self._leaks.find(leaf for leaf in flatten(loss)[0] if isinstance(leaf, Tensor))
         if leaking is not None:
             raise WrongUseError(
                 f"context_parallel_size={self._group.size} divides the sequence in {leaking!r}, and a loss comes out of"
