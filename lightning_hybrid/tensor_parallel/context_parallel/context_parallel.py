@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.distributed.pytree import flatten, map_leaves
+from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import derive_seed, peek_number
 from lightning_hybrid.tensor_parallel.context_parallel.attention import Counts, Region, is_balanced
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division, sequence_dim_of
@@ -101,7 +101,7 @@ class ContextParallel:
         """
         value = to_shares(value) if to_stage else map_leaves(plain, value)
         loss = value["loss"] if isinstance(value, Mapping) and "loss" in value and not to_stage else value
-        leaking = self._leaks.find(leaf for leaf in flatten(loss)[0] if isinstance(leaf, Tensor))
+        leaking = self._leaks.find(loss)
         if leaking is not None:
             raise WrongUseError(
                 f"context_parallel_size={self._group.size} divides the sequence in {leaking!r}, and a loss comes out of"

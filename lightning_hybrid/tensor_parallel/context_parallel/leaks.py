@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
+
+from lightning_hybrid.distributed.pytree import flatten
 
 
 class Leaks:
@@ -39,19 +41,21 @@ class Leaks:
             self._exits.add(x.grad_fn)
         return x
 
-    def find(self, values: Iterable[Tensor]) -> str | None:
-        """The layer out of which one of some values came another way, if there is one; marks are gone afterwards."""
-        ahead = [value.grad_fn for value in values if value.grad_fn is not None] if self._entries else []
+    def find(self, value: Any) -> str | None:
+        """The layer out of which a tensor of a tree came another way, if there is one; marks are gone afterwards."""
+        if not self._entries:  # as in all steps but the first ones
+            return None
+        ahead = [leaf.grad_fn for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
         seen = set(self._exits)
         try:
             while ahead:
                 node = ahead.pop()
-                if node in seen:
+                if node is None or node in seen:
                     continue
                 if node in self._entries:
                     return self._entries[node]
                 seen.add(node)
-                ahead += [each for each, _ in node.next_functions if each is not None]
+                ahead += [each for each, _ in node.next_functions]
             return None
         finally:
             self._entries.clear()

@@ -25,10 +25,8 @@ _POSITIONS = 4  # so many for each rank are few
 _TOKENS = 4096  # so many of all samples are many: a layer's activations without gradients are a part of a step's
 _HALF = (torch.bfloat16, torch.float16)
 _PLAIN = (type(None), bool, int, float, str, Tensor, torch.dtype, torch.device)
-
-
 _OF_MODULES = vars(nn.Module()).keys()  # what every module has: tables of parameters, hooks
-_GROW = (list, dict, set, deque)
+_GROW = (list, dict, set, deque)  # attributes to which a forward may add
 
 #: Of parts of a layer, by name, in the order in which they end: what they were given, and what they returned.
 _Seen = dict[str, tuple[Tensor, Tensor]]
@@ -253,15 +251,14 @@ def without_trace(layer: nn.Module, device: torch.device) -> Iterator[Buffers]:
         layer: The layer.
         device: Where it draws random numbers.
     """
-    random, names, made = generator_states(device), [name for name, _ in layer.named_buffers()], Buffers()
-    buffers = _tensors_of(layer, "_buffers")
+    random, buffers, made = generator_states(device), _tensors_of(layer, "_buffers"), Buffers()
     attributes = [(vars(part), _own_attributes(part)) for part in layer.modules()]
     grown = [(each, copy.copy(each)) for _, own in attributes for each in own.values() if isinstance(each, _GROW)]
     try:
         for table, name, buffer in buffers:
             table[name] = buffer.clone()
         yield made
-        made |= {name: layer.get_buffer(name) for name in names}
+        made |= layer.named_buffers()
     finally:
         for table, name, buffer in buffers:
             table[name] = buffer
@@ -278,7 +275,8 @@ def without_trace(layer: nn.Module, device: torch.device) -> Iterator[Buffers]:
 def written_text(of_share: Buffers, of_whole: Buffers) -> str:
     """What :func:`mixing_text` takes of a layer that writes something else into a buffer on a share; or nothing."""
     for name, whole in of_whole.items():
-        if of_share[name].shape == whole.shape and not is_close(of_share[name], whole):  # or it is a table of a length
+        share = of_share.get(name, whole)  # there may be one that only some forwards make
+        if share.shape == whole.shape and not is_close(share, whole):  # or it is a table of a length
             return f"which writes statistics of its share into the buffer {name!r}, and so"
     return ""
 
