@@ -1,6 +1,6 @@
 """Ranks that stay alive between tests: a multi-process test costs milliseconds instead of seconds.
 
-pytest --fork--> fork server (torch, lightning and the package imported once)
+pytest --fork--> fork server (torch, lightning, the package and the trainings imported once)
    |                 |--fork--> rank 0 --+
    |                 |--fork--> rank 1 --+-- a fresh gloo group (or Lightning's own) for every run
    |                 `--fork--> ...    --+
@@ -39,7 +39,11 @@ GRACE = 4.0
 # A gloo group wakes up a hundred times a second for as long as it lives, and torch's caches and cycles keep groups of
 # runs that are over. Ranks are replaced before that costs more than to start them.
 RUNS = 10
-PRELOAD = ["torch.distributed.tensor", "torchmetrics", "lightning.pytorch", "pytest", "lightning_hybrid"]
+# The strategy by its own name: the package imports it only when it is used, which would be in every rank.
+PRELOAD = [
+    "torch.distributed.tensor", "torchmetrics", "lightning.pytorch", "pytest", "lightning_hybrid.strategy.strategy",
+    "tests.transparency",
+]  # fmt: skip
 
 
 class RankError(RuntimeError):

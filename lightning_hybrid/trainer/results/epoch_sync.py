@@ -164,13 +164,14 @@ class EpochSync(Callback):
         dist.all_gather_object(everyone, {name: digest(data) for name, data in packed.items()}, group=group)
         changed = sorted(set().union(*everyone))
         different = [name for name in changed if len({digests.get(name) for digests in everyone}) > 1]
+        self._versions = now
         if different:
             own = {name: pack_attribute(module, name, whole=True) for name in different if name in now}
             received = broadcast_object(own if self._is_source else None, self._source, group)
             for name, data in received.items():
                 if not self._is_source and data is not None:
                     assign(module, name, unpack(data, module.device))
-        self._versions = attribute_versions(module, self._layers)
+            self._versions = attribute_versions(module, self._layers)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember the attributes; inside a training epoch, synchronise what training has stored so far."""

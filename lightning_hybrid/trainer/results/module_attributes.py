@@ -46,11 +46,17 @@ def attribute_versions(module: LightningModule, layers: Iterable[nn.Module] = ()
     """
     parts = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     excluded: set[nn.Module] = {part for part in module.modules() if isinstance(part, _METRICS)} | set(layers)
-    found = {}
+    found: dict[str, Any] = {}
+    lightning = lightning_attributes()
     for path, part in module.named_modules(memo=excluded):
         prefix = f"{path}." if path else ""
         for name, value in vars(part).items():
-            if not isinstance(value, _PLAIN) or name in lightning_attributes():
+            if name in lightning:
+                continue
+            if type(value) in _SCALARS:  # nearly all are, and to ask what else they might be takes ten times as long
+                found[prefix + name] = type(value), value
+                continue
+            if not isinstance(value, _PLAIN):
                 continue
             leaves, spec = flatten(value)
             if any(isinstance(leaf, (nn.Module, nn.Parameter)) or id(leaf) in parts for leaf in leaves):
