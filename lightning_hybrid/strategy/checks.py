@@ -41,13 +41,14 @@ from lightning_hybrid.pipeline_parallel.partition import STAGE_MARK, is_numbered
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import check_context_parallel
-from lightning_hybrid.tensor_parallel.plan import plan_texts
+from lightning_hybrid.tensor_parallel.plan import check_styles, plan_texts
 from lightning_hybrid.version import __version__
 
 _LEAST_LEASE = timedelta(seconds=3)
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size")  # one, or those that are allowed
 _BESIDE_CONTEXT = ("sequence_parallel", "recompute", "tensor_parallel_mode")
-_AUTO = {"data_parallel_size": "auto", "num_microbatches": "auto", "global_batch_size": None}
+_OTHERWISE = {"data_parallel_size": "auto", "num_microbatches": "auto", "global_batch_size": None, "num_chunks": "auto"}
+_FOUND = " (layout='auto' finds one)"
 
 
 def check_arguments(**arguments: Any) -> None:
@@ -62,9 +63,10 @@ def check_arguments(**arguments: Any) -> None:
     """
     for name in _SIZES:
         _check_allowed(name, arguments[name])
-    for name in ("num_chunks", "context_parallel_size", *_AUTO):
-        if name not in _AUTO or arguments[name] != _AUTO[name]:
-            _check_number(name, arguments[name], f" or {_AUTO[name]!r}" if name in _AUTO else "")
+    _check_number("context_parallel_size", arguments["context_parallel_size"], _FOUND)
+    for name, other in _OTHERWISE.items():
+        if arguments[name] != other:
+            _check_number(name, arguments[name], f" or {other!r}")
     for name, kinds in ((field.name, field.metadata.get("kinds")) for field in fields(HybridConfig)):
         if kinds is not None and not isinstance(arguments[name], kinds):
             expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
@@ -82,8 +84,8 @@ def check_arguments(**arguments: Any) -> None:
     _check_number("tensor_parallel_depth", depth, "")
     sizes = choices(arguments["tensor_parallel_size"])
     check_grid(mode, sizes, depth, sequence_parallel=arguments["sequence_parallel"])
-    _check_choice("schedule", arguments["schedule"], tuple(SCHEDULES))
-    _check_choice("zero_stage", arguments["zero_stage"], (0, 1, 2, 3))
+    _check_choice("schedule", arguments["schedule"], tuple(SCHEDULES), or_auto=True)
+    _check_choice("zero_stage", arguments["zero_stage"], (0, 1, 2, 3), or_auto=True)
     _check_choice("zero_frees", arguments["zero_frees"], ("auto", "step", "microbatch"))
     _check_choice("on_nonfinite", arguments["on_nonfinite"], ("raise", "skip", "ignore"))
     _check_choice("loss_reduction", arguments["loss_reduction"], ("mean", "sum"))
@@ -106,6 +108,7 @@ def check_arguments(**arguments: Any) -> None:
     for name in ("body", "initial_weights"):
         if arguments[name] in ("", []):
             raise ValueError(f"{name} must name something, or be None; got {arguments[name]!r}.")
+    check_styles(arguments["tensor_parallel_plan"])
     _check_groups(arguments["process_group_backend"], arguments["timeout"])
     check_offload(arguments["offload"])
     for size in choices(arguments["pipeline_parallel_size"]):  # what is said for each stage must fit all of them
@@ -117,7 +120,7 @@ def check_arguments(**arguments: Any) -> None:
 def _check_allowed(name: str, value: Any) -> None:
     """Sizes that an axis may have."""
     if not isinstance(value, (list, tuple)):
-        _check_number(name, value, " or a list of integers")
+        _check_number(name, value, ", a list of integers or 'auto'")
         return
     if not value:
         raise ValueError(f"{name} must list at least one size, got {value!r}.")
@@ -132,9 +135,11 @@ def _check_number(name: str, value: Any, others: str) -> None:
         raise ValueError(f"{name} must be at least 1{others}, got {value}.")
 
 
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...], *, or_auto: bool = False) -> None:
+    """``"auto"`` itself has been replaced before, where it is a choice."""
     if value not in choices or type(value) is not type(choices[0]):  # 1 == 1.0 == True
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+        named = ", ".join(map(repr, (*choices, "auto") if or_auto else choices))
+        raise ValueError(f"{name} must be one of {named}, got {value!r}.")
 
 
 def _check_in_flight(arguments: Mapping[str, Any]) -> None:

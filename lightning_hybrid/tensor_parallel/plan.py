@@ -136,15 +136,12 @@ def make_plan(
     Raises:
         ValueError: If a pattern matches nothing, a style does not exist, or a layer cannot have its style.
     """
+    check_styles(requested)
     reasons: dict[str, str] = {}
     if requested is None:
         styles: dict[str, Any] = {}
-    elif requested == "auto":
-        styles, reasons = auto_plan(module, size, sequence_parallel=sequence_parallel, grid=grid)
     elif isinstance(requested, str):
-        raise ValueError(
-            f"tensor_parallel_plan={requested!r} is unknown; pass 'auto', None or a dict of styles by name."
-        )
+        styles, reasons = auto_plan(module, size, sequence_parallel=sequence_parallel, grid=grid)
     else:
         styles = _expand(module, requested, axes)
     torch_styles = {name: style for name, style in styles.items() if isinstance(style, ParallelStyle)}
@@ -192,12 +189,39 @@ def _option_text(value: object) -> str:
     return repr(value) if is_plain else type(value).__name__
 
 
+def check_styles(requested: UserPlan | str | None) -> None:
+    """Check the styles of a plan, for which no module is needed.
+
+    Args:
+        requested: As for :func:`make_plan`.
+
+    Raises:
+        ValueError: If a style does not exist, or a text is not ``"auto"``.
+    """
+    if isinstance(requested, str) and requested != "auto":
+        raise ValueError(
+            f"tensor_parallel_plan={requested!r} is unknown; pass 'auto', None or a dict of styles by name."
+        )
+    for pattern, style in requested.items() if isinstance(requested, Mapping) else ():
+        if style is None or is_layout(style) or isinstance(style, ParallelStyle) or _is_known(style):
+            continue
+        names = [name for name in STYLES if name != LAYOUT]
+        close = difflib.get_close_matches(str(style), [*names, "S(0)", "S(1)"], n=1, cutoff=0.5)
+        raise ValueError(
+            f"tensor_parallel_plan names the style {style!r} for {pattern!r}"
+            f"{f'; did you mean {close[0]!r}?' if close else '.'} There are {', '.join(names)} ('divide:ATTRIBUTE' for"
+            " an integer that a module computes with); and layouts of parameters and buffers by their names, such as"
+            " 'S(0)'."
+        )
+
+
 def check_names(module: nn.Module, requested: UserPlan, axes: Sequence[str] = STAGE_AXES) -> None:
     """Check the names of modules and styles of a plan that is not used, as without ranks that share layers.
 
     Raises:
         ValueError: If a pattern matches nothing, or a style does not exist.
     """
+    check_styles(requested)
     _expand(module, requested, axes)
 
 
@@ -213,13 +237,6 @@ def _expand(module: nn.Module, requested: UserPlan, axes: Sequence[str]) -> dict
             for owner, dims in _placed_tensors(module, pattern, style, axes).items():
                 _add_layouts(styles, owner, dims)
             continue
-        if not isinstance(style, ParallelStyle) and not _is_known(style):
-            raise ValueError(
-                f"tensor_parallel_plan names the style {style!r} for {pattern!r}; there are"
-                f" {', '.join(name for name in STYLES if name != LAYOUT)} ('divide:ATTRIBUTE' for an integer that a"
-                " module computes with); and layouts of parameters and buffers by their names, such as"
-                " 'S(0)'."
-            )
         matching = [name for name in names if name_matches(name, pattern)]
         if not matching:
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:8]

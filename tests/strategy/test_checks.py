@@ -107,6 +107,15 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"zero_stage": True}, ValueError, ["zero_stage", "True"]),
     ({"zero_stage": 4}, ValueError, ["zero_stage", "4", "0, 1, 2, 3"]),
     ({"zero_frees": "never"}, ValueError, ["zero_frees", "'never'", "'microbatch'"]),
+    ({"pipeline_parallel_size": "aut"}, TypeError, ["pipeline_parallel_size", "'aut'", "or 'auto'"]),
+    ({"context_parallel_size": "auto"}, TypeError, ["context_parallel_size", "layout='auto'"]),
+    ({"num_chunks": "aut"}, TypeError, ["num_chunks", "'aut'", "or 'auto'"]),
+    ({"schedule": "aut"}, ValueError, ["schedule", "'aut'", "'auto'"]),
+    ({"zero_stage": "aut"}, ValueError, ["zero_stage", "'aut'", "'auto'"]),
+    ({"recompute": "aut"}, ValueError, ["recompute", "'aut'", "'auto'"]),
+    ({"tensor_parallel_plan": "automatic"}, ValueError, ["tensor_parallel_plan='automatic'", "'auto'"]),
+    ({"tensor_parallel_plan": {"*.up": "colwse"}}, ValueError, ["tensor_parallel_plan", "did you mean 'colwise'?"]),
+    ({"tensor_parallel_plan": {"*.up": "S[0]"}}, ValueError, ["tensor_parallel_plan", "did you mean 'S(0)'?"]),
 ]
 
 

@@ -31,8 +31,8 @@ def check_recompute(recompute: Any, num_ranks: int, num_chunks: int) -> None:
     if isinstance(recompute, str):
         if recompute != "selective":
             raise ValueError(
-                f"recompute must be True, False, 'selective', a number, or a list of names or numbers, got"
-                f" {recompute!r}. A name or a pattern stands in a list: recompute=[{recompute!r}]."
+                f"recompute must be True, False, 'selective', 'auto', a number, or a list of names or numbers,"
+                f" got {recompute!r}. A name or a pattern stands in a list: recompute=[{recompute!r}]."
             )
     elif isinstance(recompute, int):
         if recompute < 0:
