@@ -45,8 +45,8 @@ def results(pools: Pools, request: pytest.FixtureRequest) -> Results:
     """The trainings of a module's tests of transparency."""
     from tests.results import Results  # with Lightning, which few modules need
 
-    selected = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
-    return Results(pools, selected)
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return Results(pools, [item.callspec.params.get("case") for item in items])
 
 
 @pytest.fixture(autouse=True)
