@@ -12,6 +12,8 @@ from tests.transparency import MIN_STEPS, Case, OracleKey, Record, oracle_of, tr
 
 #: Trainings in one call of the ranks: starting costs more than a training, and a hang should not cost too many.
 BATCH = 12
+#: Ranks of all of these trainings together: they share the cores.
+RANKS = 48
 
 
 class Results:
@@ -31,7 +33,7 @@ class Results:
         """What the ranks of a case and the processes of its oracle saw."""
         if case not in self._done:
             waiting = [other for other in self._cases if other.size == case.size and other not in self._done]
-            batch = [case, *(other for other in waiting if other != case)][:BATCH]
+            batch = [case, *(other for other in waiting if other != case)][: min(BATCH, RANKS // case.size)]
             oracles = {oracle_of(member) for member in batch} - self._done.keys()
             for size in sorted({key.size for key in oracles}):
                 self._run(size, [key for key in oracles if key.size == size])
@@ -46,7 +48,7 @@ class Results:
         if not jobs:
             return
         try:
-            by_rank = self._ranks(size, lightning=True).run(train, jobs, timeout=60 + 10 * len(jobs))
+            by_rank = self._ranks(size, lightning=True).run(train, jobs, timeout=60 + max(10, 3 * size) * len(jobs))
             self._done.update({job: [records[i] for records in by_rank] for i, job in enumerate(jobs)})
         except RankError as error:
             if len(jobs) == 1:
