@@ -48,7 +48,6 @@ _LEAST_LEASE = timedelta(seconds=3)
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size")  # one, or those that are allowed
 _BESIDE_CONTEXT = ("sequence_parallel", "recompute", "tensor_parallel_mode")
 _OTHERWISE = {"data_parallel_size": "auto", "num_microbatches": "auto", "global_batch_size": None, "num_chunks": "auto"}
-_FOUND = " (layout='auto' finds one)"
 
 
 def check_arguments(**arguments: Any) -> None:
@@ -63,7 +62,7 @@ def check_arguments(**arguments: Any) -> None:
     """
     for name in _SIZES:
         _check_allowed(name, arguments[name])
-    _check_number("context_parallel_size", arguments["context_parallel_size"], _FOUND)
+    _check_number("context_parallel_size", arguments["context_parallel_size"], " (layout='auto' finds one)")
     for name, other in _OTHERWISE.items():
         if arguments[name] != other:
             _check_number(name, arguments[name], f" or {other!r}")
@@ -84,8 +83,8 @@ def check_arguments(**arguments: Any) -> None:
     _check_number("tensor_parallel_depth", depth, "")
     sizes = choices(arguments["tensor_parallel_size"])
     check_grid(mode, sizes, depth, sequence_parallel=arguments["sequence_parallel"])
-    _check_choice("schedule", arguments["schedule"], tuple(SCHEDULES), or_auto=True)
-    _check_choice("zero_stage", arguments["zero_stage"], (0, 1, 2, 3), or_auto=True)
+    _check_choice("schedule", arguments["schedule"], (*SCHEDULES, "auto"))  # which has been replaced
+    _check_choice("zero_stage", arguments["zero_stage"], (0, 1, 2, 3, "auto"))
     _check_choice("zero_frees", arguments["zero_frees"], ("auto", "step", "microbatch"))
     _check_choice("on_nonfinite", arguments["on_nonfinite"], ("raise", "skip", "ignore"))
     _check_choice("loss_reduction", arguments["loss_reduction"], ("mean", "sum"))
@@ -135,11 +134,9 @@ def _check_number(name: str, value: Any, others: str) -> None:
         raise ValueError(f"{name} must be at least 1{others}, got {value}.")
 
 
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...], *, or_auto: bool = False) -> None:
-    """``"auto"`` itself has been replaced before, where it is a choice."""
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices or type(value) is not type(choices[0]):  # 1 == 1.0 == True
-        named = ", ".join(map(repr, (*choices, "auto") if or_auto else choices))
-        raise ValueError(f"{name} must be one of {named}, got {value!r}.")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def _check_in_flight(arguments: Mapping[str, Any]) -> None:
