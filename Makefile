@@ -3,7 +3,7 @@
 
 VENV   := .venv
 PYTHON ?= $(VENV)/bin/python
-# Arguments of pytest: make test ARGS="tests/distributed/test_mesh.py -x"
+# Arguments of pytest or of the script: make test ARGS="tests/distributed/test_mesh.py -x"
 ARGS   ?=
 # Files of tests at a time: ranks wait for each other more than they compute. JOBS=0 is one after the other.
 JOBS   ?= 2
@@ -54,10 +54,9 @@ docs: $(READY)  ## Make the site, into build/docs
 	$(PYTHON) docs/write_reference.py --check
 	$(PYTHON) -m sphinx --builder html --fail-on-warning --keep-going --quiet docs build/docs
 
-# Needs pytest beside torch and lightning; without a network: make gpu PYTHON=python3 PYTHONPATH=/folder/with/packages
-gpu: $(READY)  ## Run the GPU tests and the benchmark of the whole strategy; results go to benchmarks/results
-	GPU_RESULTS=benchmarks/results $(PYTHON) -m pytest -rs tests/gpu
-	$(PYTHON) -m benchmarks.strategy --output benchmarks/results
+# make gpu ARGS="--minutes 20"; without a network: make gpu PYTHON=python3 PYTHONPATH=/folder/with/packages
+gpu: $(READY)  ## Answer the questions that only a GPU answers; results go to benchmarks/gpu/results
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 clean:  ## Remove everything that these targets made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache lightning_logs checkpoints

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
@@ -17,12 +18,14 @@ Round = Callable[[], float]
 class Stopwatch(Callback):
     """Seconds for the batches of one epoch after the first ones.
 
+    A clock is read when the module's device has done its work.
+
     Args:
-        warm_up: The number of these.
+        warm_up: The number of batches that are not timed.
 
     Attributes:
-        seconds: What a clock says.
-        cpu_seconds: In which threads of this process computed.
+        seconds: Wall-clock time.
+        cpu_seconds: Time in which threads of this process computed.
     """
 
     seconds = cpu_seconds = 0.0
@@ -31,37 +34,49 @@ class Stopwatch(Callback):
         self._warm_up = warm_up
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start when it is warm."""
+        """Start after the warm-up."""
         if batch_idx == self._warm_up:
-            self._start, self._cpu_start = time.perf_counter(), time.process_time()
+            self._start, self._cpu_start = self._read(pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop."""
-        self.seconds, self.cpu_seconds = time.perf_counter() - self._start, time.process_time() - self._cpu_start
+        wall, cpu = self._read(pl_module)
+        self.seconds, self.cpu_seconds = wall - self._start, cpu - self._cpu_start
+
+    def _read(self, module: LightningModule) -> tuple[float, float]:
+        if module.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter(), time.process_time()
 
 
 def trainer_round(
-    module: LightningModule, loader: DataLoader[Any], batches: int, *, watch: Stopwatch, **arguments: Any
+    module: LightningModule,
+    loader: DataLoader[Any],
+    batches: int,
+    *,
+    watch: Stopwatch,
+    accelerator: str = "cpu",
+    **arguments: Any,
 ) -> Round:
-    """A round is one epoch more; it gives the seconds of a batch.
+    """Return a function that trains one epoch more and returns the seconds of a batch.
 
     Args:
-        module: What is trained.
-        loader: Its batches, of which the first ones are not timed.
-        batches: How many are.
-        watch: What times them.
+        module: The module.
+        loader: Its batches; the first ones are not timed.
+        batches: The number of timed batches.
+        watch: The clock.
+        accelerator: As of the Trainer.
         arguments: Others of the Trainer.
     """
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         callbacks=[watch],
         max_epochs=0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        use_distributed_sampler=False,
-        **arguments,
+        **{"use_distributed_sampler": False, **arguments},
     )
 
     def run() -> float:

@@ -311,6 +311,11 @@ class _Stream:
 _active: list[PretendedDevice] = []
 
 
+def active_device() -> PretendedDevice:
+    """Return the device that is pretended now."""
+    return _active[-1]
+
+
 def _cuda_functions(seen: PretendedDevice, count: int) -> dict[str, Any]:
     generator = torch.default_generator
     nothing: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731

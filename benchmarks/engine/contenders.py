@@ -8,20 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from benchmarks.block import Block
-from lightning_hybrid.distributed.mesh import STAGE_TAGS
-from lightning_hybrid.distributed.messages.host_messages import connect
+from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.engine import Engine
-from lightning_hybrid.pipeline_parallel.p2p import Channel
-from lightning_hybrid.pipeline_parallel.schedules import ChannelKey, build
+from lightning_hybrid.pipeline_parallel.p2p import make_channels
+from lightning_hybrid.pipeline_parallel.schedules import build
 
 __all__ = ["CONTENDERS", "MODELS", "Step"]
 
 Step = Callable[[], None]
-CPU = torch.device("cpu")
 
 
 def tiny(num_ranks: int, num_stages: int) -> tuple[list[nn.Module], Tensor]:
@@ -51,7 +48,8 @@ MODELS = {"tiny": tiny, "normal": normal, "memory": large}
 def our_step(name: str, layers: list[nn.Module], batch: Tensor, num_microbatches: int, num_chunks: int) -> Step:
     """A step of this package's engine."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    engine = Engine(rank, open_channels(rank, size))
+    mesh = Mesh(1, 1, size, device_type=batch.device.type)
+    engine = Engine(rank, make_channels(mesh, num_chunks, batch.device, dynamic_shapes=False))
     schedule = build(name, size, num_microbatches, num_chunks)
     last = size * num_chunks - 1
 
@@ -70,7 +68,9 @@ def our_step(name: str, layers: list[nn.Module], batch: Tensor, num_microbatches
 def torch_step(name: str, layers: list[nn.Module], batch: Tensor, num_microbatches: int, num_chunks: int) -> Step:
     """A step of torch's schedule; it learns shapes in its first step."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    stages = [PipelineStage(layers[i], i, size * num_chunks, CPU) for i in range(rank, size * num_chunks, size)]
+    stages = [
+        PipelineStage(layers[i], i, size * num_chunks, batch.device) for i in range(rank, size * num_chunks, size)
+    ]
     arguments: dict[str, Any] = {"loss_fn": loss_of, "scale_grads": False}
     schedule = (
         Schedule1F1B(stages[0], num_microbatches, **arguments)
@@ -78,7 +78,7 @@ def torch_step(name: str, layers: list[nn.Module], batch: Tensor, num_microbatch
         else ScheduleInterleaved1F1B(list(stages), num_microbatches, **arguments)
     )
     inputs = [batch] if rank == 0 else []
-    target = {"target": torch.zeros(len(batch))} if rank == size - 1 else {}
+    target = {"target": batch.new_zeros(len(batch))} if rank == size - 1 else {}
 
     def step() -> None:
         schedule.step(*inputs, return_outputs=False, **target)
@@ -96,17 +96,3 @@ CONTENDERS: dict[str, Callable[[str, list[nn.Module], Tensor, int, int], Step]] 
 def loss_of(output: Tensor, target: Tensor | None = None) -> Tensor:
     """Any scalar."""
     return output.pow(2).mean()
-
-
-def open_channels(rank: int, size: int) -> dict[ChannelKey, Channel]:
-    """As a Trainer's: one for each ordered pair of neighbours and kind, through the host."""
-    group = dist.group.WORLD
-    assert group is not None
-    messages = connect(group, range(size), default_pg_timeout)
-    pairs = {(i, (i + 1) % size) for i in range(size)}
-    channels: dict[ChannelKey, Channel] = {}
-    for sender, receiver in pairs | {(b, a) for a, b in pairs}:
-        if rank in (sender, receiver):
-            for kind, tag in STAGE_TAGS.items():
-                channels[sender, receiver, kind] = Channel(messages, sender + receiver - rank, CPU, tag=tag)
-    return channels

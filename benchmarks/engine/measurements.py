@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import statistics
 import tempfile
@@ -27,13 +28,14 @@ WARM_UP = 2
 
 
 def time_rounds(
-    setting: str, name: str, num_microbatches: int, num_rounds: int, num_steps: int
+    setting: str, name: str, num_microbatches: int, num_rounds: int, num_steps: int, device_type: str = "cpu"
 ) -> dict[str, list[tuple[float, float]]]:
-    """Wall seconds (of the slowest rank) and CPU seconds (mean over ranks) of a step, by contender and round."""
-    size, num_chunks = dist.get_world_size(), SCHEDULES[name]
+    """Return wall seconds (of the slowest rank) and CPU seconds (mean over ranks) of a step, by contender and round."""
+    size, num_chunks, device = dist.get_world_size(), SCHEDULES[name], torch.device(device_type)
     torch.manual_seed(0)
     layers, example = MODELS[setting](size, size * num_chunks)
-    batch = torch.randn(len(example) * num_microbatches, *example.shape[1:])
+    layers = [layer.to(device) for layer in layers]
+    batch = torch.randn(len(example) * num_microbatches, *example.shape[1:]).to(device)
     models = {contender: copy.deepcopy(layers) for contender in CONTENDERS}
     steps = {c: make(name, models[c], batch, num_microbatches, num_chunks) for c, make in CONTENDERS.items()}
     order = random.Random(0)  # the same on all ranks
@@ -45,6 +47,8 @@ def time_rounds(
             wall, cpu = time.perf_counter(), time.process_time()
             for _ in range(num_steps):
                 steps[contender]()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             took = gather([time.perf_counter() - wall, time.process_time() - cpu])
             if number >= 0:
                 slowest, mean = max(wall for wall, _ in took), statistics.fmean(cpu for _, cpu in took)
@@ -86,24 +90,41 @@ def resident(field: str) -> float:
 
 def gather(values: list[float]) -> list[list[float]]:
     """The values of every rank."""
-    ours = torch.tensor(values, dtype=torch.float64)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    ours = torch.tensor(values, dtype=torch.float64, device=device)
     everyone = [torch.zeros_like(ours) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, ours)
     return [theirs.tolist() for theirs in everyone]
 
 
-def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function on fresh processes, and return what rank 0 returns."""
+def on_ranks(size: int, function: Callable[..., Any], *args: Any, device: str = "cpu") -> Any:
+    """Run a function on fresh processes, and return the result of rank 0.
+
+    Args:
+        size: The number of processes.
+        function: The function, which finds the process group of all ranks.
+        args: Its arguments.
+        device: ``"cpu"`` for gloo, ``"cuda"`` for NCCL; there ranks may share a device.
+    """
     with tempfile.TemporaryDirectory() as directory:
         results = mp.get_context("spawn").SimpleQueue()
-        arguments = (size, f"file://{directory}/rendezvous", results, function, *args)
+        arguments = (size, f"file://{directory}/rendezvous", device, results, function, *args)
         mp.start_processes(_serve, arguments, size, start_method="spawn")
         return results.get()
 
 
-def _serve(rank: int, size: int, rendezvous: str, results: Any, function: Callable[..., Any], *args: Any) -> None:
+def _serve(
+    rank: int, size: int, rendezvous: str, device: str, results: Any, function: Callable[..., Any], *args: Any
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
+    if device == "cuda":
+        from tests.devices import devices_of
+
+        os.environ["RANK"] = str(rank)
+        shares = devices_of("gpu", size)["devices"] == 1
+        torch.cuda.set_device(0 if shares else rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
     result = function(*args)
     if rank == 0:
         results.put(result)

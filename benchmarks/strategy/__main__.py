@@ -16,15 +16,17 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.block import Block
 from benchmarks.ratios import interval
+from benchmarks.timed_trainer import Round, Stopwatch, trainer_round
 from lightning_hybrid import HybridStrategy
 
 BATCHES_PER_ROUND = 8
+WARM_UP = 2
 
 
 class Model(LightningModule):
@@ -48,67 +50,27 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class Stopwatch(Callback):
-    """Seconds for the batches of one epoch after the first two."""
-
-    seconds = 0.0
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start at the third batch."""
-        if batch_idx == 2:
-            self._synchronize(pl_module)
-            self._start = time.perf_counter()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop."""
-        self._synchronize(pl_module)
-        self.seconds = time.perf_counter() - self._start
-
-    def _synchronize(self, module: LightningModule) -> None:
-        if module.device.type == "cuda":
-            torch.cuda.synchronize()
+def make_round(strategy: Any, processes: int, width: int, depth: int, batch: int) -> Round:
+    """Return a round of one contender."""
+    samples = (BATCHES_PER_ROUND + WARM_UP) * batch * processes
+    data = TensorDataset(torch.randn(samples, width), torch.randint(0, 10, (samples,)))
+    loader = DataLoader(data, batch, drop_last=True)
+    arguments = {"strategy": strategy, "devices": processes, "use_distributed_sampler": True}
+    return trainer_round(Model(width, depth), loader, BATCHES_PER_ROUND, watch=Stopwatch(WARM_UP), **arguments)
 
 
-class Contender:
-    """A Trainer that is fitted again and again, one epoch a round."""
-
-    def __init__(self, strategy: Any, processes: int, accelerator: str, width: int, depth: int, batch: int) -> None:
-        samples = (BATCHES_PER_ROUND + 2) * batch * processes
-        data = TensorDataset(torch.randn(samples, width), torch.randint(0, 10, (samples,)))
-        self.loader = DataLoader(data, batch, drop_last=True)
-        self.watch = Stopwatch()
-        self.module = Model(width, depth)
-        self.trainer = Trainer(
-            accelerator=accelerator,
-            devices=processes,
-            strategy=strategy,
-            callbacks=[self.watch],
-            max_epochs=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-
-    def round(self) -> float:
-        """Seconds for one batch."""
-        self.trainer.fit_loop.max_epochs += 1
-        self.trainer.fit(self.module, self.loader)
-        return self.watch.seconds / BATCHES_PER_ROUND
-
-
-def compare(processes: int, rounds: int, accelerator: str, width: int, depth: int, batch: int) -> dict[str, Any]:
+def compare(processes: int, rounds: int, width: int, depth: int, batch: int) -> dict[str, Any]:
     """Alternate the contenders, and the one that begins; ratios are throughput of ours over theirs."""
-    size = (processes, accelerator, width, depth, batch)
-    theirs = Contender("auto" if processes == 1 else "ddp", *size)
-    ours = Contender(HybridStrategy(), *size)
+    size = (processes, width, depth, batch)
+    theirs = make_round("auto" if processes == 1 else "ddp", *size)
+    ours = make_round(HybridStrategy(), *size)
     for contender in (theirs, ours):  # warm up
-        contender.round()
+        contender()
     times: dict[str, list[float]] = {"theirs": [], "ours": []}
     for index in range(rounds):
         pair = [("theirs", theirs), ("ours", ours)]
         for name, contender in pair if index % 2 else pair[::-1]:
-            times[name].append(contender.round())
+            times[name].append(contender())
     ratios = sorted(a / b for a, b in zip(times["theirs"], times["ours"], strict=True))
     low, high = interval(ratios)
     return {
@@ -121,7 +83,7 @@ def compare(processes: int, rounds: int, accelerator: str, width: int, depth: in
         "width": width,
         "depth": depth,
         "batch": batch,
-        "device": torch.cuda.get_device_name() if accelerator == "gpu" else f"cpu, {os.cpu_count()} cores",
+        "device": f"cpu, {os.cpu_count()} cores",
         "date": time.strftime("%Y-%m-%d"),
         "versions": {
             "torch": torch.__version__,
@@ -138,24 +100,21 @@ def main() -> None:
         "--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON file"
     )
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--width", type=int, default=None, help="default: 192 on the CPU, 2048 on a GPU")
+    parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--depth", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=None, help="default: 64 on the CPU, 1024 on a GPU")
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--worker", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    gpu = torch.cuda.is_available()
-    width = arguments.width or (2048 if gpu else 192)
-    batch = arguments.batch or (1024 if gpu else 64)
+    width, batch = arguments.width, arguments.batch
     if arguments.worker:
         warnings.filterwarnings("ignore")
         torch.set_num_threads(1)
-        accelerator = "gpu" if torch.cuda.device_count() >= arguments.worker else "cpu"
-        result = compare(arguments.worker, arguments.rounds, accelerator, width, arguments.depth, batch)
+        result = compare(arguments.worker, arguments.rounds, width, arguments.depth, batch)
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"RESULT {json.dumps(result)}")
         return
     results = []
-    for processes in (1,) if torch.cuda.device_count() == 1 else (1, 2):
+    for processes in (1, 2):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command = command if processes > 1 else [sys.executable]
         command += ["-m", "benchmarks.strategy", "--worker", str(processes), "--rounds", str(arguments.rounds)]
@@ -171,7 +130,7 @@ def main() -> None:
         ratio = f"{result['throughput_ratio']:.3f}  [{low:.3f}, {high:.3f}]"
         print(f"{result['question']:<28} throughput ours / theirs {ratio}  ({times}, {arguments.rounds} rounds)")
     arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / f"strategy_{'gpu' if gpu else 'cpu'}.json").write_text(json.dumps(results, indent=2) + "\n")
+    (arguments.output / "strategy_cpu.json").write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":
