@@ -65,6 +65,7 @@ class HybridConfig:
     stall_timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)
     lease: timedelta | None = field(metadata=_OPTIONAL_TIME)
     detect_desync: bool = field(metadata=_BOOL)
+    compare_microbatches: bool = field(metadata=_BOOL)
     on_nonfinite: str
 
     def extra_of_links(self, num_ranks: int) -> tuple[int, ...]:

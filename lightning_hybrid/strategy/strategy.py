@@ -214,6 +214,7 @@ class HybridStrategy(ReplicaCollectives):
         stall_timeout: timedelta | None = timedelta(minutes=8),
         lease: timedelta | None = timedelta(minutes=1),
         detect_desync: bool = False,
+        compare_microbatches: bool = True,
         on_nonfinite: Literal["raise", "skip", "ignore"] = "ignore",
         layout: Literal["auto"] | None = None,
         memory_limit: int | float | str | None = None,

@@ -11,11 +11,12 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.engine import Compute, Profile
@@ -32,14 +33,27 @@ from lightning_hybrid.pipeline_parallel.microbatch import (
 )
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
+from lightning_hybrid.trainer.comparison import (
+    SMALL,
+    Verdict,
+    joined_parts,
+    joined_verdict,
+    judge,
+    router_losses_off,
+    small_text,
+    structure_of,
+    warning_text,
+)
 from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
 from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LabelWatch, LossWeights, weighted, weighted_sum
 from lightning_hybrid.trainer.precision import SharedCasts
+from lightning_hybrid.trainer.rehearsal import Untouched, takes_from_iterators, untouched_attributes
 from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
 
 _TRAINING = 0  # tells the random numbers of training from those of evaluation
+_COMPARISONS = 4  # of microbatches with their batch: where a first one does not tell, or batches have other structures
 
 
 class TrainingStep:
@@ -90,6 +104,10 @@ class TrainingStep:
         self._warns = bool(self._batch_norms)
         self._lengths: LengthWatch | None = LengthWatch()
         self._labels = LabelWatch(context.module) if num_microbatches > 1 and config.loss_reduction == "mean" else None
+        self._is_auto = config.auto_microbatches
+        compares = config.compare_microbatches and num_microbatches > 1 and config.loss_reduction == "mean"
+        self._comparisons = _COMPARISONS if compares else 0  # that may still be made
+        self._compared: set[Hashable] = set()  # structures of batches
 
     def __call__(
         self,
@@ -120,7 +138,12 @@ class TrainingStep:
         context, grad_sync = self._context, self._grad_sync
         if backward and (self.schedules.is_choosing or self._traffic.is_counting):
             self._look_at_links(is_first=is_first)
-        microbatches, counts = self._split(arguments[0])
+        split = self._split(arguments[0])
+        if context.frame.places and not self._is_placed:
+            self._place(split[0], arguments[1:], step, precision, backward=backward)
+        if backward and self._comparisons and self._compare(len(split[1]), arguments, step, precision):
+            split = self._split(arguments[0])
+        microbatches, counts = split
         weights = self._weights(microbatches, accumulates=accumulated > 1)
         windowed = weights is not None and accumulated > 1 and backward
         if windowed and is_first:  # whatever came before: an epoch may have been broken off
@@ -142,12 +165,9 @@ class TrainingStep:
         version = context.version(gradients=backward)
         parts: Sequence[Hashable] = signatures(microbatches)
         context.desync.note_batch("training_step", version, parts, counts)
-        find_plans = partial(self._frame_plans, microbatches, arguments[1:], step, precision, version, parts)
-        if context.frame.places and not self._is_placed:
-            self._place(find_plans, len(microbatches), backward=backward)
         with context.guard(), torch.set_grad_enabled(backward), grad_sync.step():
             with context.step(num_microbatches=len(counts), counts=counts) as records, _looking(self.anomaly):
-                plans = find_plans() if is_followed else []
+                plans = self._frame_plans(microbatches, arguments[1:], step, precision) if is_followed else []
                 compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
                 with nullcontext() if self._casts is None else self._casts.schedule():
                     keys = context.keys(version, parts, plans)
@@ -219,8 +239,20 @@ class TrainingStep:
         precision: Callable[[], AbstractContextManager[None]],
         loss_of: Callable[[int, Any], Tensor],
         plans: Sequence[FramePlan],
+        *,
+        draws_alike: bool = False,
     ) -> Compute:
-        """The forward of a stage: the user's step until the body, its layers, or the step around its last layers."""
+        """Return the forward of a stage: the step until the body, its layers, or the step around its last layers.
+
+        Args:
+            microbatches: The microbatches.
+            arguments: Of the user's `training_step`, beside the batch.
+            step: The number of the batch since training began.
+            precision: The precision plugin's context.
+            loss_of: Makes the loss of a microbatch of the value of the step.
+            plans: What stages do in the step of each microbatch, if it is followed.
+            draws_alike: If True, all microbatches draw the same random numbers.
+        """
         context, zero, user_step = self._context, self._grad_sync.zero, self._context.module.training_step
         frame, casts = context.frame, self._casts
         fetched = frame.fetch_parameters("training_step", plans) if plans else {}
@@ -229,7 +261,8 @@ class TrainingStep:
             if zero.is_active:
                 zero.forward_begins(stage)
             is_last = stage == context.num_stages - 1
-            coordinates, plan = (_TRAINING, step, microbatch), plans[microbatch] if plans else None
+            coordinates = _TRAINING, step, 0 if draws_alike else microbatch
+            plan = plans[microbatch] if plans else None
             run_layers = partial(context.run_layers, stage, context.streams.layers(stage, *coordinates))
             with precision(), nullcontext() if casts is None else casts.forward(stage):
                 if frame.body_cut is not None and stage > 0 and not is_last:
@@ -248,13 +281,161 @@ class TrainingStep:
 
         return compute
 
-    def _place(self, find_plans: Callable[[], list[FramePlan]], num_microbatches: int, *, backward: bool) -> None:
-        """Before the first batch: parameters outside of the layers stay where it or an evaluation uses them."""
+    def _place(
+        self,
+        microbatches: Sequence[Any],
+        arguments: Sequence[Any],
+        step: int,
+        precision: Callable[[], AbstractContextManager[None]],
+        *,
+        backward: bool,
+    ) -> None:
+        """Before the first batch, place parameters outside of the layers where it or an evaluation uses them."""
         self._is_placed = True
-        context = self._context
-        with context.step(num_microbatches=num_microbatches), torch.set_grad_enabled(backward), self._grad_sync.step():
-            plans = find_plans() if context.frame.is_followed else []
+        context, plans = self._context, list[FramePlan]()
+        with (
+            context.step(num_microbatches=len(microbatches)),
+            torch.set_grad_enabled(backward),
+            self._grad_sync.step(),
+        ):
+            if context.frame.is_followed:
+                plans = self._frame_plans(list(map(self._to_device, microbatches)), arguments, step, precision)
         self._place_parameters(context.frame.take_uses(plans))
+
+    def _compare(
+        self,
+        num_microbatches: int,
+        arguments: Sequence[Any],
+        step: int,
+        precision: Callable[[], AbstractContextManager[None]],
+    ) -> bool:
+        """Compare the loss of two microbatches joined with those of each alone; all ranks come to one verdict.
+
+        It is done at the first step, and without replicas again for batches of another structure, which several
+        replicas would meet at different steps.
+
+        Args:
+            num_microbatches: The number of microbatches of this batch.
+            arguments: As of the step.
+            step: The number of the batch since training began.
+            precision: The precision plugin's context.
+
+        Returns:
+            Whether batches are split in another way from now on.
+        """
+        context, module = self._context, self._context.module
+        structure = "the first" if context.mesh.data_parallel_size > 1 else structure_of(arguments[0])
+        if structure in self._compared or context.mesh.data_parallel_min(num_microbatches) < 2:
+            return False
+        user_split = getattr(module, "split_batch", None)
+        found: tuple[list[Any], list[int]] = [], []
+        if not takes_from_iterators(module):
+            found = joined_parts(arguments[0], num_microbatches, user_split)
+        compare = partial(self._rehearse, *found, arguments, step, precision)
+        verdict = self._verdict(compare)
+        self._comparisons -= 1
+        if verdict.kind == "unknown":
+            return False
+        self._compared.add(structure)
+        if verdict.kind == "mean":
+            return False
+        if verdict.kind == "sum":
+            self._comparisons, self._loss_reduction, self._labels = 0, "sum", None
+            rank_zero_info(
+                "The loss of two microbatches joined is the sum of their losses, so losses and gradients of"
+                ' microbatches are summed, as with HybridStrategy(loss_reduction="sum").'
+            )
+            return True
+        self._comparisons = 0
+        cause = (
+            "it couples the samples of a batch, such as a contrastive loss or statistics over samples, or is a mean"
+            " over something else than samples"
+        )
+        with router_losses_off(module) as has_router:
+            if has_router and self._verdict(compare).kind == "mean":
+                cause = "the router loss of its experts is a product of means over the tokens of a batch"
+                if verdict.difference < SMALL:
+                    rank_zero_warn(small_text(verdict, cause))
+                    return False
+        rank_zero_warn(
+            warning_text(
+                verdict, num_microbatches, cause, switches=self._is_auto, num_stages=context.mesh.pipeline_parallel_size
+            )
+        )
+        if self._is_auto:
+            self._num_microbatches, self._labels = 1, None
+            self._agrees = self._limits = self._warns = False
+        return self._is_auto
+
+    def _verdict(self, compare: Callable[[], list[Verdict]]) -> Verdict:
+        """Return the verdict of all ranks: the largest difference that one of them has found."""
+        found = all_gather_values(compare(), self._context.mesh.decision_group)
+        return joined_verdict([verdict for of_rank in found for verdict in of_rank])
+
+    def _rehearse(
+        self,
+        batches: Sequence[Any],
+        counts: Sequence[int],
+        arguments: Sequence[Any],
+        step: int,
+        precision: Callable[[], AbstractContextManager[None]],
+    ) -> list[Verdict]:
+        """Run two microbatches joined and each alone, forward only and without a trace, through the pipeline.
+
+        Args:
+            batches: From :func:`~.comparison.joined_parts`: three for each pair of microbatches.
+            counts: Their numbers of samples.
+            arguments: As of the step.
+            step: The number of the batch since training began.
+            precision: The precision plugin's context.
+
+        Returns:
+            What this rank finds of each pair; nothing where the loss is on other ranks, or nothing can be compared.
+        """
+        if not batches:
+            return []
+        context, grad_sync = self._context, self._grad_sync
+        batches = list(map(self._to_device, batches))
+        dtypes: list[torch.dtype] = []
+
+        def loss_of(_: int, value: Any) -> Tensor:
+            loss = _loss_of(value).detach()
+            kind = loss.device.type
+            dtypes.append(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else loss.dtype)
+            return loss.double()
+
+        plans: list[FramePlan] = []
+        with (
+            untouched_attributes(context.module) as one_run,
+            context.guard(),
+            torch.no_grad(),
+            grad_sync.step(),
+            context.step(num_microbatches=len(batches), counts=counts),
+            context.metrics.only_seen(),
+            nullcontext() if self._casts is None else self._casts.schedule(),
+        ):
+            if context.frame.is_followed:
+                with torch.enable_grad():  # the plans of the step itself, where shapes are the same
+                    plans = self._frame_plans(batches, arguments[1:], step, precision, draws_alike=True)
+            tensors = Untouched([*grad_sync.local_parameters(), *context.module.buffers()])
+            forward = self._make_compute(batches, arguments[1:], step, precision, loss_of, plans, draws_alike=True)
+
+            def compute(*given: Any) -> Any:
+                with one_run(), tensors.run():
+                    return forward(*given)
+
+            keys = context.keys(("comparison", context.version(gradients=True)), signatures(batches), plans)
+            losses = context.engine.run(self._find_schedule(keys, (True, True), backward=False), compute, keys)
+        if not losses:
+            return []
+        weigh = getattr(context.module, "microbatch_weight", None)
+        sizes = counts if weigh is None else [float(weigh(batch)) for batch in batches]
+        verdicts = []
+        for first in range(0, len(losses), 3):
+            pair = sizes[first + 1 : first + 3]
+            weights = [size / sum(pair) if sum(pair) else 0.0 for size in pair]
+            verdicts.append(judge([float(loss) for loss in losses[first : first + 3]], weights, dtypes[0]))
+        return [verdict for verdict in verdicts if not (tensors.has_drawn and verdict.kind == "other")]
 
     def _frame_plans(
         self,
@@ -262,15 +443,19 @@ class TrainingStep:
         arguments: Sequence[Any],
         step: int,
         precision: Callable[[], AbstractContextManager[None]],
-        version: Hashable,
-        parts: Sequence[Hashable],
+        *,
+        draws_alike: bool = False,
     ) -> list[FramePlan]:
-        """What the stages do of the user's step, which is followed, for each microbatch; nothing around a chain."""
+        """Return what the stages do of the user's step, which is followed, for each microbatch; none around a chain.
+
+        Arguments are those of :meth:`_make_compute`.
+        """
         context, plans = self._context, list[FramePlan]()
         user_step, of_others = context.module.training_step, signature(arguments)
+        version = context.version(gradients=torch.is_grad_enabled())
         with precision():
-            for number, (microbatch, part) in enumerate(zip(microbatches, parts, strict=True)):
-                coordinates, key = (_TRAINING, step, number), (version, part, of_others)
+            for number, (microbatch, part) in enumerate(zip(microbatches, signatures(microbatches), strict=True)):
+                coordinates, key = (_TRAINING, step, 0 if draws_alike else number), (version, part, of_others)
                 given = microbatch, *arguments
                 plan = context.frame.find_plan(user_step, given, *coordinates, key=key)
                 if plan is not None:

@@ -18,7 +18,7 @@ from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, find_owners, find_places, restore, tables_of
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 @contextmanager
@@ -46,17 +46,17 @@ def fake_module(
     of_batch = [owner for owner in given if not any(owner is other for other in owners.values())]
     saved = [(part, dict(vars(part))) for part in (*owners.values(), *of_batch)]
     generators = [
-        (f"{name!r} of {type(part).__name__}", value, _state_of(value))
+        (f"{name!r} of {type(part).__name__}", value, generator_state(value))
         for part, attributes in saved
         for name, value in attributes.items()
-        if isinstance(value, _GENERATORS)
+        if isinstance(value, GENERATORS)
     ]
     lazy: dict[int, dict[str, Tensor]] = {}
     swapped: list[tuple[Any, dict[str, Any]]] = []
 
     def finish() -> bool:
         for name, generator, state in generators:
-            if _state_of(generator) != state:
+            if generator_state(generator) != state:
                 raise WrongUseError(
                     f"The step draws random numbers from a generator of its own, {name}. Stages make different parts of"
                     " the step, so they would draw different numbers from it. Draw without `generator=`: each call has"
@@ -91,7 +91,7 @@ def fake_module(
             for name, value in lazy.get(id(part), {}).items():
                 setattr(part, name, value)  # a buffer stays one
         for _, generator, state in generators:
-            _restore(generator, state)
+            set_generator_state(generator, state)
         graph = discovery.graph
         written = graph.changed.union(*((*call.counts, *call.fills) for call in graph.calls))
         graph.places = find_places(find_owners([module], units), written)
@@ -114,7 +114,7 @@ def _held(part: Any) -> dict[str, Any]:
     return {name: value for table in tables_of(part) for name, value in table.items()}
 
 
-def _state_of(generator: Any) -> bytes:
+def generator_state(generator: Any) -> bytes:
     """The state of a generator, as bytes that can be compared."""
     if isinstance(generator, torch.Generator):
         return bytes(generator.get_state().numpy().tobytes())
@@ -123,8 +123,8 @@ def _state_of(generator: Any) -> bytes:
     return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
 
 
-def _restore(generator: Any, state: bytes) -> None:
-    """Put a generator into a state that :func:`_state_of` gave."""
+def set_generator_state(generator: Any, state: bytes) -> None:
+    """Put a generator into a state that :func:`generator_state` gave."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, np.random.Generator):

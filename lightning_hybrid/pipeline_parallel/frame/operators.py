@@ -39,7 +39,7 @@ class Seen:
 
 
 #: Their schemas do not say that they write their fourth and fifth argument, if the sixth says that they train.
-_BATCH_NORMS = frozenset(
+BATCH_NORMS = frozenset(
     {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
 )
 
@@ -61,19 +61,27 @@ class Operators(DispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Watch an operator."""
         seen = self._seen
-        seen.draws |= _draws(func, args, kwargs or {})
+        seen.draws |= draws(func, args, kwargs or {})
         seen.reads |= torch.Tag.data_dependent_output in func.tags
         seen.shapes |= torch.Tag.dynamic_output_shape in func.tags and not _has_fixed_shape(func, args)
-        if func._schema.is_mutable:
-            given = _given(func, args, kwargs or {})
-            for argument in func._schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    leaves, _ = flatten(given.get(argument.name))
-                    seen.written |= {memory_of(leaf) for leaf in leaves if _is_tensor(leaf)}
-        if func.overloadpacket in _BATCH_NORMS and args[5]:
+        seen.written |= {memory_of(tensor) for tensor in written_tensors(func, args, kwargs or {})}
+        if func.overloadpacket in BATCH_NORMS and args[5]:
             seen.statistics |= {memory_of(each) for each in args[3:5] if _is_tensor(each)}
             seen.written |= seen.statistics
         return func(*args, **(kwargs or {}))
+
+
+def written_tensors(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator writes, by its schema."""
+    if not operator._schema.is_mutable:
+        return []
+    given = _given(operator, args, kwargs)
+    written = [
+        given.get(argument.name)
+        for argument in operator._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in flatten(written)[0] if _is_tensor(leaf)]
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -95,7 +103,7 @@ def _given(operator: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
 
 
-def _draws(operator: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def draws(operator: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operator draws random numbers; attention without dropout has the tag of one that does."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False

@@ -1,0 +1,210 @@
+"""Whether a loss over microbatches is the loss over their batch: two microbatches joined against the same two alone.
+
+The loss ``L(J)`` of two microbatches A and B joined to one batch J is compared with ``L(A)`` and ``L(B)``, with weights
+``w`` that add up to 1 (shares of the samples, or of `microbatch_weight`)::
+
+    L(J) = w(A) L(A) + w(B) L(B)        a mean over samples: microbatches are averaged
+    L(J) = L(A) + L(B)                  a sum over samples: microbatches are summed
+    otherwise                           the loss couples the samples, or is a mean over something else
+
+What is here knows numbers and batches; :class:`~.training_step.TrainingStep` runs the three forwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.pipeline_parallel.microbatch import split_into
+
+__all__ = [
+    "SMALL",
+    "Verdict",
+    "joined_parts",
+    "joined_verdict",
+    "judge",
+    "router_losses_off",
+    "small_text",
+    "structure_of",
+    "warning_text",
+]
+
+#: The relative difference that rounding explains, by the precision of the computation.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+_HALF_ROUNDING = 2e-2
+#: A difference of a router loss up to this part of the loss is stated, and changes nothing.
+SMALL = 0.01
+#: Losses over fewer samples may agree by chance: two samples that are both masked, or both not.
+ENOUGH = 8
+
+Kind = Literal["mean", "sum", "other", "unknown"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the comparison found.
+
+    Attributes:
+        kind: ``"mean"``, ``"sum"`` or ``"other"`` as above; ``"unknown"`` if the numbers do not tell, such as two
+            equal losses.
+        joined: The loss of the two microbatches joined.
+        parts: The losses of each alone.
+        expected: The weighted mean of the parts.
+    """
+
+    kind: Kind
+    joined: float
+    parts: tuple[float, float]
+    expected: float
+
+    @property
+    def difference(self) -> float:
+        """The difference of the loss, relative to the joined one; infinite if one of them is not finite."""
+        gap = abs(self.joined - self.expected)
+        if math.isnan(gap) or math.isinf(gap):
+            return math.inf
+        return gap / abs(self.joined) if self.joined else math.inf if gap else 0.0
+
+
+def structure_of(batch: Any) -> Hashable:
+    """Return the kind of a batch: containers, dtypes and numbers of dimensions, without lengths."""
+    leaves, spec = flatten(batch)
+    return spec, tuple((leaf.dtype, leaf.ndim) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+
+
+def joined_parts(
+    batch: Any, num_microbatches: int, user_split: Callable[[Any, int], Sequence[Any]] | None
+) -> tuple[list[Any], list[int]]:
+    """Return two microbatches joined, and each alone, as batches of their own; several times if they are small.
+
+    One of half as many microbatches is two of them joined, and is split into two. So nothing has to be joined, and a
+    module's `split_batch` decides as it does in the step. Pairs are taken until they have :data:`ENOUGH` samples.
+
+    Args:
+        batch: The batch of a training step.
+        num_microbatches: The number of microbatches in that step.
+        user_split: The module's `split_batch`, if it has one.
+
+    Returns:
+        Three batches for each pair, whose tensors are copies, and their numbers of samples.
+    """
+    found: tuple[list[Any], list[int]] = [], []
+    samples = 0
+    for joined, total in zip(*split_into(batch, max(1, num_microbatches // 2), user_split), strict=True):
+        parts, counts = split_into(joined, 2, user_split)
+        if samples < ENOUGH and len(parts) == 2 and 0 not in counts:
+            found[0].extend(map(_copied, (joined, *parts)))
+            found[1].extend((total, *counts))
+            samples += total
+    return found
+
+
+def _copied(batch: Any) -> Any:
+    leaves, spec = flatten(batch)
+    return unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def judge(losses: Sequence[float], weights: Sequence[float], dtype: torch.dtype) -> Verdict:
+    """Tell what a loss is from three values.
+
+    Args:
+        losses: Of the joined microbatches, and of each alone.
+        weights: Of each alone, which add up to 1.
+        dtype: Of the computation; rounding depends on it.
+    """
+    joined, first, second = losses
+    expected = sum(weight * part for weight, part in zip(weights, (first, second), strict=True) if weight)
+    rounding = _ROUNDING.get(dtype, _HALF_ROUNDING)
+    scale = max(map(abs, losses))
+    kind: Kind
+    if not math.isfinite(joined):
+        kind = "unknown"
+    elif abs(joined - expected) <= rounding * scale:
+        kind = "unknown" if abs(first - second) <= rounding * scale else "mean"
+    elif abs(joined - (first + second)) <= rounding * scale:
+        kind = "sum"
+    else:
+        kind = "other"
+    return Verdict(kind, joined, (first, second), expected)
+
+
+def joined_verdict(found: Sequence[Verdict]) -> Verdict:
+    """Return the verdict of several pairs: the one with the largest difference, if one of them is not a mean."""
+    known = [verdict for verdict in found if verdict.kind != "unknown"]
+    if not known:
+        return Verdict("unknown", math.nan, (math.nan, math.nan), math.nan)
+    worst = max(known, key=lambda verdict: (verdict.kind == "other", verdict.kind == "sum", verdict.difference))
+    if worst.kind == "sum" and any(verdict.kind == "mean" for verdict in known):
+        return replace(worst, kind="other")
+    return worst
+
+
+@contextmanager
+def router_losses_off(module: nn.Module) -> Iterator[bool]:
+    """Set the coefficients of router losses of transformers' mixture-of-experts models to 0 inside.
+
+    Yields:
+        Whether the module has one.
+    """
+    routers = [part for part in module.modules() if getattr(part, "router_aux_loss_coef", 0)]
+    before = [part.router_aux_loss_coef for part in routers]
+    try:
+        for part in routers:
+            part.router_aux_loss_coef = 0.0  # type: ignore[assignment]
+        yield bool(routers)
+    finally:
+        for part, value in zip(routers, before, strict=True):
+            part.router_aux_loss_coef = value
+
+
+def small_text(verdict: Verdict, cause: str) -> str:
+    """Return the note on a difference that is accepted."""
+    return (
+        f"The loss of two microbatches joined is {verdict.joined:.6g}; the mean of their losses is"
+        f" {verdict.expected:.6g}, a difference of {100 * verdict.difference:.2g}%: {cause}, and each microbatch has"
+        " its own. `num_microbatches=1` gives the numbers of one process."
+    )
+
+
+def warning_text(verdict: Verdict, number: int, cause: str, *, switches: bool, num_stages: int) -> str:
+    """Return the warning for a loss that microbatches change.
+
+    Args:
+        verdict: Of kind ``"other"``.
+        number: The number of microbatches.
+        cause: The cause, as the subject of a sentence is explained: "it couples the samples of a batch".
+        switches: If True, the step continues with one microbatch.
+        num_stages: The number of pipeline stages.
+    """
+    found = (
+        f"The loss of two microbatches joined is {verdict.joined:.6g}; the weighted mean of their losses is"
+        f" {verdict.expected:.6g}"
+    )
+    if math.isfinite(verdict.difference):
+        found += f", a difference of {100 * verdict.difference:.2g}%"
+    remedy = (
+        "Set `num_microbatches=1` for the numbers of one process, or write a method `split_batch(batch,"
+        " num_microbatches)` that splits where samples are independent, or `microbatch_weight(microbatch)` that returns"
+        " the number by which the loss is divided."
+    )
+    if not switches:
+        return f"{found}: {cause}. {number} microbatches, as set, train to other numbers than one process. {remedy}"
+    bubble = (
+        f" A rank of {num_stages} then computes during 1/{num_stages} of a step, instead of"
+        f" {number}/{number + num_stages - 1}."
+        if num_stages > 1
+        else ""
+    )
+    return (
+        f"{found}: {cause}. Each batch now runs as one microbatch instead of {number}, so that training equals one"
+        f" process.{bubble} To keep microbatches, write a method `split_batch(batch, num_microbatches)` that splits"
+        " where samples are independent, or `microbatch_weight(microbatch)` that returns the number by which the loss"
+        f" is divided; `num_microbatches={number}` keeps them as they are."
+    )

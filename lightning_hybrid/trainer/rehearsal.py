@@ -1,0 +1,175 @@
+"""A forward of the user's step that leaves no trace: no gradients, no random numbers, nothing written."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_hybrid.pipeline_parallel.frame.fake_module import GENERATORS, generator_state, set_generator_state
+from lightning_hybrid.pipeline_parallel.frame.operators import (
+    BATCH_NORMS,
+    DispatchMode,
+    draws,
+    memory_of,
+    written_tensors,
+)
+from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, find_owners, restore
+
+__all__ = ["Untouched", "takes_from_iterators", "untouched_attributes"]
+
+aten = torch.ops.aten
+#: What a draw of floating-point numbers gives in a rehearsal.
+_DRAWN = 0.5
+#: Attributes of a module that Lightning owns.
+_LIGHTNINGS = frozenset({"_trainer", "_fabric"})
+
+
+class Untouched(DispatchMode):  # type: ignore[misc]
+    """Operators whose results depend on their inputs alone, and that leave the module's tensors as they were.
+
+    ::
+
+        dropout                     the identity
+        a single number             as drawn: a path may depend on it
+        other draws                 constants: 0.5, the lowest integer, positions in their order
+        batch norm in training      normalizes by its running statistics, which stay
+        a write to a tensor         keeps a copy before the first one; `restore` puts it back
+
+    So a step gives the same loss each time, and its loss over a batch is comparable with those over the parts of it.
+
+    Args:
+        tensors: Parameters and buffers.
+
+    Attributes:
+        has_drawn: Whether something has been drawn that has no constant in its place, and may be one of a sample.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._tensors = {memory_of(tensor): tensor for tensor in tensors if not tensor.is_meta}
+        self._before: dict[int, Tensor] = {}
+        self.has_drawn = False
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Run operators under this mode; at the end the tensors are as they were."""
+        try:
+            with self:
+                yield
+        finally:
+            with torch.no_grad():
+                for memory, value in self._before.items():
+                    self._tensors[memory].detach().copy_(value)
+            self._before.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, or what stands for it."""
+        kwargs = kwargs or {}
+        for tensor in written_tensors(func, args, kwargs):
+            memory = memory_of(tensor)
+            if memory in self._tensors and memory not in self._before:
+                self._before[memory] = self._tensors[memory].detach().clone()
+        if func.overloadpacket in BATCH_NORMS and args[5]:
+            return _normalize(func, args)
+        return self._draw(func, args, kwargs) if draws(func, args, kwargs) else func(*args, **kwargs)
+
+    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        packet = func.overloadpacket
+        names = [argument.name for argument in func._schema.arguments]
+        if packet is aten.native_dropout:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if "dropout_p" in names:  # attention
+            position = names.index("dropout_p")
+            if position < len(args):
+                args = (*args[:position], 0.0, *args[position + 1 :])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+            return func(*args, **kwargs)
+        if packet is aten.bernoulli:
+            return (args[0] >= _DRAWN).to(args[0].dtype)
+        if packet is aten.bernoulli_:
+            probability = args[1] if len(args) > 1 else kwargs.get("p", _DRAWN)
+            return args[0].copy_(probability >= _DRAWN if isinstance(probability, Tensor) else probability)
+        result = func(*args, **kwargs)
+        if packet is aten.randperm:
+            return torch.arange(len(result), dtype=result.dtype, device=result.device)
+        if isinstance(result, Tensor) and result.ndim == 0:
+            return result
+        if not isinstance(result, Tensor) or result.numel() == 1 or packet is aten.multinomial:
+            self.has_drawn = True
+            return result
+        if result.is_floating_point():
+            return result.fill_(_DRAWN)
+        return result.fill_(args[names.index("low")] if "low" in names else 0)
+
+
+def _normalize(func: Any, args: Any) -> Any:
+    """Normalize by running statistics, by mean 0 and variance 1 where there are none; instances by their own."""
+    x, weight, bias, mean, variance, _, momentum, eps, *_ = args
+    if mean is None:
+        if x.shape[0] == 1:  # instance norm: a batch norm of (1, samples x channels, ...)
+            return func(*args)
+        mean, variance = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
+    result = aten.native_batch_norm(x, weight, bias, mean, variance, False, momentum, eps)
+    return result if len(func._schema.returns) == 3 else (*result, x.new_empty(0, dtype=torch.uint8))
+
+
+@contextmanager
+def untouched_attributes(module: LightningModule) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Let a step change attributes, containers, states of metrics and generators, and put them back at the end.
+
+    What the step prints is not shown, and the Trainer does not stop on its behalf. Parameters and buffers are the
+    business of :class:`Untouched`.
+
+    Args:
+        module: The user's module.
+
+    Yields:
+        A context for each of several runs of the step: all begin with equal attributes and generators.
+    """
+    owners = list(find_owners([module]).values())
+    saved = [(owner, dict(vars(owner))) for owner in owners]
+    copies = Copies()
+    generators = [value for _, held in saved for value in held.values() if isinstance(value, GENERATORS)]
+    states = [(generator, generator_state(generator)) for generator in generators]
+    trainer = module.trainer
+    stops = trainer.should_stop
+
+    @contextmanager
+    def one_run() -> Iterator[None]:
+        before = [dict(vars(owner)) for owner in owners]
+        try:
+            with redirect_stdout(io.StringIO()):
+                yield
+        finally:
+            for owner, held in zip(owners, before, strict=True):
+                restore(vars(owner), held)
+            for generator, state in states:
+                set_generator_state(generator, state)
+            trainer.should_stop = stops
+
+    try:
+        for owner, held in saved:
+            for name, value in held.items():
+                if name not in _LIGHTNINGS:
+                    vars(owner)[name] = copies(value, _copy_unless_parameter)
+        yield one_run
+    finally:
+        for owner, held in saved:
+            restore(vars(owner), held)
+
+
+def takes_from_iterators(module: nn.Module) -> bool:
+    """Return whether the module has an iterator as an attribute: what a rehearsal took from it would be gone."""
+    held = (value for owner in find_owners([module]).values() for value in vars(owner).values())
+    return any(isinstance(value, Iterator) and not isinstance(value, io.IOBase) for value in held)
+
+
+def _copy_unless_parameter(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) or tensor.is_meta else tensor.detach().clone()
