@@ -28,6 +28,7 @@ _IRRELEVANT: dict[str, Any] = {
     "gather_module_on_teardown": False,
     "global_batch_size": None,
     "process_group_backend": "gloo",
+    "compare_microbatches": False,  # here all of training is compared
 }
 _WITHOUT_STAGES = {"pipeline_parallel_size": 1, "num_chunks": 1, "schedule": "1f1b", "partition": "uniform"}
 _ONE_DIMENSION = {"tensor_parallel_mode": "1d", "tensor_parallel_depth": 1}

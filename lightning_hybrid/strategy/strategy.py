@@ -154,6 +154,10 @@ class HybridStrategy(ReplicaCollectives):
         detect_desync: Whether, before each training batch, checksums are compared: of the batch over each model group,
             of parameters over replicas and all stages that hold them, and of the state of random numbers; for finding a
             fault, as it takes time. What decides the messages between ranks is always compared.
+        compare_microbatches: If True, the first training step compares the loss of pairs of microbatches joined with
+            the losses of each alone, forward only. A loss that is a sum over samples is then summed. For a loss that
+            is not a mean over samples, ``num_microbatches="auto"`` takes one microbatch; a number that you set is kept,
+            with a warning. If False, microbatches are averaged without a comparison.
         on_nonfinite: What happens if a gradient is not finite when an optimizer is about to step, found over all ranks:
             ``"raise"`` an error on every rank, ``"skip"`` the step, so that parameters and states of the optimizer stay
             as they are, and log how many were skipped as ``"skipped_steps"``, or ``"ignore"`` it. With
