@@ -73,8 +73,13 @@ def ranking(z: Tensor, y: Tensor) -> Tensor:
     return (F.softplus(z[None, :, 0] - z[:, None, 0]) * pairs).sum() / pairs.sum().clamp(min=1)
 
 
-def class_weights(z: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(z, y, weight=torch.tensor([0.1, 1.0, 3.0, 7.0], dtype=z.dtype))
+def targets_of_the_step(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, torch.where(y == 0, -100, y))
+
+
+def two_tasks(z: Tensor, y: Tensor) -> Tensor:
+    weight = torch.tensor([0.1, 1.0, 3.0, 7.0], dtype=z.dtype)
+    return F.cross_entropy(z, y, weight=weight) + F.cross_entropy(z, y, ignore_index=1)
 
 
 def normalized_advantages(z: Tensor, y: Tensor) -> Tensor:
@@ -138,7 +143,8 @@ def decorrelation(z: Tensor, y: Tensor) -> Tensor:
 
 
 COUPLED: list[Loss] = [
-    *(contrastive, nt_xent, hardest_triplet, dice, jaccard, barlow, vicreg, ranking, class_weights),
+    *(contrastive, nt_xent, hardest_triplet, dice, jaccard, barlow, vicreg, ranking, two_tasks),
+    targets_of_the_step,
     *(normalized_advantages, masked_mean, root_mean_square, correlation, explained_variance, entropy_of_the_mean),
     *(spread, kernel_distance, softmax_over_samples, centre_loss, log_of_a_mean, scaled_by_the_deviation),
     decorrelation,
@@ -219,6 +225,18 @@ def test_losses_that_couple_samples_equal_one_process_and_are_said_once(ranks: P
 def test_the_same_around_a_sequential(ranks: Pools) -> None:
     texts = assert_like_one_process(ranks, {"pipeline_parallel_size": 2}, COUPLED[:4], Chain)
     assert [len(said) for said in texts] == [1] * 4
+
+
+ZERO_3 = {"data_parallel_size": 2, "zero_stage": 3}
+
+
+@pytest.mark.parametrize("frees", ["step", "microbatch"])
+def test_parameters_that_are_gathered_are_those_of_the_step(ranks: Pools, frees: str) -> None:
+    """A forward that left parameters as they were before they were gathered would find differences everywhere."""
+    layout = {**ZERO_3, "zero_frees": frees, "num_microbatches": 2}
+    mean, kept = (found["texts"] for found in ranks(2, lightning=True).run(fit, layout, [mean_of_samples, dice])[0])
+    assert not mean
+    assert len(kept) == 1
 
 
 @pytest.mark.parametrize("layout", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=str)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_hybrid.distributed.class_losses import reported
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup, all_reduce_max, reduce_from_tp
 
@@ -112,7 +113,8 @@ def cross_entropy(
     if not isinstance(total, Tensor):
         return losses.sum() / total
     # If nothing counts, torch says NaN, and zero gradients.
-    return (losses.sum() / total.clamp_min(torch.finfo(total.dtype).tiny)).masked_fill(total == 0, math.nan)
+    mean = (losses.sum() / total.clamp_min(torch.finfo(total.dtype).tiny)).masked_fill(total == 0, math.nan)
+    return reported(mean, target, weight, ignore_index)
 
 
 def _check_classes(target: Tensor, shard: Tensor, ignore_index: int, num_classes: int, dim: int) -> None:

@@ -13,9 +13,9 @@ What is here knows numbers and batches; :class:`~.training_step.TrainingStep` ru
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.microbatch import split_into
+from lightning_hybrid.trainer.loss_terms import LabelCount
+from lightning_hybrid.trainer.results.logging import Log
 
 __all__ = [
     "SMALL",
@@ -30,6 +32,8 @@ __all__ = [
     "joined_parts",
     "joined_verdict",
     "judge",
+    "judge_logs",
+    "rounding_of",
     "router_losses_off",
     "small_text",
     "structure_of",
@@ -45,6 +49,7 @@ SMALL = 0.01
 ENOUGH = 8
 
 Kind = Literal["mean", "sum", "other", "unknown"]
+LogKind = Literal["mean", "weighted", "sum"]
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,16 @@ class Verdict:
         joined: The loss of the two microbatches joined.
         parts: The losses of each alone.
         expected: The weighted mean of the parts.
+        labels: How targets are counted, if the loss is a mean over them.
+        logs: Logged values that are not means over samples, by name: ``"weighted"`` like the loss, or ``"sum"``.
     """
 
     kind: Kind
     joined: float
     parts: tuple[float, float]
     expected: float
+    labels: LabelCount | None = None
+    logs: Mapping[str, LogKind] = field(default_factory=dict)
 
     @property
     def difference(self) -> float:
@@ -121,7 +130,7 @@ def judge(losses: Sequence[float], weights: Sequence[float], dtype: torch.dtype)
     """
     joined, first, second = losses
     expected = sum(weight * part for weight, part in zip(weights, (first, second), strict=True) if weight)
-    rounding = _ROUNDING.get(dtype, _HALF_ROUNDING)
+    rounding = rounding_of(dtype)
     scale = max(map(abs, losses))
     kind: Kind
     if not math.isfinite(joined):
@@ -135,6 +144,53 @@ def judge(losses: Sequence[float], weights: Sequence[float], dtype: torch.dtype)
     return Verdict(kind, joined, (first, second), expected)
 
 
+def rounding_of(dtype: torch.dtype) -> float:
+    """Return the relative difference that rounding explains."""
+    return _ROUNDING.get(dtype, _HALF_ROUNDING)
+
+
+def judge_logs(
+    records: Sequence[Sequence[Log]],
+    losses: Sequence[float],
+    shares: Sequence[float],
+    weights: Sequence[float],
+    verdict: Verdict,
+    dtype: torch.dtype,
+) -> dict[str, LogKind]:
+    """Tell which logged values are means over samples, weighted like the loss, or sums.
+
+    Args:
+        records: The logs of the joined microbatches, and of each alone.
+        losses: Of the same.
+        shares: Of the samples of each alone.
+        weights: Of the loss of each alone.
+        verdict: Of the loss: a logged value that is the loss is like it.
+        dtype: Of the computation.
+    """
+    values: list[dict[str, float]] = [
+        {log.name: float(log.value) for log in of_batch if log.metric is None and log.of_batch is None}
+        for of_batch in records
+    ]
+    kinds: dict[str, LogKind] = {}
+    for name in values[0].keys() & values[1].keys() & values[2].keys():
+        joined, *parts = (of_batch[name] for of_batch in values)
+        if [joined, *parts] == list(losses) and (verdict.kind == "sum" or verdict.labels is not None):
+            kinds[name] = "sum" if verdict.kind == "sum" else "weighted"
+            continue
+        if not math.isfinite(joined) or parts[0] == parts[1]:
+            continue
+        candidates: dict[LogKind, Sequence[float]] = {"mean": shares, "weighted": weights, "sum": (1.0, 1.0)}
+        size = rounding_of(dtype) * max(map(abs, (joined, *parts)))
+        fitting = [
+            kind
+            for kind, factors in candidates.items()
+            if abs(joined - sum(f * part for f, part in zip(factors, parts, strict=True) if f)) <= size
+        ]
+        if fitting and (fitting[0] == "mean" or len(fitting) == 1):
+            kinds[name] = fitting[0]
+    return kinds
+
+
 def joined_verdict(found: Sequence[Verdict]) -> Verdict:
     """Return the verdict of several pairs: the one with the largest difference, if one of them is not a mean."""
     known = [verdict for verdict in found if verdict.kind != "unknown"]
@@ -143,7 +199,18 @@ def joined_verdict(found: Sequence[Verdict]) -> Verdict:
     worst = max(known, key=lambda verdict: (verdict.kind == "other", verdict.kind == "sum", verdict.difference))
     if worst.kind == "sum" and any(verdict.kind == "mean" for verdict in known):
         return replace(worst, kind="other")
-    return worst
+    labels = {verdict.labels for verdict in known} - {None}
+    if len(labels) > 1:  # replicas whose losses are of different kinds
+        return replace(worst, kind="other", labels=None)
+    logs: dict[str, set[LogKind]] = {}
+    for verdict in known:
+        for name, kind in verdict.logs.items():
+            logs.setdefault(name, set()).add(kind)
+    return replace(
+        worst,
+        labels=next(iter(labels), None),
+        logs={name: next(iter(kinds)) for name, kinds in logs.items() if len(kinds) == 1 and "mean" not in kinds},
+    )
 
 
 @contextmanager

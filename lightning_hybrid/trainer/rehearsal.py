@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
 from lightning_hybrid.pipeline_parallel.frame.fake_module import GENERATORS, generator_state, set_generator_state
 from lightning_hybrid.pipeline_parallel.frame.operators import (
     BATCH_NORMS,
@@ -65,15 +66,16 @@ class Untouched(DispatchMode):  # type: ignore[misc]
         finally:
             with torch.no_grad():
                 for memory, value in self._before.items():
-                    self._tensors[memory].detach().copy_(value)
+                    if _has_memory(self._tensors[memory]):
+                        self._tensors[memory].detach().copy_(value)
             self._before.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, or what stands for it."""
         kwargs = kwargs or {}
-        for tensor in written_tensors(func, args, kwargs):
+        for tensor in () if ParameterGroup.copies_out else written_tensors(func, args, kwargs):
             memory = memory_of(tensor)
-            if memory in self._tensors and memory not in self._before:
+            if memory in self._tensors and memory not in self._before and _has_memory(self._tensors[memory]):
                 self._before[memory] = self._tensors[memory].detach().clone()
         if func.overloadpacket in BATCH_NORMS and args[5]:
             return _normalize(func, args)
@@ -107,6 +109,11 @@ class Untouched(DispatchMode):  # type: ignore[misc]
         if result.is_floating_point():
             return result.fill_(_DRAWN)
         return result.fill_(args[names.index("low")] if "low" in names else 0)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has its memory: ZeRO frees that of unsharded parameters, and gathers them again."""
+    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
 
 
 def _normalize(func: Any, args: Any) -> Any:

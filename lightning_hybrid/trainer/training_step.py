@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import all_gather_values
+from lightning_hybrid.distributed.class_losses import observed
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.engine import Compute, Profile
@@ -39,16 +42,19 @@ from lightning_hybrid.trainer.comparison import (
     joined_parts,
     joined_verdict,
     judge,
+    judge_logs,
+    rounding_of,
     router_losses_off,
     small_text,
     structure_of,
     warning_text,
 )
 from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
+from lightning_hybrid.trainer.loss_terms import LabelCount, LossTerms, find_label_count
 from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LabelWatch, LossWeights, weighted, weighted_sum
 from lightning_hybrid.trainer.precision import SharedCasts
 from lightning_hybrid.trainer.rehearsal import Untouched, takes_from_iterators, untouched_attributes
-from lightning_hybrid.trainer.results.logging import merge_logs
+from lightning_hybrid.trainer.results.logging import Log, merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
 
@@ -108,6 +114,8 @@ class TrainingStep:
         compares = config.compare_microbatches and num_microbatches > 1 and config.loss_reduction == "mean"
         self._comparisons = _COMPARISONS if compares else 0  # that may still be made
         self._compared: set[Hashable] = set()  # structures of batches
+        self._label_count: LabelCount | None = None
+        self._log_kinds: Mapping[str, str] = {}  # of logged values that are not means over samples
 
     def __call__(
         self,
@@ -144,6 +152,8 @@ class TrainingStep:
         if backward and self._comparisons and self._compare(len(split[1]), arguments, step, precision):
             split = self._split(arguments[0])
         microbatches, counts = split
+        if self._labels is not None and not self._labels(microbatches, counts):
+            self._labels = None
         weights = self._weights(microbatches, accumulates=accumulated > 1)
         windowed = weights is not None and accumulated > 1 and backward
         if windowed and is_first:  # whatever came before: an epoch may have been broken off
@@ -179,12 +189,17 @@ class TrainingStep:
                         **grad_sync.backward_hooks,
                     )
             # The last stage is done before the first one, and sends the result while that is at its last backward.
-            value = context.share(
-                lambda: (_merge(outputs, counts, shares), merge_logs(records, counts, self._num_microbatches, weights))
-            )
+            value = context.share(lambda: (_merge(outputs, counts, shares), self._merge_logs(records, counts, weights)))
             if reduce:
                 self._reduce(accumulated, windowed=windowed)
         return value
+
+    def _merge_logs(
+        self, records: Sequence[Sequence[Log]], counts: Sequence[int], weights: LossWeights | None
+    ) -> list[Log]:
+        """Return the logs of the batch, made of those of its microbatches."""
+        is_told = getattr(self._context.module, "microbatch_weight", None) is not None
+        return merge_logs(records, counts, self._num_microbatches, weights, None if is_told else self._log_kinds)
 
     def _look_at_links(self, *, is_first: bool) -> None:
         """What first steps tell about the links between machines."""
@@ -337,7 +352,11 @@ class TrainingStep:
         if verdict.kind == "unknown":
             return False
         self._compared.add(structure)
+        if verdict.kind != "other":
+            self._log_kinds = verdict.logs
         if verdict.kind == "mean":
+            self._label_count = verdict.labels
+            self._labels = None if verdict.labels is not None else self._labels
             return False
         if verdict.kind == "sum":
             self._comparisons, self._loss_reduction, self._labels = 0, "sum", None
@@ -346,7 +365,7 @@ class TrainingStep:
                 ' microbatches are summed, as with HybridStrategy(loss_reduction="sum").'
             )
             return True
-        self._comparisons = 0
+        self._comparisons, self._labels = 0, None
         cause = (
             "it couples the samples of a batch, such as a contrastive loss or statistics over samples, or is a mean"
             " over something else than samples"
@@ -363,7 +382,7 @@ class TrainingStep:
             )
         )
         if self._is_auto:
-            self._num_microbatches, self._labels = 1, None
+            self._num_microbatches = 1
             self._agrees = self._limits = self._warns = False
         return self._is_auto
 
@@ -395,14 +414,16 @@ class TrainingStep:
         if not batches:
             return []
         context, grad_sync = self._context, self._grad_sync
-        batches = list(map(self._to_device, batches))
+        given, batches = batches, list(map(self._to_device, batches))
         dtypes: list[torch.dtype] = []
+        terms = [LossTerms() for _ in batches]
 
-        def loss_of(_: int, value: Any) -> Tensor:
-            loss = _loss_of(value).detach()
+        def loss_of(number: int, value: Any) -> Tensor:
+            loss = _loss_of(value)
+            terms[number].close(loss)
             kind = loss.device.type
             dtypes.append(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else loss.dtype)
-            return loss.double()
+            return loss.detach().double()
 
         plans: list[FramePlan] = []
         with (
@@ -410,7 +431,7 @@ class TrainingStep:
             context.guard(),
             torch.no_grad(),
             grad_sync.step(),
-            context.step(num_microbatches=len(batches), counts=counts),
+            context.step(num_microbatches=len(batches), counts=counts) as records,
             context.metrics.only_seen(),
             nullcontext() if self._casts is None else self._casts.schedule(),
         ):
@@ -420,21 +441,30 @@ class TrainingStep:
             tensors = Untouched([*grad_sync.local_parameters(), *context.module.buffers()])
             forward = self._make_compute(batches, arguments[1:], step, precision, loss_of, plans, draws_alike=True)
 
-            def compute(*given: Any) -> Any:
-                with one_run(), tensors.run():
-                    return forward(*given)
+            def compute(stage: int, number: int, inputs: Any) -> Any:
+                terms[number] = LossTerms()
+                with one_run(), tensors.run(), observed(terms[number].observe), torch.no_grad():
+                    return forward(stage, number, inputs)
 
             keys = context.keys(("comparison", context.version(gradients=True)), signatures(batches), plans)
             losses = context.engine.run(self._find_schedule(keys, (True, True), backward=False), compute, keys)
         if not losses:
             return []
-        weigh = getattr(context.module, "microbatch_weight", None)
-        sizes = counts if weigh is None else [float(weigh(batch)) for batch in batches]
+        values = [float(loss) for loss in losses]
+        weigh, labels = getattr(context.module, "microbatch_weight", None), None
+        if weigh is None:
+            weigh = labels = find_label_count(given, counts, values, terms, rounding_of(dtypes[0]))
+        sizes = counts if weigh is None else [float(weigh(batch)) for batch in given]
         verdicts = []
-        for first in range(0, len(losses), 3):
-            pair = sizes[first + 1 : first + 3]
-            weights = [size / sum(pair) if sum(pair) else 0.0 for size in pair]
-            verdicts.append(judge([float(loss) for loss in losses[first : first + 3]], weights, dtypes[0]))
+        for of_pair in (slice(first, first + 3) for first in range(0, len(values), 3)):
+            weights, shares = _parts(sizes[of_pair][1:]), _parts(counts[of_pair][1:])
+            verdict = judge(values[of_pair], weights, dtypes[0])
+            if verdict.kind == "unknown" and labels is not None and math.isfinite(verdict.joined):
+                verdict = replace(verdict, kind="mean")  # it is known by its terms
+            if verdict.kind == "mean":
+                verdict = replace(verdict, labels=labels)
+            logs = judge_logs(records[of_pair], values[of_pair], shares, weights, verdict, dtypes[0])
+            verdicts.append(replace(verdict, logs=logs))
         return [verdict for verdict in verdicts if not (tensors.has_drawn and verdict.kind == "other")]
 
     def _frame_plans(
@@ -487,8 +517,6 @@ class TrainingStep:
             least = context.mesh.data_parallel_min(len(counts))
             if least < len(counts):
                 microbatches, counts = split_into(batch, least, user_split)
-        if self._labels is not None and user_split is None and not self._labels(microbatches, counts):
-            self._labels = None
         if not any(counts):  # no samples: what the step makes of that counts, as in one process
             counts = [1] * len(counts)
         if self._warns:
@@ -507,7 +535,7 @@ class TrainingStep:
                 that have a loss.
         """
         context = self._context
-        weigh = getattr(context.module, "microbatch_weight", None)  # may come during a run
+        weigh = getattr(context.module, "microbatch_weight", None) or self._label_count  # may come during a run
         if weigh is None or self._loss_reduction == "sum" or not (context.is_last or accumulates):
             return None
         with context.guard():
@@ -635,6 +663,11 @@ def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) 
         " requires a gradient, or it was detached, or made anew. Return the loss that the model computed; where a batch"
         " has nothing to learn from, return it times 0. Where all is frozen, leave training out."
     )
+
+
+def _parts(sizes: Sequence[float]) -> list[float]:
+    """Return the shares of some sizes; zeros if there is nothing to share."""
+    return [size / sum(sizes) if sum(sizes) else 0.0 for size in sizes]
 
 
 def _loss_of(output: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ class ParameterGroup:
         is_unsharded: Whether what layers find is up to date.
         in_backward: Whether a backward goes through the layer.
     """
+
+    copies_out: ClassVar[bool] = False
+    """If True, gathered values are being copied into parameters: such a write is not one of the user's step."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], group: ProcessGroup, *, keeps_memory: bool) -> None:
         self.parameters = list(parameters)
@@ -66,8 +70,12 @@ class ParameterGroup:
         for parameters, shards, work in self._in_flight:
             work.wait()
             sizes = [parameter.rows.padded_numel for parameter in parameters]
-            for parameter, gathered in zip(parameters, torch.split(shards, sizes, 1), strict=True):
-                parameter.copy_out(gathered)
+            ParameterGroup.copies_out = True
+            try:
+                for parameter, gathered in zip(parameters, torch.split(shards, sizes, 1), strict=True):
+                    parameter.copy_out(gathered)
+            finally:
+                ParameterGroup.copies_out = False
         self._in_flight.clear()
         self.is_unsharded = True
         if not self.keeps_memory:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_hybrid.distributed.class_losses import normalizer_of, reported
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import reduce_from_cp
 from lightning_hybrid.tensor_parallel.context_parallel.sequence_ops import in_shares
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, implements, wrap
@@ -41,9 +42,11 @@ def _loss_of_classes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return wrap(losses, of_losses)
     # In half precision a sum of many may be too large where their mean is not.
     total = reduce_from_cp(losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)), layout.shares.group)
-    if reduction == "mean":
-        total = _mean(total, _denominator(scores, target, weight, options.get("ignore_index", -100)))
-    return total.to(losses.dtype)
+    if reduction == "sum":
+        return total.to(losses.dtype)
+    ignore_index = options.get("ignore_index", -100)
+    mean = _mean(total, _denominator(scores, target, weight, ignore_index)).to(losses.dtype)
+    return reported(mean, target, weight, ignore_index)
 
 
 def _bound(*args: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -73,10 +76,7 @@ def _denominator(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_i
     """What a mean is divided by: the weights of all classes that count; of probabilities, the number of samples."""
     if target.is_floating_point():
         return torch.tensor(scores.numel() // scores.shape[1], device=scores.device)
-    counted = target != ignore_index
-    if weight is None:
-        return counted.sum()
-    return weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
+    return normalizer_of(target, weight, ignore_index)
 
 
 def _mean(total: Tensor, denominator: Tensor) -> Tensor:

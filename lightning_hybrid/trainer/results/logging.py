@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
@@ -153,6 +153,7 @@ def merge_logs(
     counts: Sequence[int],
     num_microbatches: int | None = None,
     weights: LossWeights | None = None,
+    kinds: Mapping[str, str] | None = None,
 ) -> list[Log]:
     """Merge what the microbatches of one batch logged.
 
@@ -164,7 +165,9 @@ def merge_logs(
         records: The logs of each microbatch.
         counts: The number of samples of each microbatch.
         num_microbatches: How many a full batch has; ``None`` for as many as this one.
-        weights: What the module's `microbatch_weight` says of the batch, if it has one.
+        weights: The weights of the losses, if they are not the numbers of samples.
+        kinds: Names of values that are ``"weighted"`` like losses, or a ``"sum"``; all others are means over samples.
+            ``None`` if the module says its weights itself: then they are for all values.
 
     Returns:
         One log for each key, in the order of the first calls. Two calls with one key in a step stay two.
@@ -175,32 +178,49 @@ def merge_logs(
         for log in logs:
             merged.setdefault((log.name, calls[log.name]), []).append((log, microbatch))
             calls[log.name] += 1
-    return [_merge(entries, counts, num_microbatches or len(counts), weights) for entries in merged.values()]
+    number = num_microbatches or len(counts)
+    return [
+        _merge(entries, counts, number, weights, "of the module" if kinds is None else kinds.get(name, "mean"))
+        for (name, _), entries in merged.items()
+    ]
 
 
 def _merge(
-    entries: list[tuple[Log, int]], counts: Sequence[int], num_microbatches: int, weights: LossWeights | None
+    entries: list[tuple[Log, int]],
+    counts: Sequence[int],
+    num_microbatches: int,
+    weights: LossWeights | None,
+    kind: str,
 ) -> Log:
     logs, microbatches = [log for log, _ in entries], [microbatch for _, microbatch in entries]
     first, sizes = logs[0], [log.arguments.get("batch_size") for log in logs]
     value = None if first.of_batch is None else first.of_batch()
     is_plain = value is None and first.metric is None
-    if is_plain and weights is not None and _reduction(first) == "mean" and all(size is None for size in sizes):
-        return _mean_by_weights(logs, microbatches, weights)
+    is_mean = is_plain and _reduction(first) == "mean" and all(size is None for size in sizes)
+    if is_mean and weights is not None and kind != "mean":
+        return _mean_by_weights(logs, microbatches, weights, weighs_batches=kind == "of the module")
     of_samples, batch_size = _weigh(sizes, [counts[microbatch] for microbatch in microbatches], num_microbatches)
     arguments = {**first.arguments, "batch_size": batch_size}
     if batch_size is None:
         del arguments["batch_size"]
     if is_plain:
-        value = _reduce([log.value for log in logs], of_samples, _reduction(first))
+        reduction = "sum" if is_mean and kind == "sum" else _reduction(first)
+        value = _reduce([log.value for log in logs], of_samples, reduction)
     return Log(first.name, value, first.metric, arguments)
 
 
-def _mean_by_weights(logs: list[Log], microbatches: list[int], weights: LossWeights) -> Log:
-    """The mean by what losses weigh, as the loss itself: with ``sync_dist``, over all replicas.
+def _mean_by_weights(logs: list[Log], microbatches: list[int], weights: LossWeights, *, weighs_batches: bool) -> Log:
+    """Return the mean by the weights of the losses, as the loss itself: with ``sync_dist``, over all replicas.
 
     Lightning takes the plain mean over replicas of what is logged with ``sync_dist``, and weighs batches of an epoch by
     their ``batch_size``, which here is the same on all replicas. So the value of a replica is multiplied by its share.
+
+    Args:
+        logs: Of the microbatches.
+        microbatches: Their numbers.
+        weights: Of the losses.
+        weighs_batches: If True, batches of an epoch count by their weights; otherwise by their samples, as Lightning
+            has it.
     """
     tensors = [log.value for log in logs if isinstance(log.value, Tensor)]
     values = [torch.as_tensor(log.value, dtype=None if tensors else torch.float64) for log in logs]
@@ -211,6 +231,8 @@ def _mean_by_weights(logs: list[Log], microbatches: list[int], weights: LossWeig
     value, batch_size = weighted_sum(floating, (each / each.sum()).nan_to_num().unbind()), weights.sum
     if logs[0].arguments.get("sync_dist"):
         value, batch_size = weighted(value, weights.replica_factor), weights.total
+    if not weighs_batches:
+        return Log(logs[0].name, value.to(dtype), None, logs[0].arguments)
     # A number of tokens may be more than half precision can hold; Lightning adds up in float32 at least.
     batch_size = batch_size.to(torch.promote_types(dtype, torch.get_default_dtype()))
     return Log(logs[0].name, value.to(dtype), None, {**logs[0].arguments, "batch_size": batch_size})
