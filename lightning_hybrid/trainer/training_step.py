@@ -52,6 +52,7 @@ from lightning_hybrid.trainer.comparison import (
 from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
 from lightning_hybrid.trainer.loss_terms import LabelCount, LossTerms, find_label_count
 from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LabelWatch, LossWeights, weighted, weighted_sum
+from lightning_hybrid.trainer.power_iterations import PowerIterations
 from lightning_hybrid.trainer.precision import SharedCasts
 from lightning_hybrid.trainer.rehearsal import Untouched, takes_from_iterators, untouched_attributes
 from lightning_hybrid.trainer.results.logging import Log, merge_logs
@@ -114,6 +115,7 @@ class TrainingStep:
         compares = config.compare_microbatches and num_microbatches > 1 and config.loss_reduction == "mean"
         self._comparisons = _COMPARISONS if compares else 0  # that may still be made
         self._compared: set[Hashable] = set()  # structures of batches
+        self._iterations = PowerIterations(context.layers if any(context.layers.values()) else {0: [context.module]})
         self._label_count: LabelCount | None = None
         self._log_kinds: Mapping[str, str] = {}  # of logged values that are not means over samples
 
@@ -176,7 +178,10 @@ class TrainingStep:
         parts: Sequence[Hashable] = signatures(microbatches)
         context.desync.note_batch("training_step", version, parts, counts)
         with context.guard(), torch.set_grad_enabled(backward), grad_sync.step():
-            with context.step(num_microbatches=len(counts), counts=counts) as records, _looking(self.anomaly):
+            with (
+                context.step(num_microbatches=len(counts), counts=counts) as records,
+                _looking(self.anomaly),
+            ):
                 plans = self._frame_plans(microbatches, arguments[1:], step, precision) if is_followed else []
                 compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
                 with nullcontext() if self._casts is None else self._casts.schedule():
@@ -279,6 +284,7 @@ class TrainingStep:
             coordinates = _TRAINING, step, 0 if draws_alike else microbatch
             plan = plans[microbatch] if plans else None
             run_layers = partial(context.run_layers, stage, context.streams.layers(stage, *coordinates))
+            self._iterations.begin(stage, 0 if draws_alike else microbatch)
             with precision(), nullcontext() if casts is None else casts.forward(stage):
                 if frame.body_cut is not None and stage > 0 and not is_last:
                     return run_layers(inputs)
