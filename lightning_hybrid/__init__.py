@@ -10,7 +10,12 @@ from lightning_hybrid.version import __version__
 
 if TYPE_CHECKING:
     from lightning_hybrid.cli.check import check
-    from lightning_hybrid.pipeline_parallel.splitters import split_graphs, split_rows, split_samples, split_targets
+    from lightning_hybrid.pipeline_parallel.splitting.splitters import (
+        split_graphs,
+        split_rows,
+        split_samples,
+        split_targets,
+    )
     from lightning_hybrid.strategy.strategy import HybridStrategy
     from lightning_hybrid.trainer.module_hooks import ModuleHooks, count_tokens
     from lightning_hybrid.trainer.results.hybrid_timeline import HybridTimeline
@@ -35,10 +40,10 @@ _HOMES = {
     "ModuleHooks": "trainer.module_hooks",
     "check": "cli.check",
     "count_tokens": "trainer.module_hooks",
-    "split_graphs": "pipeline_parallel.splitters",
-    "split_rows": "pipeline_parallel.splitters",
-    "split_samples": "pipeline_parallel.splitters",
-    "split_targets": "pipeline_parallel.splitters",
+    "split_graphs": "pipeline_parallel.splitting.splitters",
+    "split_rows": "pipeline_parallel.splitting.splitters",
+    "split_samples": "pipeline_parallel.splitting.splitters",
+    "split_targets": "pipeline_parallel.splitting.splitters",
 }
 
 

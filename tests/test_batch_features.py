@@ -366,3 +366,86 @@ def test_batches_are_not_split_by_guessing(ranks: Pools, module: type[Blocks], r
     (text,) = check(ranks, module)
     assert text.startswith("The batch runs as one microbatch instead of ")
     assert remedy in text
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+class CutTargets(Speech):
+    """Splits the joined targets as if they went by samples."""
+
+    def split_batch(self, batch: Any, num_microbatches: int) -> Any:
+        x, targets, input_lengths, target_lengths = batch
+        return [(x[:3], targets, input_lengths[:3], target_lengths[:3]), (x[3:], targets, *batch[2:])]
+
+
+class CutNodes(GraphNet):
+    """Splits nodes, and leaves the edges as they are."""
+
+    def split_batch(self, batch: Any, num_microbatches: int) -> Any:
+        halves = batch.x.chunk(2), batch.batch.chunk(2), batch.y.chunk(2)
+        return [Graphs(x, batch.edge_index, owners, y) for x, owners, y in zip(*halves, strict=True)]
+
+
+class RaisesInLayer(Blocks):
+    """Fails in a layer that sees three samples."""
+
+    def make_layer(self) -> nn.Module:
+        return Picky()
+
+    def loss(self, batch: Any) -> Tensor:
+        (x,) = batch
+        for layer in self.layers:
+            x = layer(x)
+        loss: Tensor = self.head(x).mean()
+        return loss
+
+    @classmethod
+    def batch(cls, number: int) -> Any:
+        return (torch.randn(7, WIDTH, generator=numbers(number), dtype=torch.float64),)
+
+
+class Picky(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 3:
+            raise IndexError("index 3 is out of bounds")
+        return super().forward(x)
+
+
+def failed(module: type[Blocks], layout: Mapping[str, Any]) -> str:
+    """What a run raises, with its notes."""
+    try:
+        fitted(module, layout)
+    except Exception as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return "no error"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("module", "error", "place"),
+    [
+        (CutTargets, "", "1 of 2, which holds 3 of 10 samples"),
+        (CutNodes, "", "1 of 2, which holds "),
+        (RaisesInLayer, "index 3 is out of bounds", "2 of 2, which holds 3 of 7 samples"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_error_tells_of_its_microbatch_on_every_rank(
+    ranks: Pools, module: type[Blocks], error: str, place: str, size: int
+) -> None:
+    layout = {"num_microbatches": 2} | ({"pipeline_parallel_size": 2} if size == 2 else {})
+    for text in ranks(size, lightning=True).run(failed, module, layout):
+        assert error in text
+        assert f"In microbatch {place}" in text
+        assert "num_microbatches=1" in text
+        assert text.count("In microbatch") == 1
+
+
+@pytest.mark.distributed
+def test_an_error_of_a_whole_batch_tells_of_no_microbatch(ranks: Pools) -> None:
+    (text,) = ranks(1, lightning=True).run(failed, RaisesInLayer, {"num_microbatches": 1})
+    assert text == "no error"

@@ -23,7 +23,6 @@ from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.links.step_schedules import StepSchedules
 from lightning_hybrid.pipeline_parallel.links.traffic import TrafficWatch
 from lightning_hybrid.pipeline_parallel.microbatch import (
-    SplitWatch,
     find_batch_size,
     signature,
     signatures,
@@ -31,6 +30,7 @@ from lightning_hybrid.pipeline_parallel.microbatch import (
 )
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
+from lightning_hybrid.pipeline_parallel.splitting.split_watch import SplitWatch
 from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
 from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LabelWatch, LossWeights, weighted, weighted_sum
 from lightning_hybrid.trainer.precision import SharedCasts
@@ -308,6 +308,7 @@ class TrainingStep:
             text = batch_norm_text(self._batch_norms, counts, context.mesh.data_parallel_size)
             if text is not None:
                 rank_zero_warn(text)
+        context.counts = counts
         return microbatches, counts
 
     def _weights(self, microbatches: Sequence[Any], *, accumulates: bool) -> LossWeights | None:

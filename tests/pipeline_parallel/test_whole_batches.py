@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_hybrid.pipeline_parallel.microbatch import (
-    SplitWatch,
     find_batch_size,
     find_misfits,
     signature,
     split_batch,
 )
+from lightning_hybrid.pipeline_parallel.splitting.split_watch import SplitWatch
 
 
 @dataclass

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.pipeline_parallel.batch_contents import (
+from lightning_hybrid.pipeline_parallel.microbatch import Microbatches, sizes, split_divisible
+from lightning_hybrid.pipeline_parallel.splitting.batch_contents import (
     Entry,
     children,
     count_own_samples,
@@ -32,7 +33,6 @@ from lightning_hybrid.pipeline_parallel.batch_contents import (
     field,
     is_divisible,
 )
-from lightning_hybrid.pipeline_parallel.microbatch import Microbatches, sizes, split_divisible
 
 Key = str | int
 
