@@ -81,6 +81,11 @@ def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
 
     Raises:
         TypeError: If a key is not a string or an integer.
+
+    Example::
+
+        class Molecules(LightningModule):
+            split_batch = lightning_hybrid.split_graphs("batch", "edge_index")
     """
     return _Graphs(*_checked("split_graphs", batch, edge_index))
 
@@ -99,6 +104,11 @@ def split_targets(targets: Key = "targets", lengths: Key = "target_lengths") -> 
 
     Raises:
         TypeError: If a key is not a string or an integer.
+
+    Example::
+
+        class Speech(LightningModule):
+            split_batch = lightning_hybrid.split_targets("targets", "target_lengths")
     """
     return _Targets(*_checked("split_targets", targets, lengths))
 
@@ -110,6 +120,11 @@ def split_samples() -> Any:
 
     Returns:
         A function of a batch and a number of microbatches.
+
+    Example::
+
+        class Detector(LightningModule):
+            split_batch = lightning_hybrid.split_samples()
     """
     return _Samples()
 
