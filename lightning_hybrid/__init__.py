@@ -10,11 +10,28 @@ from lightning_hybrid.version import __version__
 
 if TYPE_CHECKING:
     from lightning_hybrid.cli.check import check
+    from lightning_hybrid.pipeline_parallel.splitting.splitters import (
+        split_graphs,
+        split_rows,
+        split_samples,
+        split_targets,
+    )
     from lightning_hybrid.strategy.strategy import HybridStrategy
     from lightning_hybrid.trainer.module_hooks import ModuleHooks, count_tokens
     from lightning_hybrid.trainer.results.hybrid_timeline import HybridTimeline
 
-__all__ = ["HybridStrategy", "HybridTimeline", "ModuleHooks", "__version__", "check", "count_tokens"]
+__all__ = [
+    "HybridStrategy",
+    "HybridTimeline",
+    "ModuleHooks",
+    "__version__",
+    "check",
+    "count_tokens",
+    "split_graphs",
+    "split_rows",
+    "split_samples",
+    "split_targets",
+]
 
 # Torch and Lightning take seconds to import, and not every command needs them: each name is imported when it is used.
 _HOMES = {
@@ -23,6 +40,10 @@ _HOMES = {
     "ModuleHooks": "trainer.module_hooks",
     "check": "cli.check",
     "count_tokens": "trainer.module_hooks",
+    "split_graphs": "pipeline_parallel.splitting.splitters",
+    "split_rows": "pipeline_parallel.splitting.splitters",
+    "split_samples": "pipeline_parallel.splitting.splitters",
+    "split_targets": "pipeline_parallel.splitting.splitters",
 }
 
 

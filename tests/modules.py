@@ -650,11 +650,11 @@ class DataclassBatch(Around):
 
 
 class NamedTupleBatch(Around):
-    """Batches are named tuples; one entry has no batch dimension and goes whole to every microbatch."""
+    """Batches are named tuples; one entry has one row for all samples and goes whole to every microbatch."""
 
     def loss(self, batch: Triple) -> Tensor:
         return (batch.weights * (self(batch.x) - batch.y) ** 2).mean()
 
     def collate(self, samples: list[Any]) -> Any:
         x, y = super().collate(samples)
-        return Triple(x, y, torch.linspace(1, 2, WIDTH, dtype=self.dtype))
+        return Triple(x, y, torch.linspace(1, 2, WIDTH, dtype=self.dtype)[None])

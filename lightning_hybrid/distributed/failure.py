@@ -36,6 +36,28 @@ class PeerFailedError(RuntimeError):
     """Another rank has failed, and has said so in the place of what this one waited for."""
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, which Python prints below its text, and other ranks see too.
+
+    Before Python 3.11, which brought notes, it is added to the text itself if that is a plain one.
+
+    Args:
+        error: As it was raised.
+        note: The note.
+    """
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    elif len(error.args) == 1 and str(error) == error.args[0]:
+        error.args = (f"{error}\n{note}",)
+    else:
+        error.__dict__["__notes__"] = [*notes_of(error), note]
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes of an exception."""
+    return list(getattr(error, "__notes__", ()))
+
+
 class Store(Protocol):
     """What is needed of `torch.distributed.Store`."""
 
@@ -189,6 +211,7 @@ class FailureStore:
         self.failed = True
         kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
         text = str(error) if verbatim else f"{where} failed: {type(error).__name__}: {error}"
+        text += "".join(f" ({note})" for note in notes_of(error))
         with contextlib.suppress(Exception):
             if self._store.add(self.key("count"), 1) == 1:
                 self._tell(CAUSE, json.dumps([kind, text]))

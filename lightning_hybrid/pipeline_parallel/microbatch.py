@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, unflatten
+from lightning_hybrid.pipeline_parallel.splitting.batch_contents import (
+    Entry,
+    children,
+    count_graphs,
+    count_own_samples,
+    entries,
+    find_offsets,
+    held_shapes,
+    is_divisible,
+    is_irregular,
+    is_list_of_samples,
+    is_opaque,
+)
 
 
 class JoinError(ValueError):
@@ -48,7 +61,7 @@ def signature(tree: Any) -> Hashable:
 
     Returns:
         A hashable: the containers, the shape, dtype and `requires_grad` of tensors, ``None`` and booleans as they are,
-        the types of other leaves.
+        the shapes of the tensors in objects with a method `to`, the types of other leaves.
     """
     leaves, spec = flatten(tree)
     return spec, tuple([_leaf_signature(leaf) for leaf in leaves])
@@ -56,8 +69,11 @@ def signature(tree: Any) -> Hashable:
 
 def _leaf_signature(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.requires_grad
-    return (leaf,) if leaf is None or isinstance(leaf, bool) else (type(leaf),)
+        shape = tuple(part.shape for part in leaf.unbind()) if leaf.is_nested else leaf.shape
+        return shape, leaf.dtype, leaf.requires_grad
+    if leaf is None or isinstance(leaf, bool):
+        return (leaf,)
+    return (type(leaf), held_shapes(leaf)) if is_opaque(leaf) else (type(leaf),)
 
 
 def signature_text(signature: Any) -> str:
@@ -73,8 +89,10 @@ def find_batch_size(batch: Any) -> int | None:
     """The number of samples.
 
     It is the length of the first dimension that most tensors have (the first tensor's, where several are equally
-    frequent); without tensors the length of the first list of strings or numbers. A list of tensors beside a list of as
-    many records, as detection has it, has one entry for each sample.
+    frequent); without tensors the length of the first list of strings or numbers. A list of as many records as a tensor
+    has rows, or as a list has tensors, has one entry for each sample, as in detection. A `PackedSequence` has its
+    sequences as samples, a batch of graphs (a `Batch` of PyTorch Geometric, or node indices `batch` beside
+    `edge_index`) its graphs.
 
     Args:
         batch: A batch as a loader gives it.
@@ -90,43 +108,41 @@ class _Samples(NamedTuple):
 
     Attributes:
         total: Their number, ``None`` if nothing in the batch has a first dimension.
-        tensor: The tensor whose length it is, if it is one's.
+        tensor: The tensor (or other entry) whose length it is, if it is one's.
         fields: The level of the batch in which lists have an entry for each sample, if they tell it: its container, and
             what is in it.
     """
 
     total: int | None
-    tensor: Tensor | None = None
+    tensor: Any = None
     fields: tuple[TreeSpec, list[Any]] | None = None
 
 
 def _find_samples(batch: Any) -> _Samples:
-    leaves, spec = flatten(batch)
-    fields = _children(batch, spec)
-    listed = _listed_samples(fields, leaves)
+    if is_divisible(batch):
+        return _Samples(count_own_samples(batch), batch)
+    graphs = count_graphs(batch)
+    if graphs is not None:
+        return _Samples(graphs)
+    fields = _children(batch, flatten(batch)[1])
+    found = [entry for entry in entries(batch) if entry.holder is None and entry.length is not None]
+    listed = _listed_samples(fields, found)
     if listed is not None:
-        return _Samples(listed, fields=(spec, fields))
-    tensor = _sample_tensor(leaves)
-    return _Samples(_first_list_length(batch) if tensor is None else tensor.shape[0], tensor)
+        return _Samples(listed, fields=(flatten(batch)[1], fields))
+    if not found:
+        return _Samples(_first_list_length(batch))
+    (length, _), *_ = Counter(entry.length for entry in found).most_common(1)
+    return _Samples(length, next(entry.value for entry in found if entry.length == length))
 
 
-def _listed_samples(fields: list[Any], leaves: list[Any]) -> int | None:
+def _listed_samples(fields: list[Any], found: Sequence[Entry]) -> int | None:
     """The number of samples of a batch like ``((image, image), ({"boxes": ...}, {"boxes": ...}))``."""
     lists = [field for field in fields if type(field) in (list, tuple) and field]
     tensors = {len(field) for field in lists if all(isinstance(entry, Tensor) for entry in field)}
+    tensors |= {len(field) for field in fields if isinstance(field, Tensor) and _length(field) > 1}
     records = {len(field) for field in lists if all(isinstance(entry, Mapping) for entry in field)}
-    lengths = {leaf.shape[:1] for leaf in leaves if isinstance(leaf, Tensor)}
     # Where all tensors have the same length it is that of samples, and the lists are a container of two batches.
-    return min(tensors & records, default=None) if len(lengths) > 1 else None
-
-
-def _sample_tensor(leaves: list[Any]) -> Tensor | None:
-    """The tensor whose length is the number of samples."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0]
-    if not tensors:
-        return None
-    (length, _), *_ = Counter(len(tensor) for tensor in tensors).most_common(1)
-    return next(tensor for tensor in tensors if len(tensor) == length)
+    return min(tensors & records, default=None) if len({entry.length for entry in found}) > 1 else None
 
 
 def _first_list_length(tree: Any) -> int | None:
@@ -137,12 +153,13 @@ def _first_list_length(tree: Any) -> int | None:
 
 
 def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]]:
-    """Split a batch along its samples.
+    """Split a batch along its samples, if it is certain what these are.
 
     Tensors whose first dimension is the number of samples are split, and so are lists with one entry for each sample:
     strings, numbers, or records of one class such as the targets of detection. (A container that holds the tensor by
-    which the samples are counted is no such list.) Everything else - a mixing coefficient, class weights - goes
-    unsplit to every microbatch.
+    which the samples are counted is no such list.) A `PackedSequence` and a `Batch` of PyTorch Geometric are split into
+    smaller ones. Python values, tensors without dimensions, and tensors with one row, such as a mask, go unsplit to
+    every microbatch. A batch with anything else, for which :func:`find_misfits` has a list, is one microbatch.
 
     Args:
         batch: A nested container of values.
@@ -151,27 +168,89 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
     Returns:
         The microbatches, and the number of samples of each.
     """
-    total, samples, listed = _find_samples(batch)
-    if total is None or num_microbatches == 1:
+    found = _find_samples(batch)
+    total, samples, listed = found
+    if total is None or num_microbatches == 1 or _find_misfits(batch, found) is not None:
         return [batch], [1 if total is None else total]
     counts = sizes(total, num_microbatches)
     if listed is None:
         return _split(batch, counts, samples), counts
     spec, fields = listed
-    columns = [
-        _slices(field, counts)
-        if isinstance(field, (list, tuple, Tensor)) and _length(field) == total
-        else [field] * len(counts)
-        for field in fields
-    ]
+    columns = [_slices(each, counts) if _is_listed(each, total) else _split(each, counts, None) for each in fields]
     level = _level(spec, len(fields))
     return [unflatten(list(row), level) for row in zip(*columns, strict=True)], counts
+
+
+def find_misfits(batch: Any) -> list[Entry] | None:
+    """Find what leaves it open how a batch is split.
+
+    Args:
+        batch: A nested container of values.
+
+    Returns:
+        Tensors with another first dimension than the number of samples, nested and sparse tensors, offsets of packed
+        rows, and tensors in objects that are not opened; an empty list if the batch is a list of samples; ``None`` if
+        the batch can be split.
+    """
+    return _find_misfits(batch, _find_samples(batch))
+
+
+def _find_misfits(batch: Any, samples: _Samples) -> list[Entry] | None:
+    total, tensor, listed = samples
+    if listed is not None:
+        paths = list(children(batch, "batch"))
+        misfits = [
+            each for path, name, field in paths if not _is_listed(field, total) for each in entries(field, path, name)
+        ]
+    else:
+        misfits = list(_unlisted(batch, "batch", "", total, tensor))
+    offsets = find_offsets(misfits) if misfits else []
+    misfits = [
+        each
+        for each in misfits
+        if each in offsets or (each.length != 1 if each.holder is not None else each.length not in (1, total))
+    ]
+    if total == 1:  # one microbatch, whatever there is
+        return offsets or None
+    return misfits or ([] if is_list_of_samples(batch) else None)
+
+
+def _unlisted(tree: Any, path: str, name: str, total: int | None, samples: Any) -> Iterator[Entry]:
+    """The entries that are not in a list with an entry for each sample."""
+    if type(tree) in (list, tuple) and len(tree) == total and _has_entry_for_each_sample(tree, samples):
+        return
+    inner = [] if is_divisible(tree) else list(children(tree, path))
+    for child_path, child_name, child in inner:
+        yield from _unlisted(child, child_path, child_name, total, samples)
+    if not inner:
+        yield from entries(tree, path, name)
+
+
+def _is_listed(field: Any, total: int | None) -> bool:
+    """Whether a field goes by samples, where lists tell how many there are."""
+    return (type(field) in (list, tuple) or isinstance(field, Tensor)) and _length(field) == total
+
+
+class Microbatches(list[Any]):
+    """Microbatches that say how much each of them counts.
+
+    Args:
+        microbatches: The microbatches.
+        counts: The number of samples of each.
+    """
+
+    def __init__(self, microbatches: Sequence[Any], counts: Sequence[int]) -> None:
+        super().__init__(microbatches)
+        self.counts = list(counts)
 
 
 def split_into(
     batch: Any, num_microbatches: int, user_split: Callable[[Any, int], Sequence[Any]] | None
 ) -> tuple[list[Any], list[int]]:
     """Split a training batch, by the module's `split_batch` if it has one.
+
+    A microbatch of `split_batch` counts by its samples, as :func:`find_batch_size` finds them: for graphs the number of
+    graphs. The ready-made splitters say the counts themselves (:class:`Microbatches`).
 
     Args:
         batch: The batch.
@@ -186,9 +265,12 @@ def split_into(
     """
     if user_split is None:
         return split_batch(batch, num_microbatches)
-    microbatches = list(user_split(batch, num_microbatches))
+    given = user_split(batch, num_microbatches)
+    microbatches = list(given)
     if not microbatches:
         raise ValueError("`split_batch` returned no microbatches; it must return a list with at least one.")
+    if isinstance(given, Microbatches):
+        return microbatches, given.counts
     found = [find_batch_size(microbatch) for microbatch in microbatches]
     counts = [count for count in found if count is not None]
     if len(counts) == len(found):
@@ -197,64 +279,17 @@ def split_into(
     return microbatches, sizes(max(total[0], len(microbatches)), len(microbatches))
 
 
-class LengthWatch:
-    """Notices tensors that are split although they only happen to be as long as there are samples.
-
-    A single batch does not tell class weights of eight classes from eight samples. But they stay as they are when the
-    number of samples changes, or are one tensor in every batch where others are new.
-    """
-
-    def __init__(self) -> None:
-        self._total: int | None = None
-        self._leaves: list[weakref.ref[Tensor]] = []
-        self._lengths: list[int] = []
-
-    def __call__(self, batch: Any, total: int) -> list[int]:
-        """Look at the next batch.
-
-        Args:
-            batch: A batch that is split by :func:`split_batch`.
-            total: Its samples.
-
-        Returns:
-            The lengths of such tensors.
-        """
-        tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim > 0]
-        lengths = list(map(len, tensors))
-        before = (self._total, self._lengths, self._leaves)
-        self._total, self._lengths, self._leaves = total, lengths, list(map(weakref.ref, tensors))
-        if len(before[1]) != len(lengths):
-            return []
-        if total != before[0]:
-            pairs = zip(lengths, before[1], strict=True)
-            return [new for new, old in pairs if new == old and new in (total, before[0])]
-        is_old = [old() is new for new, old in zip(tensors, before[2], strict=True) if len(new) == total]
-        return [total] * sum(is_old) if not all(is_old) else []
-
-
-def length_text(length: int, module: str) -> str:
-    """What to say of a tensor that a :class:`LengthWatch` has found.
-
-    Args:
-        length: Of the tensor.
-        module: The name of the user's class.
-    """
-    return (
-        f"A tensor of length {length} in the batch was split into microbatches because there were as many samples, but"
-        " it does not go by samples: it stays as it is from batch to batch. Keep it in the module, as a buffer, or say"
-        f" how batches are split: `{module}.split_batch(batch, num_microbatches)` returns a list of microbatches."
-    )
-
-
 def _length(field: Any) -> int:
-    return 0 if isinstance(field, Tensor) and field.ndim == 0 else len(field)
+    return 0 if isinstance(field, Tensor) and (field.ndim == 0 or is_irregular(field)) else len(field)
 
 
-def _slices(entries: Any, counts: list[int]) -> list[Any]:
-    return [entries[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
+def _slices(listed: Any, counts: list[int]) -> list[Any]:
+    return [listed[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
-def _split(tree: Any, counts: list[int], samples: Tensor | None) -> list[Any]:
+def _split(tree: Any, counts: list[int], samples: Any) -> list[Any]:
+    if is_divisible(tree):
+        return split_divisible(tree, counts)
     if isinstance(tree, Tensor):
         if tree.ndim > 0 and tree.shape[0] == sum(counts):
             return list(torch.split(tree, counts))
@@ -270,16 +305,35 @@ def _split(tree: Any, counts: list[int], samples: Tensor | None) -> list[Any]:
     return [unflatten([part[i] for part in parts], level) for i in range(len(counts))]
 
 
-def _has_entry_for_each_sample(entries: list[Any] | tuple[Any, ...], samples: Tensor | None) -> bool:
+def split_divisible(value: Any, counts: Sequence[int]) -> list[Any]:
+    """Split an object that says itself how it is divided into samples.
+
+    Args:
+        value: A `PackedSequence`, whose samples are in the order before they were sorted; or a batch of graphs.
+        counts: The number of samples of each part.
+    """
+    if not isinstance(value, PackedSequence):
+        graphs = value.to_data_list()
+        return [type(value).from_data_list(part) for part in _slices(graphs, list(counts))]
+    padded, lengths = pad_packed_sequence(value, batch_first=True)
+    rows, parts = torch.split(padded, list(counts)), torch.split(lengths, list(counts))
+    is_sorted = value.sorted_indices is None
+    return [
+        pack_padded_sequence(row[:, : int(part.max())], part, batch_first=True, enforce_sorted=is_sorted)
+        for row, part in zip(rows, parts, strict=True)
+    ]
+
+
+def _has_entry_for_each_sample(listed: list[Any] | tuple[Any, ...], samples: Any) -> bool:
     """Whether a list or tuple, which is as long as there are samples, goes by samples."""
-    if all(isinstance(entry, (str, bytes)) for entry in entries):
+    if all(isinstance(entry, (str, bytes)) for entry in listed):
         return True
-    if isinstance(entries, tuple):  # a record, such as the height and width of all images
+    if isinstance(listed, tuple):  # a record, such as the height and width of all images
         return False
-    if all(entry is None or isinstance(entry, (int, float)) for entry in entries):
+    if all(entry is None or isinstance(entry, (int, float)) for entry in listed):
         return True
-    alike = len({type(entry) for entry in entries}) == 1
-    return alike and not any(leaf is samples for leaf in flatten(entries)[0] if samples is not None)
+    alike = len({type(entry) for entry in listed}) == 1
+    return alike and not any(leaf is samples for leaf in flatten(listed)[0] if samples is not None)
 
 
 def _children(tree: Any, spec: TreeSpec) -> list[Any]:

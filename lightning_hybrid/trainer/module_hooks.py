@@ -42,12 +42,17 @@ class ModuleHooks(Protocol):
     def split_batch(self, batch: Any, num_microbatches: int) -> Sequence[Any]:
         """Split a training batch.
 
+        Without this method a batch is split along the first dimension of its tensors if all of them have the same one,
+        and is one microbatch otherwise. :func:`split_rows`, :func:`split_graphs`, :func:`split_targets` and
+        :func:`split_samples` make this method.
+
         Args:
             batch: As the loader gives it.
             num_microbatches: The requested number.
 
         Returns:
-            The microbatches, at least one; the same number on every rank of a model group.
+            The microbatches, at least one; the same number on every rank of a model group. A microbatch counts in the
+            loss by its samples, for graphs by the number of graphs, or by :meth:`microbatch_weight`.
         """
 
     def split_body_input(self, x: Any, num_microbatches: int) -> Sequence[Any]:

@@ -14,7 +14,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.dtensor import plain_factories
-from lightning_hybrid.distributed.failure import FailureStore, WrongUseError
+from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, add_note, is_transport
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import torch_profiles
 from lightning_hybrid.distributed.random import RandomStreams
@@ -23,6 +23,7 @@ from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.p2p import MOST_FORMATS
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
+from lightning_hybrid.pipeline_parallel.splitting.split_watch import microbatch_text
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.tensor_parallel.layers import original_classes
@@ -69,7 +70,10 @@ class StepContext:
         in_step: Whether a step runs that is cut, so that the user's code does not run on every rank.
         is_following: Whether it is only followed.
         recorder: Notes when the actions of a step begin and end; ``None`` where nobody asks.
+        counts: The number of samples of each microbatch of the last training batch.
     """
+
+    counts: Sequence[int] = ()
 
     def __init__(
         self,
@@ -367,6 +371,7 @@ class StepContext:
             yield
         except Exception as error:
             explain_shape_error(error, self.module)
+            self._note_microbatch(error)
             where = place_text(self.engine, self.mesh, self.module.trainer)
             wrong_use = isinstance(error, WrongUseError)
             cause = self._failures.leave(error, where, self._abandon, verbatim=wrong_use)
@@ -378,3 +383,17 @@ class StepContext:
             raise
         finally:
             self._is_guarded = False
+
+    def _note_microbatch(self, error: Exception) -> None:
+        """Add to an error out of the user's code the microbatch with which it ran, if there are several.
+
+        Without it, an error about sizes or indices gives no hint that the code did not get the whole batch.
+        """
+        about_memory = isinstance(error, torch.OutOfMemoryError)
+        if len(self.counts) < 2 or about_memory or isinstance(error, WrongUseError) or is_transport(error):
+            return
+        position, number = self.engine.position, self.frame.microbatch
+        if position is not None and position.kind.is_compute:
+            number = position.microbatch
+        if number is not None and number < len(self.counts) and self.module.trainer.training:
+            add_note(error, microbatch_text(number, self.counts))

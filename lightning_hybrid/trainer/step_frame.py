@@ -98,6 +98,7 @@ class StepFrame:
         cut: The cut of steps that are followed, around units; ``None`` without these.
         places: Whether parameters outside of the body come to live where the first batch of training uses them.
         remembers: Whether what is found out about a step holds for later ones with equal shapes.
+        microbatch: The last coordinate of the step that is followed; ``None`` outside of that.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class StepFrame:
         self.body_cut = BodyCut(body.name, body.chain) if body and body.chain is not None else None
         self.places = stage_map.is_followed
         self.cut: FrameCut | None = None
+        self.microbatch: int | None = None
         self._use: ChainUse | None = None
         self._uses: dict[Hashable, tuple[frozenset[str], ...]] = {}
         self._can_use = True
@@ -263,7 +265,10 @@ class StepFrame:
         if self.cut is None:
             return None
         seeds = self._streams.of_calls(*coordinates), partial(self._streams.seed_user, *coordinates)
-        return self.cut.find_plan((step.__name__, key), step, arguments, *seeds)
+        self.microbatch = coordinates[-1]
+        plan = self.cut.find_plan((step.__name__, key), step, arguments, *seeds)
+        self.microbatch = None
+        return plan
 
     def fetch_parameters(self, step: str, plans: Sequence[FramePlan]) -> dict[str, Tensor]:
         """Values of parameters for stages that come before those that have them; only a step without gradients may.

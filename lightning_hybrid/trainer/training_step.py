@@ -27,15 +27,14 @@ from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.links.step_schedules import StepSchedules
 from lightning_hybrid.pipeline_parallel.links.traffic import TrafficWatch
 from lightning_hybrid.pipeline_parallel.microbatch import (
-    LengthWatch,
     find_batch_size,
-    length_text,
     signature,
     signatures,
     split_into,
 )
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
+from lightning_hybrid.pipeline_parallel.splitting.split_watch import SplitWatch
 from lightning_hybrid.trainer.comparison import (
     SMALL,
     Verdict,
@@ -109,7 +108,7 @@ class TrainingStep:
             or any(isinstance(layer, nn.SyncBatchNorm) for layer in self._batch_norms)
         )
         self._warns = bool(self._batch_norms)
-        self._lengths: LengthWatch | None = LengthWatch()
+        self._split_watch = SplitWatch(type(context.module).__name__)
         self._labels = LabelWatch(context.module) if num_microbatches > 1 and config.loss_reduction == "mean" else None
         self._is_auto = config.auto_microbatches
         compares = config.compare_microbatches and num_microbatches > 1 and config.loss_reduction == "mean"
@@ -514,11 +513,9 @@ class TrainingStep:
         if self._limits:
             number = limit_microbatches(number, find_batch_size(batch), self._batch_norms)
         microbatches, counts = split_into(batch, number, user_split)
-        if user_split is None and number > 1 and self._lengths is not None:
-            found = self._lengths(batch, sum(counts))
-            if found:
-                self._lengths = None
-                rank_zero_warn(length_text(found[0], type(context.module).__name__))
+        if user_split is None and number > 1:
+            for warning in self._split_watch(batch, counts, number):
+                rank_zero_warn(warning)
         if self._agrees:
             least = context.mesh.data_parallel_min(len(counts))
             if least < len(counts):
@@ -530,6 +527,7 @@ class TrainingStep:
             text = batch_norm_text(self._batch_norms, counts, context.mesh.data_parallel_size)
             if text is not None:
                 rank_zero_warn(text)
+        context.counts = counts
         return microbatches, counts
 
     def _weights(self, microbatches: Sequence[Any], *, accumulates: bool) -> LossWeights | None:

@@ -116,11 +116,12 @@ def test_a_batch_of_one_sample_is_one_microbatch() -> None:
 
 
 def test_what_has_no_samples_goes_whole_to_every_microbatch() -> None:
-    weights = torch.rand(7)
-    batch = {"x": torch.zeros(4, 2), "class_weights": weights, "lam": 0.3, "scale": torch.tensor(2.0), "none": None}
+    mask = torch.rand(1, 7)
+    batch = {"x": torch.zeros(4, 2), "mask": mask, "lam": 0.3, "scale": torch.tensor(2.0), "none": None}
     parts, _ = split_batch(batch, 2)
+    assert len(parts) == 2
     for part in parts:
-        assert part["class_weights"] is weights
+        assert part["mask"] is mask
         assert (part["lam"], part["scale"].item(), part["none"]) == (0.3, 2.0, None)
 
 
@@ -149,7 +150,7 @@ def test_two_tensors_of_two_samples_are_a_container_and_not_two_samples() -> Non
     assert [part[1].tolist() for part in parts] == [[0], [1]]
 
 
-@pytest.mark.parametrize("other", ["text", {"boxes": torch.rand(2, 4)}, torch.rand(7), ("a", "b"), 0.5, None])
+@pytest.mark.parametrize("other", ["text", {"boxes": torch.rand(2, 4)}, torch.rand(1, 7), ("a", "b"), 0.5, None])
 def test_what_default_collate_makes_of_two_samples_is_a_container(other: Any) -> None:
     parts, counts = split_batch([torch.arange(4).view(2, 2), other], 2)
     assert counts == [1, 1]
@@ -182,7 +183,7 @@ def test_lists_of_one_record_a_sample_are_split_as_in_detection() -> None:
 def test_images_of_different_sizes_stay_whole_beside_their_targets(kind: type) -> None:
     images = kind(torch.full((3, 4 + i, 5), float(i)) for i in range(4))
     targets = kind({"boxes": torch.full((i + 1, 4), float(i))} for i in range(4))
-    batch = {"images": images, "targets": targets, "ids": torch.arange(4), "mean": torch.zeros(3), "scale": 0.5}
+    batch = {"images": images, "targets": targets, "ids": torch.arange(4), "mean": torch.zeros(1, 3), "scale": 0.5}
     for whole in (batch, (images, targets)):
         assert find_batch_size(whole) == 4
         parts, counts = split_batch(whole, 3)

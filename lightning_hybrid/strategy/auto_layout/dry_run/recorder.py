@@ -140,7 +140,7 @@ class Recorder(DryRunStrategy):
             )
         self.batch_size = size
         split = getattr(module, "split_batch", None)
-        microbatches = [split_into(batch, number, split)[0][0] for number in ((1, 2) if size > 1 else (1,))]
+        microbatches = _of_different_sizes(split_into(batch, number, split)[0][0] for number in (1, 2))
         self._traces: dict[Hashable, tuple[Trace, ...] | str] = {}
         self._timings: dict[Hashable, tuple[Timing, ...]] = {}
         for cut in {cut.key: cut for cut in self._cuts.values() if isinstance(cut, Cut)}.values():
@@ -149,7 +149,7 @@ class Recorder(DryRunStrategy):
                 self._traces[cut.key, way] = error or self._trace(cut, way, microbatches, args)
             if self._is_measured:
                 halved = (split_into(batch, 2**power, split)[0][0] for power in range(size.bit_length()))
-                self._timings[cut.key] = tuple(self._times(halved, args, cut))
+                self._timings[cut.key] = tuple(self._times(_of_different_sizes(halved), args, cut))
         raise StopAfterFirstStepError
 
     def _share_error_before(self, cut: Cut, way: Way) -> str:
@@ -285,3 +285,8 @@ class Recorder(DryRunStrategy):
             )
             for rank in range(layout.pipeline)
         )
+
+
+def _of_different_sizes(microbatches: Iterable[Any]) -> list[Any]:
+    """One microbatch of each size: a batch that cannot be split is the same for every number of microbatches."""
+    return list({find_batch_size(microbatch): microbatch for microbatch in microbatches}.values())

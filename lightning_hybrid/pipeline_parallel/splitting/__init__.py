@@ -1,0 +1,1 @@
+"""How batches are split: what is in them, ready-made splitters, and what users are told."""

@@ -1,0 +1,112 @@
+"""Warnings and notes about how a batch was split."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.pipeline_parallel.microbatch import find_misfits
+from lightning_hybrid.pipeline_parallel.splitting.batch_contents import is_irregular, whole_text
+
+
+def microbatch_text(number: int, counts: Sequence[int]) -> str:
+    """The note of an exception that was raised while a microbatch ran.
+
+    Args:
+        number: Of the microbatch, from 0.
+        counts: The number of samples of each microbatch.
+    """
+    return (
+        f"In microbatch {number + 1} of {len(counts)}, which holds {counts[number]} of {sum(counts)} samples. Code that"
+        " needs the whole batch needs num_microbatches=1; a batch that should be split in another way needs a method"
+        " `split_batch(batch, num_microbatches)` in the module."
+    )
+
+
+class LengthWatch:
+    """Notices tensors that are split although they only happen to be as long as there are samples.
+
+    A single batch does not tell class weights of eight classes from eight samples. But they stay as they are when the
+    number of samples changes, or are one tensor in every batch where others are new.
+    """
+
+    def __init__(self) -> None:
+        self._total: int | None = None
+        self._leaves: list[weakref.ref[Tensor]] = []
+        self._lengths: list[int] = []
+
+    def __call__(self, batch: Any, total: int) -> list[int]:
+        """Look at the next batch.
+
+        Args:
+            batch: A batch that is split by :func:`split_batch`.
+            total: Its samples.
+
+        Returns:
+            The lengths of such tensors.
+        """
+        tensors = [
+            leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim > 0 and not is_irregular(leaf)
+        ]
+        lengths = list(map(len, tensors))
+        before = (self._total, self._lengths, self._leaves)
+        self._total, self._lengths, self._leaves = total, lengths, list(map(weakref.ref, tensors))
+        if len(before[1]) != len(lengths):
+            return []
+        if total != before[0]:
+            pairs = zip(lengths, before[1], strict=True)
+            return [new for new, old in pairs if new == old and new in (total, before[0])]
+        is_old = [old() is new for new, old in zip(tensors, before[2], strict=True) if len(new) == total]
+        return [total] * sum(is_old) if not all(is_old) else []
+
+
+class SplitWatch:
+    """Says once in a run that a batch stays whole, and once that a tensor was split by chance.
+
+    Args:
+        module: The name of the user's class.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._lengths: LengthWatch | None = LengthWatch()
+        self._has_told_of_whole = self._was_split = False
+
+    def __call__(self, batch: Any, counts: Sequence[int], num_microbatches: int) -> Iterator[str]:
+        """Look at the next batch.
+
+        Args:
+            batch: A batch that :func:`split_batch` has split.
+            counts: The number of samples of each microbatch.
+            num_microbatches: The requested number.
+
+        Yields:
+            Warnings.
+        """
+        misfits = None if len(counts) > 1 or self._has_told_of_whole else find_misfits(batch)
+        if misfits is not None:
+            self._has_told_of_whole = True
+            yield whole_text(misfits, batch, self._module, num_microbatches)
+        found = self._lengths(batch, sum(counts)) if self._lengths is not None else []
+        was_split, self._was_split = self._was_split, len(counts) > 1
+        if found and (was_split or self._was_split):
+            self._lengths = None
+            yield length_text(found[0], self._module)
+
+
+def length_text(length: int, module: str) -> str:
+    """What to say of a tensor that a :class:`LengthWatch` has found.
+
+    Args:
+        length: Of the tensor.
+        module: The name of the user's class.
+    """
+    return (
+        f"A tensor of length {length} in the batch was split into microbatches because there were as many samples, but"
+        " it does not go by samples: it stays as it is from batch to batch. Keep it in the module, as a buffer, or say"
+        f" how batches are split: `{module}.split_batch(batch, num_microbatches)` returns a list of microbatches."
+    )

@@ -1,0 +1,411 @@
+"""Ready-made methods `split_batch`, for batches whose tensors do not all have one row for each sample.
+
+::
+
+    packed rows, split_rows("cu_seqlens")            graphs, split_graphs()
+    ids         a a a b b c c c c                    x           0 0 0 1 1 2 2 2    by nodes
+    cu_seqlens  0     3   5       9                  edge_index  0 0 1 2 2          by edges, renumbered
+                ---------- | -------                 y           0 1 2              by graphs
+    microbatch 1: 0 3 5      microbatch 2: 0 4
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.pipeline_parallel.microbatch import Microbatches, sizes, split_divisible
+from lightning_hybrid.pipeline_parallel.splitting.batch_contents import (
+    Entry,
+    children,
+    count_own_samples,
+    entries,
+    field,
+    is_divisible,
+)
+
+Key = str | int
+
+
+def split_rows(*offsets: Key) -> Any:
+    """Make a `split_batch` for packed rows: it divides the documents into microbatches of about equal tokens.
+
+    Tensors with a row for each token, or of shape ``(1, tokens, ...)``, are split between documents, tensors with a row
+    for each document likewise; offsets begin with 0 again. Everything else goes unsplit to every microbatch, such as
+    ``max_seqlen``, which stays an upper bound. A microbatch counts by its tokens, as the loss is a mean over tokens; if
+    some labels are ignored, add ``microbatch_weight = lightning_hybrid.count_tokens(...)``.
+
+    Args:
+        offsets: Where the offsets are in a batch, such as ``"cu_seqlens"``: a key of a mapping, an attribute, or the
+            index in a tuple. Several have offsets of the same documents in different tensors, such as queries and keys;
+            the tokens of the first count.
+
+    Returns:
+        A function of a batch and a number of microbatches.
+
+    Raises:
+        TypeError: If there are no keys, or one is not a string or an integer.
+
+    Example::
+
+        class Packed(LightningModule):
+            split_batch = lightning_hybrid.split_rows("cu_seqlens")
+    """
+    return _Rows(_checked("split_rows", *offsets))
+
+
+def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
+    """Make a `split_batch` for graphs that are joined into one: it divides the graphs into microbatches.
+
+    A `Batch` of PyTorch Geometric needs no splitter. This one is for mappings, dataclasses, named tuples and other
+    objects. Tensors with a row for each node are split by nodes; tensors with "edge" in their names, and a row for each
+    edge, by edges; tensors with a row for each graph by graphs. Nodes are numbered from 0 again. A microbatch counts by
+    its graphs.
+
+    Args:
+        batch: Where the graph of each node is, shape ``(nodes,)``, int64, ascending.
+        edge_index: Where the nodes of each edge are, shape ``(2, edges)``, int64.
+
+    Returns:
+        A function of a batch and a number of microbatches.
+
+    Raises:
+        TypeError: If a key is not a string or an integer.
+
+    Example::
+
+        class Molecules(LightningModule):
+            split_batch = lightning_hybrid.split_graphs("batch", "edge_index")
+    """
+    return _Graphs(*_checked("split_graphs", batch, edge_index))
+
+
+def split_targets(targets: Key = "targets", lengths: Key = "target_lengths") -> Any:
+    """Make a `split_batch` for targets that are joined to one row, as `torch.nn.CTCLoss` takes them.
+
+    Everything else with a row for each sample is split as it is without a splitter. A microbatch counts by its samples.
+
+    Args:
+        targets: Where the joined targets are in a batch: a key of a mapping, an attribute, or the index in a tuple.
+        lengths: Where their lengths are, shape ``(samples,)``.
+
+    Returns:
+        A function of a batch and a number of microbatches.
+
+    Raises:
+        TypeError: If a key is not a string or an integer.
+
+    Example::
+
+        class Speech(LightningModule):
+            split_batch = lightning_hybrid.split_targets("targets", "target_lengths")
+    """
+    return _Targets(*_checked("split_targets", targets, lengths))
+
+
+def split_samples() -> Any:
+    """Make a `split_batch` for batches that are lists of samples, as ``collate_fn=list`` leaves them.
+
+    A microbatch is a shorter list, and counts by its length.
+
+    Returns:
+        A function of a batch and a number of microbatches.
+
+    Example::
+
+        class Detector(LightningModule):
+            split_batch = lightning_hybrid.split_samples()
+    """
+    return _Samples()
+
+
+def _checked(function: str, *keys: Any) -> tuple[Key, ...]:
+    if not keys or any(isinstance(key, bool) or not isinstance(key, (str, int)) for key in keys):
+        raise TypeError(
+            f"{function}(...) takes keys of a mapping, names of attributes or indices in a tuple, got {keys!r}."
+        )
+    return keys
+
+
+def _tensor(batch: Any, key: Key, splitter: str, ndim: int = 1) -> Tensor:
+    """The tensor of integers at a key.
+
+    Raises:
+        WrongUseError: If there is none.
+    """
+    found = field(batch, key)
+    if not isinstance(found, Tensor) or found.ndim != ndim or found.is_floating_point() or found.is_complex():
+        kind = f"one of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        keys = [name or path for path, name, _ in _parts(batch)]
+        raise WrongUseError(
+            f"{splitter} must find a tensor of integers with {ndim} dimension{'s' * (ndim > 1)} at {key!r}, found"
+            f" {kind}. The {type(batch).__name__} has {keys}."
+        )
+    return found
+
+
+def _parts(batch: Any) -> list[tuple[str, str, Any]]:
+    """The path, the name and the value of what is directly in a batch, also in an object."""
+    found = list(children(batch, "batch"))
+    if found or isinstance(batch, Tensor):
+        return found
+    return [(f"batch.{name}", name, value) for name, value in getattr(batch, "__dict__", {}).items()]
+
+
+def _with_parts(batch: Any, parts: Sequence[Any]) -> Any:
+    """A batch of the same class with other parts, in the order of :func:`_parts`."""
+    spec = flatten(batch)[1]
+    if spec.kind is None:
+        made = copy(batch)
+        made.__dict__.update(zip([name for _, name, _ in _parts(batch)], parts, strict=True))
+        return made
+    if isinstance(batch, Mapping):
+        return (
+            unflatten(list(parts), flatten(dict.fromkeys(batch))[1]) if type(batch) is dict else _mapping(batch, parts)
+        )
+    if dataclasses.is_dataclass(batch):
+        made = copy(batch)
+        for (_, name, _), part in zip(_parts(batch), parts, strict=True):
+            object.__setattr__(made, name, part)
+        return made
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+
+def _mapping(batch: Any, parts: Sequence[Any]) -> Any:
+    made = copy(batch)
+    for key, part in zip(list(batch), parts, strict=True):
+        made[key] = part
+    return made
+
+
+def _microbatches(batch: Any, columns: Sequence[Sequence[Any]], counts: Sequence[int]) -> Microbatches:
+    """The microbatches whose parts are the rows of columns."""
+    return Microbatches([_with_parts(batch, row) for row in zip(*columns, strict=True)], counts)
+
+
+def _keys_of(batch: Any) -> list[Key]:
+    """What names each of the parts of a batch."""
+    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
+        return list(range(len(batch)))
+    return list(batch) if isinstance(batch, Mapping) else [name for _, name, _ in _parts(batch)]
+
+
+def _is_at(batch: Any, key: Key, number: int, own: Key) -> bool:
+    return key == own or (isinstance(own, int) and own % len(_parts(batch)) == number)
+
+
+def _refuse(splitter: str, left: Sequence[Entry], lengths: str) -> None:
+    """Raise an error about tensors that a splitter cannot divide.
+
+    Raises:
+        WrongUseError: If there are any.
+    """
+    if left:
+        raise WrongUseError(
+            f"{splitter} does not know how to split {', '.join(map(str, left))}, in a batch of {lengths}. Keep a tensor"
+            " that is the same for all samples in the module, as a buffer, or define"
+            " `split_batch(batch, num_microbatches)`."
+        )
+
+
+def _unsplit(value: Any, path: str) -> list[Entry]:
+    """The tensors of a part of a batch that are not the same for all samples, for all one knows."""
+    return [entry for entry in entries(value, path) if entry.length != 1]
+
+
+def _sliced(tensor: Tensor, counts: Sequence[int], dim: int = 0) -> list[Tensor]:
+    return list(torch.split(tensor, list(counts), dim))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What `split_rows` returns: no function, which would become a method of the class that it is assigned in."""
+
+    offsets: tuple[Key, ...]
+
+    def __call__(self, batch: Any, num_microbatches: int) -> Microbatches:
+        name = f"split_rows({', '.join(map(repr, self.offsets))})"
+        ends = {key: _tensor(batch, key, name).tolist() for key in self.offsets}
+        for key, numbers in ends.items():
+            if len(numbers) < 2 or numbers[0] != 0 or numbers != sorted(numbers):
+                raise WrongUseError(
+                    f"{name} must find offsets that begin with 0 and rise at {key!r}, found {numbers[:8]}."
+                )
+        if len({len(numbers) for numbers in ends.values()}) > 1:
+            raise WrongUseError(f"{name} must find as many offsets at each key, found {[*map(len, ends.values())]}.")
+        first = ends[self.offsets[0]]
+        bounds = _even_bounds(first, num_microbatches)
+        documents = [b - a for a, b in pairwise(bounds)]
+        cuts = {numbers[-1]: [numbers[b] - numbers[a] for a, b in pairwise(bounds)] for numbers in ends.values()}
+        columns, left = [], []
+        for number, ((path, _, value), key) in enumerate(zip(_parts(batch), _keys_of(batch), strict=True)):
+            own = next((each for each in self.offsets if _is_at(batch, key, number, each)), None)
+            if own is not None:
+                columns.append([value[a : b + 1] - ends[own][a] for a, b in pairwise(bounds)])
+                continue
+            if type(value) in (list, tuple) and len(value) == len(first) - 1:
+                columns.append([value[a:b] for a, b in pairwise(bounds)])
+            elif not isinstance(value, Tensor) or value.ndim == 0:
+                columns.append([value] * len(documents))
+                left += _unsplit(value, path)
+            elif len(value) in cuts:
+                columns.append(_sliced(value, cuts[len(value)]))
+            elif len(value) == 1 and value.ndim > 1 and value.shape[1] in cuts:
+                columns.append(_sliced(value, cuts[value.shape[1]], 1))
+            elif len(value) == len(first) - 1:
+                columns.append(_sliced(value, documents))
+            else:
+                columns.append([value] * len(documents))
+                left += _unsplit(value, path)
+        _refuse(name, left, f"{first[-1]} tokens in {len(first) - 1} documents")
+        return _microbatches(batch, columns, cuts[first[-1]])
+
+
+def _even_bounds(offsets: Sequence[int], number: int) -> list[int]:
+    """Divide documents into groups of about equal tokens, each with at least one document that has tokens.
+
+    Args:
+        offsets: Of the documents: as many as these and one more.
+        number: The requested number of groups; there are fewer if there are fewer documents with tokens.
+
+    Returns:
+        The first document of each group, and the number of documents.
+
+    Example:
+        >>> _even_bounds([0, 3, 7, 9, 12], 2)
+        [0, 2, 4]
+    """
+    starts = [i for i, (a, b) in enumerate(pairwise(offsets)) if b > a] or [0]
+    number = max(1, min(number, len(starts)))
+    ends = [offsets[start] for start in starts]  # where a group may begin
+    chosen = [0]
+    for group in range(1, number):
+        ideal = offsets[-1] * group / number
+        place = bisect_left(ends, ideal)
+        if place and (place == len(ends) or ideal - ends[place - 1] < ends[place] - ideal):
+            place -= 1
+        chosen.append(min(max(place, chosen[-1] + 1), len(starts) - number + group))
+    return [0, *(starts[place] for place in chosen[1:]), len(offsets) - 1]
+
+
+@dataclass(frozen=True)
+class _Graphs:
+    """What `split_graphs` returns."""
+
+    batch: Key
+    edge_index: Key
+
+    def __call__(self, batch: Any, num_microbatches: int) -> Microbatches:
+        if is_divisible(batch):
+            counts = sizes(count_own_samples(batch), num_microbatches)
+            return Microbatches(split_divisible(batch, counts), counts)
+        name = f"split_graphs({self.batch!r}, {self.edge_index!r})"
+        owners, edges = _tensor(batch, self.batch, name), _tensor(batch, self.edge_index, name, 2)
+        if len(owners) > 1 and bool((owners.diff() < 0).any()):
+            raise WrongUseError(f"{name} must find ascending numbers of graphs at {self.batch!r}.")
+        pointers = field(batch, "ptr")
+        if isinstance(pointers, Tensor) and pointers.ndim == 1:
+            num_graphs = len(pointers) - 1
+        else:
+            stated = field(batch, "num_graphs")
+            num_graphs = stated if type(stated) is int else int(owners[-1]) + 1 if len(owners) else 0
+        counts = sizes(num_graphs, num_microbatches)
+        bounds = [0, *accumulate(counts)]
+        nodes = _sliced(torch.bincount(owners, minlength=num_graphs), counts)
+        num_nodes = [int(part.sum()) for part in nodes]
+        first_nodes = [0, *accumulate(num_nodes)]
+        of_edges = torch.bucketize(edges[0], torch.tensor(first_nodes[1:], device=edges.device), right=True)
+        places = [(of_edges == part).nonzero()[:, 0] for part in range(len(counts))]
+        columns, left = [], []
+        for number, ((path, _, value), key) in enumerate(zip(_parts(batch), _keys_of(batch), strict=True)):
+            is_of_edges = isinstance(key, str) and "edge" in key
+            if _is_at(batch, key, number, self.edge_index):
+                columns.append([value[:, place] - first for place, first in zip(places, first_nodes, strict=False)])
+            elif _is_at(batch, key, number, self.batch):
+                parts = zip(_sliced(value, num_nodes), bounds, strict=False)
+                columns.append([part - first for part, first in parts])
+            elif value is pointers:
+                columns.append([value[a : b + 1] - value[a] for a, b in pairwise(bounds)])
+            elif key in ("num_graphs", "num_nodes") and type(value) is int:
+                columns.append(list(counts if key == "num_graphs" else num_nodes))
+            elif type(value) in (list, tuple) and len(value) == num_graphs:
+                columns.append([value[a:b] for a, b in pairwise(bounds)])
+            elif not isinstance(value, Tensor) or value.ndim == 0:
+                columns.append([value] * len(counts))
+                left += _unsplit(value, path)
+            elif is_of_edges and len(value) == edges.shape[1]:
+                columns.append([value[place] for place in places])
+            elif len(value) == len(owners):
+                columns.append(_sliced(value, num_nodes))
+            elif len(value) == num_graphs:
+                columns.append(_sliced(value, counts))
+            elif len(value) == edges.shape[1]:
+                columns.append([value[place] for place in places])
+            else:
+                columns.append([value] * len(counts))
+                left += _unsplit(value, path)
+        _refuse(name, left, f"{num_graphs} graphs, {len(owners)} nodes and {edges.shape[1]} edges")
+        return _microbatches(batch, columns, counts)
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """What `split_targets` returns."""
+
+    targets: Key
+    lengths: Key
+
+    def __call__(self, batch: Any, num_microbatches: int) -> Microbatches:
+        name = f"split_targets({self.targets!r}, {self.lengths!r})"
+        lengths, joined = _tensor(batch, self.lengths, name), field(batch, self.targets)
+        counts = sizes(len(lengths), num_microbatches)
+        tokens = [sum(part.tolist()) for part in _sliced(lengths, counts)]
+        if not isinstance(joined, Tensor) or joined.ndim == 0 or len(joined) != sum(tokens):
+            kind = f"{list(joined.shape)}" if isinstance(joined, Tensor) else type(joined).__name__
+            raise WrongUseError(
+                f"{name} must find as many targets at {self.targets!r} as the lengths say, {sum(tokens)}, found {kind}."
+            )
+        columns, left = [], []
+        for number, ((path, _, value), key) in enumerate(zip(_parts(batch), _keys_of(batch), strict=True)):
+            if _is_at(batch, key, number, self.targets):
+                columns.append(_sliced(value, tokens))
+            elif is_divisible(value) and count_own_samples(value) == len(lengths):
+                columns.append(split_divisible(value, counts))
+            elif type(value) in (list, tuple) and len(value) == len(lengths):
+                columns.append([value[b - n : b] for b, n in zip(accumulate(counts), counts, strict=True)])
+            elif isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(lengths):
+                columns.append(_sliced(value, counts))
+            else:
+                columns.append([value] * len(counts))
+                left += _unsplit(value, path)
+        _refuse(name, left, f"{len(lengths)} samples and {sum(tokens)} targets")
+        return _microbatches(batch, columns, counts)
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """What `split_samples` returns."""
+
+    def __call__(self, batch: Any, num_microbatches: int) -> Microbatches:
+        if type(batch) not in (list, tuple) or len({type(sample) for sample in batch}) > 1:
+            raise WrongUseError(
+                f"split_samples() must get a list or a tuple of samples of one type, got a {type(batch).__name__}"
+                + (
+                    f" of {sorted({type(sample).__name__ for sample in batch})}."
+                    if isinstance(batch, (list, tuple))
+                    else "."
+                )
+            )
+        counts = sizes(len(batch), num_microbatches)
+        ends = accumulate(counts)
+        return Microbatches([batch[end - count : end] for end, count in zip(ends, counts, strict=True)], counts)
