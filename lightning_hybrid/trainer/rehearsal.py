@@ -54,18 +54,22 @@ class Untouched(DispatchMode):  # type: ignore[misc]
         super().__init__()
         self._tensors = {memory_of(tensor): tensor for tensor in tensors if not tensor.is_meta}
         self._before: dict[int, Tensor] = {}
+        self._unallocated: set[int] = set()
         self.has_drawn = False
 
     @contextmanager
     def run(self) -> Iterator[None]:
         """Run operators under this mode; at the end the tensors are as they were."""
+        # Parameters that ZeRO gathers: the first write is theirs, and there is nothing to keep before it.
+        self._unallocated = {memory for memory, tensor in self._tensors.items() if not _is_allocated(tensor)}
         try:
             with self:
                 yield
         finally:
             with torch.no_grad():
                 for memory, value in self._before.items():
-                    self._tensors[memory].detach().copy_(value)
+                    if _is_allocated(self._tensors[memory]):
+                        self._tensors[memory].detach().copy_(value)
             self._before.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,7 +77,7 @@ class Untouched(DispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         for tensor in written_tensors(func, args, kwargs):
             memory = memory_of(tensor)
-            if memory in self._tensors and memory not in self._before:
+            if memory in self._tensors and memory not in self._before and memory not in self._unallocated:
                 self._before[memory] = self._tensors[memory].detach().clone()
         if func.overloadpacket in BATCH_NORMS and args[5]:
             return _normalize(func, args)
@@ -107,6 +111,11 @@ class Untouched(DispatchMode):  # type: ignore[misc]
         if result.is_floating_point():
             return result.fill_(_DRAWN)
         return result.fill_(args[names.index("low")] if "low" in names else 0)
+
+
+def _is_allocated(tensor: Tensor) -> bool:
+    """Return whether a tensor has memory: parameters that replicas share have some while they are gathered."""
+    return tensor.numel() == 0 or tensor.untyped_storage().size() > 0
 
 
 def _normalize(func: Any, args: Any) -> Any:
