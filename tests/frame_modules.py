@@ -253,6 +253,32 @@ class TwoViews(Loop):
         return 1 - F.cosine_similarity(self(x), self(x.flip(1) + y)).mean()
 
 
+class LayerByLayer(TwoViews):
+    """A Sequential whose layers are called one by one, in a loop; validation calls it as a whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        if not self.training:
+            return self.head(self.blocks(x))
+        for number, layer in enumerate(self.blocks):
+            x = layer(x, scale=1.0 / (number + 1))
+        return self.head(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+
+class Projected(TwoViews):
+    """Both views at once through the Sequential, then its last layers again alone; a parameter is used in between."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        hidden = self.blocks(self.embed(torch.cat([x, y])))
+        again = self.blocks[-1](hidden * self.head.bias)
+        return (hidden - 0.1 * again).pow(2).mean() + self.head(hidden).pow(2).mean()
+
+
 class InPlaceFrame(Loop):
     """The code around the layers writes into tensors, also through views of them."""
 

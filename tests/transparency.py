@@ -302,6 +302,9 @@ FRAME_SUBJECTS: dict[str, Subject] = _named(
         Subject("loop_accumulated", frame_zoo.Loop, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
         Subject("loop_recomputed", frame_zoo.Slices, strategy={"recompute": True}),
         Subject("two_views", frame_zoo.TwoViews, strategy={"body": ["blocks"]}),
+        Subject("views", frame_zoo.TwoViews),
+        Subject("layer_by_layer", frame_zoo.LayerByLayer),
+        Subject("projected", frame_zoo.Projected),
     ]
 )
 
