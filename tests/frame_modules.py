@@ -5,11 +5,13 @@ Nothing here knows that `lightning_hybrid` exists. Each module's docstring names
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.modules import CLASSES, VOCABULARY, WIDTH, Example, Language, block
@@ -176,6 +178,50 @@ class EncoderDecoder(Language):
         return self.head(x)
 
 
+class CompiledLoop(Slices):
+    """Layers that are compiled one by one, with keyword arguments; so is the head."""
+
+    def build(self) -> None:
+        super().build()
+        for number, layer in enumerate(self.blocks):
+            layer.compile(backend=("eager", "aot_eager")[number % 2])
+        self.head.compile(backend="eager")
+
+
+class CompiledParts(Loop):
+    """One layer is wrapped by `torch.compile`, one has a compiled part, one a compiled copy of its class."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[0] = torch.compile(self.blocks[0], backend="eager")
+        self.blocks[1].linear.compile(backend="aot_eager")
+        self.blocks[2].compile(backend="eager", dynamic=True)
+
+
+class Reentrant(Loop):
+    """Layers run again in backward, by `use_reentrant=True`, each around the layer alone, with a mask that is made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        mask = torch.ones_like(x[:, :1])
+        for number, layer in enumerate(self.blocks):
+            x = checkpoint(layer, x, mask, use_reentrant=True, preserve_rng_state=number % 2 == 0)
+        return self.head(x)
+
+
+class ReentrantWithoutGradients(Loop):
+    """The first checkpoint is given nothing that requires grad, so its layer is not trained, as torch warns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = partial(checkpoint, use_reentrant=True)  # as models of transformers have it
+        for layer in self.blocks[:3]:
+            x = again(layer, x)
+        x = self.embed(x)
+        for layer in self.blocks[3:]:
+            x = x + again(lambda x, layer=layer: layer(x) * 0.5, x)
+        return self.head(x)
+
+
 class Siamese(Example):
     """The layers are called twice in a step, with two views."""
 
@@ -205,6 +251,32 @@ class TwoViews(Loop):
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         return 1 - F.cosine_similarity(self(x), self(x.flip(1) + y)).mean()
+
+
+class LayerByLayer(TwoViews):
+    """A Sequential whose layers are called one by one, in a loop; validation calls it as a whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        if not self.training:
+            return self.head(self.blocks(x))
+        for number, layer in enumerate(self.blocks):
+            x = layer(x, scale=1.0 / (number + 1))
+        return self.head(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+
+class Projected(TwoViews):
+    """Both views at once through the Sequential, then its last layers again alone; a parameter is used in between."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        hidden = self.blocks(self.embed(torch.cat([x, y])))
+        again = self.blocks[-1](hidden * self.head.bias)
+        return (hidden - 0.1 * again).pow(2).mean() + self.head(hidden).pow(2).mean()
 
 
 class InPlaceFrame(Loop):

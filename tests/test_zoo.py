@@ -35,7 +35,6 @@ REFUSED = {
     "gru_seq2seq": "No list of layers holds a considerable part of the 2,345 parameters of GRUSeq2Seq",
     "gan": "GAN uses manual optimization, which calls backward inside `training_step`",
     "kept_losses": "uses a tensor that a layer of the body made and did not return",
-    "sim_siam": "`training_step` called 2 times the body 'backbone'",
     "wavenet": "The layers are called in the order below; say so with\n    HybridStrategy(body=['filter_convs.0', ",
 }
 

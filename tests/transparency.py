@@ -289,7 +289,12 @@ FRAME_SUBJECTS: dict[str, Subject] = _named(
         Subject("all_states", frame_zoo.AllStates),
         Subject("flow", frame_zoo.Flow),
         Subject("encoder_decoder", frame_zoo.EncoderDecoder),
+        Subject("reentrant", frame_zoo.Reentrant),
+        Subject("reentrant_frozen", frame_zoo.ReentrantWithoutGradients),
         Subject("siamese", frame_zoo.Siamese),
+        Subject("compiled_loop", frame_zoo.CompiledLoop),
+        Subject("compiled_parts", frame_zoo.CompiledParts),
+        Subject("compiled_recomputed", frame_zoo.CompiledLoop, strategy={"recompute": True}),
         Subject("in_place_frame", frame_zoo.InPlaceFrame),
         Subject("stacks", frame_zoo.Stacks, {"num_microbatches": 3}, replicas="ddp", microbatched=True),
         Subject("classes", frame_zoo.Classes, replicas="ddp"),
@@ -297,6 +302,9 @@ FRAME_SUBJECTS: dict[str, Subject] = _named(
         Subject("loop_accumulated", frame_zoo.Loop, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
         Subject("loop_recomputed", frame_zoo.Slices, strategy={"recompute": True}),
         Subject("two_views", frame_zoo.TwoViews, strategy={"body": ["blocks"]}),
+        Subject("views", frame_zoo.TwoViews),
+        Subject("layer_by_layer", frame_zoo.LayerByLayer),
+        Subject("projected", frame_zoo.Projected),
     ]
 )
 

@@ -34,6 +34,8 @@ class Body:
         chain: The body, if it is an `nn.Sequential` that the user's step calls as a whole; ``None`` if the layers are
             units, which any code may call.
         rows: How many layers each row has that stays together on one stage: 1, or 2 where there is a copy beside it.
+        is_found: Whether a chain was found by rule, and not named by the user: its layers serve as units where the step
+            calls it in another way.
     """
 
     name: str
@@ -41,12 +43,13 @@ class Body:
     layers: tuple[nn.Module, ...]
     chain: nn.Sequential | None
     rows: tuple[int, ...]
+    is_found: bool = False
 
     @classmethod
-    def of_chain(cls, name: str, chain: nn.Sequential) -> Body:
+    def of_chain(cls, name: str, chain: nn.Sequential, *, is_found: bool = False) -> Body:
         """A body that is called as a whole."""
         names = tuple(join_names(name, key) for key in chain._modules)
-        return cls(name, names, tuple(chain), chain, (1,) * len(names))
+        return cls(name, names, tuple(chain), chain, (1,) * len(names), is_found)
 
     @classmethod
     def of_units(cls, rows: Sequence[Sequence[tuple[str, nn.Module]]]) -> Body:
@@ -158,7 +161,7 @@ def _largest(module: nn.Module, num_stages: int) -> Body:
     total = _count(module)
     for name, candidate in module.named_modules():  # outer modules come before inner ones
         if _is_chain(candidate) and 2 * _count(candidate) > total and not stands_in_row(module, name):
-            return Body.of_chain(name, cast(nn.Sequential, candidate))
+            return Body.of_chain(name, cast(nn.Sequential, candidate), is_found=True)
     units = find_units(module, num_stages)
     if units:
         return Body.of_units(side_by_side(module, units))
@@ -206,9 +209,9 @@ def body_call_text(name: str, step: str, calls: int) -> str:
     """
     times = "did not call" if calls == 0 else f"called {calls} times"
     return (
-        f"`{step}` {times} the body {name!r}. With a pipeline the body must be called exactly once in a step, as a"
-        f" whole: `x = self.{name}(x)`, not layer by layer or in a loop over its layers. Where that cannot be, let any"
-        f" code call them: HybridStrategy(body=[{name!r}])."
+        f"`{step}` {times} the body {name!r}. With a pipeline a body that you name, or that the first step calls as a"
+        f" whole, must be called exactly once in a step: `x = self.{name}(x)`, not layer by layer or in a loop over its"
+        f" layers. Otherwise let any code call its layers: HybridStrategy(body=[{name!r}])."
     )
 
 
@@ -219,8 +222,9 @@ def layer_call_text(name: str) -> str:
         name: The dotted name of the body.
     """
     return (
-        f"A layer of the body {name!r} was called that lives on another stage. In a step the body must be called"
-        f" exactly once, as a whole: `x = self.{name}(x)`, not layer by layer or in a loop over its layers. Outside of"
+        f"A layer of the body {name!r} was called that lives on another stage. In a step a body that you name, or that"
+        f" the first step calls as a whole, must be called exactly once: `x = self.{name}(x)`, not layer by layer or in"
+        f" a loop over its layers. Otherwise let any code call its layers: HybridStrategy(body=[{name!r}]). Outside of"
         " steps no rank can run the model: use `trainer.predict`, or make the module whole after the run by"
         " `trainer.strategy.gather_module()` on every rank. A Trainer without a pipeline needs that too: an earlier one"
         " has divided this module, and so it stays."

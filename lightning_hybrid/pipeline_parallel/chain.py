@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -102,6 +102,74 @@ class ChainUse(FrameCut):
             if redirected is not None:
                 vars(self._chain)["forward"] = redirected
         return self._parameters_of(graph, routes)
+
+
+class ChainCalls(FrameCut):
+    """Finds out, without values, how a step calls a chain: once and as a whole, or in any other way.
+
+    Args:
+        module: The user's module.
+        names: The dotted names of the layers.
+        chain: The chain.
+        device: Where this rank computes.
+        around_discovery: Around a step that is followed.
+    """
+
+    _tries_zeros = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        chain: nn.Sequential,
+        device: torch.device,
+        around_discovery: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        units = list(zip(names, chain, strict=True))
+        arguments: dict[str, Any] = {"holders": {}, "remembers": False, "around_discovery": around_discovery}
+        super().__init__(module, units, [range(len(units))], 1, device, **arguments)
+        self._chain = chain
+        self._whole = self._single = 0  # calls of the chain, and of its layers by other code
+        self._is_inside = False
+
+    def are_otherwise(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> bool:
+        """Return whether a step calls the chain more than once, or its layers one by one.
+
+        What a step has called before it fails counts: a step that cannot be followed may call the chain as a whole.
+
+        Args:
+            step: The user's step.
+            arguments: Its arguments.
+            seed: Seeds the generators for the call of a number.
+        """
+        table = vars(self._chain)
+        redirected = table.pop("forward", None)
+        table["forward"] = self._call_whole
+        try:
+            with self():
+                self._discover(step, arguments, seed)
+        except Exception:  # of the user's code too, which shows itself again when the step runs
+            pass
+        finally:
+            del table["forward"]
+            if redirected is not None:
+                table["forward"] = redirected
+        return self._whole > 1 or self._single > 0
+
+    def _call_whole(self, x: Any) -> Any:
+        self._whole += 1
+        self._is_inside = True
+        try:
+            return type(self._chain).forward(self._chain, x)  # type: ignore[no-untyped-call]
+        finally:
+            self._is_inside = False
+
+    def _redirect(self, module: nn.Module, call: Callable[..., Any], replace: Callable[..., None]) -> None:
+        def counted(*given: Any) -> Any:
+            self._single += not self._is_inside
+            return call(*given)
+
+        super()._redirect(module, counted, replace)
 
 
 class CodeBefore(TorchFunctionMode):

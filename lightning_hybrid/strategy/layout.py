@@ -378,7 +378,7 @@ def find_plan(module: LightningModule, settings: HybridConfig, size: int, body: 
     axes = stage_axes(settings.rank_order)
     plan = make_plan(module, requested, size, sequence_parallel=settings.sequence_parallel, grid=grid, axes=axes)
     if body is not None and body.chain is None:
-        _check_plan(plan, module, body)
+        _check_plan(plan, module, body, _tensor_parallel(module))
     return plan
 
 
@@ -393,16 +393,36 @@ def with_plan(stage_map: StageMap, body: Body | None, plan: Plan | None, module:
     """
     if body is None or body.chain is None or plan is None:
         return stage_map
-    divided = [name for name, parameter in module.named_parameters() if is_tensor_parallel(parameter)]
+    divided = _tensor_parallel(module)
     inside = all(name.startswith(f"{body.name}.") for name in (*divided, *(row.name for row in plan.rows)))
     return replace(stage_map, is_followed=stage_map.is_followed and inside)
 
 
-def _check_plan(plan: Plan, module: LightningModule, body: Body) -> None:
+def fits_units(plan: Plan, module: LightningModule, body: Body) -> bool:
+    """Return whether layers that are shared as a plan says may be called by any code, and not only as a chain.
+
+    Args:
+        plan: How layers are shared.
+        module: The user's module.
+        body: What is divided into stages.
+    """
+    rows = tuple(f"{row.name}." for row in plan.rows)
+    divided = [name for name in _tensor_parallel(module) if not name.startswith(rows)]  # the plan may have been applied
+    try:
+        _check_plan(plan, module, body, divided)
+    except ValueError:
+        return False
+    return True
+
+
+def _tensor_parallel(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if is_tensor_parallel(parameter)]
+
+
+def _check_plan(plan: Plan, module: LightningModule, body: Body, divided: Sequence[str]) -> None:
     """Steps are followed without values, where layers compute alone: they must give there what they give in a step."""
     text = f"tensor_parallel_size={plan.size} does not go with a pipeline through {type(module).__name__}, whose layers"
     text += f" in {body.name!r} are called by code of their own: "
-    divided = [name for name, parameter in module.named_parameters() if is_tensor_parallel(parameter)]
     if plan.torch_styles or divided:
         raise ValueError(
             f"{text}{[*plan.torch_styles, *divided][0]!r} is divided by torch. Divide it by a name of a style in"

@@ -382,6 +382,14 @@ class ModuleParallelizer:
             self._check_units(body)
         self.body, self.stage_map = body, stage_map
 
+    @property
+    def opens_chain(self) -> bool:
+        """Whether the layers of a chain may serve as units, if a step does not call it as a whole."""
+        body = self.body
+        if body is None or body.chain is None or not body.is_found or FakeMode is None:
+            return False
+        return self.plan is None or layout.fits_units(self.plan, self._module, body)
+
     def _check_units(self, body: Body) -> None:
         """What does not go together with layers that any code may call."""
         if FakeMode is None:

@@ -357,6 +357,7 @@ class Run:
             context_parallel=self._attached.parallelizer.context_parallel,
             remembers=not config.dynamic_shapes,
             frees_early=config.zero_stage == 3 and config.frees_early,
+            opens_chain=self._attached.parallelizer.opens_chain,
         )
         self.training_step = TrainingStep(
             self.context,

@@ -84,6 +84,9 @@ class EvaluationStep:
             if context.frame.body_cut is None and context.frame.cut is None and context.mesh.model_group.size() == 1:
                 with precision():
                     return user_step(*arguments)
+            if context.frame.is_open(name):
+                with context.step(num_microbatches=1), precision():
+                    context.frame.settle(user_step, arguments, *coordinates)
             with context.step(num_microbatches=1) as records, precision():
                 if context.frame.body_cut is not None:
                     value = self._through_stages(context.frame.body_cut, user_step, arguments, coordinates)

@@ -59,6 +59,7 @@ class StepContext:
         context_parallel: Gives layers their share of a sequence; ``None`` if sequences are not shared.
         remembers: Whether what is found out about a step holds for later ones with equal shapes.
         frees_early: Whether a layer's parameters are let go of after each call.
+        opens_chain: Whether the layers of a chain serve as units where a step calls it otherwise than once, as a whole.
 
     Attributes:
         num_stages: The number of stages, over all ranks.
@@ -92,6 +93,7 @@ class StepContext:
         context_parallel: ContextParallel | None,
         remembers: bool,
         frees_early: bool,
+        opens_chain: bool = False,
     ) -> None:
         self.module, self.mesh, self.device = module, mesh, device
         self.streams, self.engine = streams, engine
@@ -102,7 +104,9 @@ class StepContext:
         self.is_last = mesh.pipeline_rank == (self.num_stages - 1) % self.num_ranks
         given = module, body, stage_map, mesh, device, streams
         around = self._around_discovery
-        self.frame = StepFrame(*given, remembers=remembers, frees_early=frees_early, around_discovery=around)
+        self.frame = StepFrame(
+            *given, remembers=remembers, frees_early=frees_early, opens=opens_chain, around_discovery=around
+        )
         self._has_shared_layers, self._context_parallel = mesh.tensor_parallel_size > 1, context_parallel
         self.in_step, self.is_following = False, False
         self.recorder: Recorder | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -18,9 +18,12 @@ from torchmetrics import Metric
 from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.messages.lazy_tensor import peek
+from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.pipeline_parallel.body import Body, BodyCut
 from lightning_hybrid.pipeline_parallel.chain import (
+    ChainCalls,
     ChainUse,
     CodeBefore,
     NotFollowedError,
@@ -55,10 +58,25 @@ def make_frame(module: nn.Module, body: Body, stage_map: StageMap, device: torch
         stage_map.stages,
         stage_map.num_ranks,
         device,
-        holders=stage_map.outside,
+        holders=find_holders(module, stage_map),
         leaf_modules=[each for each in around if isinstance(each[1], ParallelLayer)],
         **arguments,
     )
+
+
+def find_holders(module: nn.Module, stage_map: StageMap) -> Mapping[str, Collection[int]]:
+    """Return the stages of parameters outside of the layers that not all stages have, by name.
+
+    Args:
+        module: The user's module.
+        stage_map: Which stage holds what; around a chain, without anything else known, the first and the last one.
+    """
+    if not stage_map.is_chain:
+        return stage_map.outside
+    named = list(module.named_parameters(remove_duplicate=False))
+    inside = {id(parameter) for name, parameter in named if not stage_map.is_outside(name)}
+    stages = {name: stage_map.stages_of(name) for name, parameter in named if id(parameter) not in inside}
+    return {name: held for name, held in stages.items() if len(held) < len(stage_map.stages)}
 
 
 def make_chain_use(
@@ -91,6 +109,7 @@ class StepFrame:
         streams: The random streams.
         remembers: Whether what is found out about a step holds for later ones with equal shapes.
         frees_early: Whether a layer's parameters are let go of after each call.
+        opens: Whether the layers of a chain serve as units where the step calls it otherwise than once, as a whole.
         around_discovery: Around a step that is followed without values.
 
     Attributes:
@@ -112,6 +131,7 @@ class StepFrame:
         *,
         remembers: bool,
         frees_early: bool,
+        opens: bool,
         around_discovery: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._module, self._mesh, self._device, self._streams = module, mesh, device, streams
@@ -123,26 +143,73 @@ class StepFrame:
         self._use: ChainUse | None = None
         self._uses: dict[Hashable, tuple[frozenset[str], ...]] = {}
         self._can_use = True
+        self._body, self._stage_map, self._opens, self._settled = body, stage_map, opens, set[str]()
+        self._around_discovery, self._frees_early = around_discovery, frees_early
         self._find_code_before(stage_map)
         last = (len(stage_map.stages) - 1) % self._num_ranks
         if self.places and self.body_cut is None:
-            assert body is not None
-            self.cut = make_frame(
-                module,
-                body,
-                stage_map,
-                device,
-                remembers=remembers,
-                around_discovery=around_discovery,
-                compare=self._compare_calls,
-                once=_CALLED_ONCE if frees_early else None,
-                agrees=self._agrees,
-                metrics=[part for part in module.modules() if isinstance(part, Metric)],
-            )
+            self.cut = self._make_cut()
         elif self.places and not stage_map.outside and mesh.pipeline_rank in (0, last):
             assert body is not None
             self._use = make_chain_use(module, body, stage_map, device, around_discovery=around_discovery)
         self._warned: set[Hashable] = set()
+
+    def _make_cut(self) -> FrameCut:
+        assert self._body is not None
+        return make_frame(
+            self._module,
+            self._body,
+            self._stage_map,
+            self._device,
+            remembers=self.remembers,
+            around_discovery=self._around_discovery,
+            compare=self._compare_calls,
+            once=_CALLED_ONCE if self._frees_early else None,
+            agrees=self._agrees,
+            metrics=[part for part in self._module.modules() if isinstance(part, Metric)],
+        )
+
+    def is_open(self, step: str) -> bool:
+        """Return whether it is not yet known how a step calls the chain.
+
+        Args:
+            step: The name of the step.
+        """
+        return self._opens and self.body_cut is not None and step not in self._settled
+
+    def settle(self, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int) -> None:
+        """Follow a step once, on every rank; cut it at the layers of the chain if it does not call that as a whole.
+
+        ::
+
+            x = self.body(x)                              the chain stays one
+            two calls of it; for layer in self.body       its layers are units from now on, where they are
+
+        Parameters around the chain stay where they are, too. It is not undone: other steps may call the chain as they
+        like then. Replicas may decide differently, the ranks of a model group may not.
+
+        Args:
+            step: The user's step.
+            arguments: Its arguments; the first one is the batch.
+            coordinates: Of the random numbers that it draws.
+        """
+        self._settled.add(step.__name__)
+        body = self._body
+        assert body is not None
+        assert body.chain is not None
+        self._streams.seed_user(*coordinates)
+        calls = ChainCalls(self._module, body.names, body.chain, self._device, self._around_discovery)
+        # Ranks between the ends read batches here alone, which is no reason to send them any later.
+        looked_at = map_leaves(lambda leaf: peek(leaf) if isinstance(leaf, Tensor) else leaf, list(arguments))
+        is_other = torch.tensor(calls.are_otherwise(step, looked_at, self._streams.of_calls(*coordinates))).int()
+        dist.all_reduce(is_other, dist.ReduceOp.MIN, group=self._mesh.control_group)
+        if not is_other.item():
+            return
+        self.body_cut, self._use, self.cut = None, None, self._make_cut()
+        rank_zero_info(
+            f"`{step.__name__}` does not call {body.name!r} exactly once, as a whole: any code may call its layers now"
+            f", as with HybridStrategy(body=[{body.name!r}])."
+        )
 
     def __call__(self, *, repeats: bool) -> AbstractContextManager[None]:
         """While this is entered, calls of the body come here.
@@ -172,8 +239,9 @@ class StepFrame:
         Args:
             stage_map: Which stage holds what.
         """
+        self._stage_map = stage_map
         if self.cut is not None:
-            self.cut.place_parameters(stage_map.outside)
+            self.cut.place_parameters(find_holders(self._module, stage_map))
         self._find_code_before(stage_map)
 
     def _find_code_before(self, stage_map: StageMap) -> None:

@@ -148,6 +148,8 @@ class TrainingStep:
         if backward and (self.schedules.is_choosing or self._traffic.is_counting):
             self._look_at_links(is_first=is_first)
         split = self._split(arguments[0])
+        if context.frame.is_open("training_step"):
+            self._settle(split[0][0], arguments[1:], step, precision, backward=backward)
         if context.frame.places and not self._is_placed:
             self._place(split[0], arguments[1:], step, precision, backward=backward)
         if backward and self._comparisons and self._compare(len(split[1]), arguments, step, precision):
@@ -300,6 +302,26 @@ class TrainingStep:
                 return loss_of(microbatch, value) if is_last else value
 
         return compute
+
+    def _settle(
+        self,
+        microbatch: Any,
+        arguments: Sequence[Any],
+        step: int,
+        precision: Callable[[], AbstractContextManager[None]],
+        *,
+        backward: bool,
+    ) -> None:
+        """Before the first batch, find out how the step calls the layers."""
+        context = self._context
+        with (
+            context.step(num_microbatches=1),
+            torch.set_grad_enabled(backward),
+            self._grad_sync.step(),
+            precision(),
+        ):
+            given = self._to_device(microbatch), *arguments
+            context.frame.settle(context.module.training_step, given, _TRAINING, step, 0)
 
     def _place(
         self,

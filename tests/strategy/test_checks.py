@@ -496,7 +496,9 @@ def test_a_body_whose_refusal_differs_by_rank_is_still_one_text(ranks: Pools) ->
 def test_a_body_that_is_not_called_once_as_a_whole_is_refused_on_every_rank(
     ranks: Pools, how: str, at_batch: int
 ) -> None:
-    name, text = check_refused(ranks, BadCall, how, at_batch)
+    """A body that is named; one that is found too, if the first step calls it as a whole."""
+    layout = PP2 if at_batch or how == "none" else PP2 | {"body": "body"}
+    name, text = check_refused(ranks, BadCall, how, at_batch, layout=layout)
     assert name in ("BodyCallError", "ValueError")
     for word in ("step" if how in ("loop", "index") else "`training_step`", "'body'", "exactly once", "self.body(x)"):
         assert word in text
@@ -507,7 +509,8 @@ def test_a_body_that_is_not_called_once_as_a_whole_is_refused_on_every_rank(
 @pytest.mark.rows(75)
 @pytest.mark.parametrize("how", ["none", "loop", "twice"])
 def test_a_body_that_is_not_called_once_in_validation_is_refused_on_every_rank(ranks: Pools, how: str) -> None:
-    name, text = check_refused(ranks, BadCall, how, how="validate", size=3, layout={"pipeline_parallel_size": 3})
+    layout = {"pipeline_parallel_size": 3, "body": "body"}
+    name, text = check_refused(ranks, BadCall, how, how="validate", size=3, layout=layout)
     assert name in ("BodyCallError", "ValueError")
     for word in ("step" if how == "loop" else "`validation_step`", "'body'", "exactly once"):
         assert word in text

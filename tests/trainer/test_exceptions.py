@@ -48,7 +48,7 @@ def printed(module: type[Regression]) -> str:
     sys.excepthook = sys.__excepthook__
     written = io.StringIO()
     try:
-        make_trainer(PP2).fit(module(), loader())
+        make_trainer(PP2 | {"body": "body"}).fit(module(), loader())
     except Exception as error:
         with contextlib.redirect_stderr(written):
             sys.excepthook(type(error), error, error.__traceback__)

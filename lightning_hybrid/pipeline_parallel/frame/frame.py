@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, absent_text
 from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, find_kept, make_part
+from lightning_hybrid.pipeline_parallel.frame.reentrant import without_reentrant
 from lightning_hybrid.pipeline_parallel.frame.routes import (
     KEEP_TEXT,
     OrderError,
@@ -47,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 # Plans that are remembered for one signature: the step has as many paths through its own `if`s; and in all.
 _MOST_OF_KEY, _MOST_PLANS = 32, 512
+# Where `module.compile()` keeps what a call of the module runs instead.
+_COMPILED = "_compiled_call_impl"
 # With so many paths for one signature a step seems to read another number each time.
 _MANY = 8
 
@@ -111,6 +115,11 @@ class FrameCut:
         self._units, self._leaf_modules = list(units), list(leaf_modules)
         self._stage_of = {unit: stage for stage, positions in enumerate(stages) for unit in positions}
         self._num_stages, self._num_ranks = len(stages), num_ranks
+        of_units = {part for _, unit in units for part in unit.modules()}
+        # Compiled code would hide from a stage what the code around the units calls.
+        self._compiled_around = [
+            part for part in module.modules() if part not in of_units and vars(part).get(_COMPILED) is not None
+        ]
         self._device = device
         self._remembers = remembers
         self._plans: dict[Hashable, list[FramePlan]] = {}
@@ -129,40 +138,57 @@ class FrameCut:
             repeats: Whether the user's step runs several times, for a microbatch each.
         """
         self._invariant = defaultdict(InvariantCalls) if repeats and self._remembers else None
-        modules = [module for _, module in (*self._units, *self._leaf_modules)]
-        outside = [vars(module).get("forward") for module in modules]
-        for index, (_, unit) in enumerate(self._units):
-            self._redirect(unit, lambda mode, *call, index=index: mode.call_unit(index, *call))
-        for name, module in self._leaf_modules:
-            self._redirect(module, lambda mode, *call, at=(name, module): mode.call_module(*at, *call))
+        replaced: list[tuple[dict[str, Any], str, Any]] = []
+
+        def replace(module: nn.Module, name: str, value: Any) -> None:
+            table = vars(module)
+            replaced.append((table, name, table.get(name)))
+            table[name] = value
+
         try:
-            yield
+            for module in self._compiled_around:
+                replace(module, _COMPILED, None)
+            for index, (_, unit) in enumerate(self._units):
+                self._redirect(unit, lambda mode, *call, index=index: mode.call_unit(index, *call), replace)
+            for name, module in self._leaf_modules:
+                self._redirect(module, lambda mode, *call, at=(name, module): mode.call_module(*at, *call), replace)
+            with without_reentrant(lambda: self._mode is not None):
+                yield
         finally:
             self._states = self._invariant = None
-            for module, before in zip(modules, outside, strict=True):
-                vars(module).pop("forward", None)
-                if before is not None:
-                    vars(module)["forward"] = before
+            for table, name, before in reversed(replaced):
+                if before is None:
+                    del table[name]
+                else:
+                    table[name] = before
 
-    def _redirect(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        before = vars(module).get("forward")
+    def _redirect(
+        self, module: nn.Module, call: Callable[..., Any], replace: Callable[[nn.Module, str, Any], None]
+    ) -> None:
+        before, compiled = vars(module).get("forward"), vars(module).get(_COMPILED)
+        if compiled is not None and before is not None:  # by what runs a layer again: it traces that for each call
+            replace(module, _COMPILED, None)
+            compiled = None
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Of the class that it has now: while a step is followed that is another one.
             return type(module).forward(module, *args, **kwargs) if before is None else before(*args, **kwargs)
 
+        run = forward if compiled is None else compiled
+
         def redirected(*args: Any, **kwargs: Any) -> Any:
             mode = self._mode
             if mode is None:  # inside of another one, or again in backward, by what recomputes activations
-                return forward(*args, **kwargs)
+                return run(*args, **kwargs)
             self._mode = None
             try:
-                return call(mode, forward, args, kwargs)
+                return call(mode, run, args, kwargs)
             finally:
                 self._mode = mode
 
         redirected.is_redirected = True  # type: ignore[attr-defined]
-        vars(module)["forward"] = redirected
+        # A compiled call traces `forward`, which therefore stays as it is.
+        replace(module, "forward" if compiled is None else _COMPILED, redirected)
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
@@ -275,6 +301,7 @@ class FrameCut:
                 torch.inference_mode(mode=False),
                 torch.set_grad_enabled(torch.is_grad_enabled()),
                 self._around_discovery(),
+                _uncompiled(),
                 fake_module(self._module, units, arguments, discovery) as finish,
                 contextlib.redirect_stdout(io.StringIO()),
             ):
@@ -493,6 +520,12 @@ class FrameCut:
             " microbatch."
             f"{f' {GENERATION}' * again}"
         )
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Return a context in which compiled code runs as it was written: it is not compiled for fake tensors."""
+    has_compiled = "torch._dynamo.eval_frame" in sys.modules  # importing it takes a second
+    return torch.compiler.set_stance("force_eager") if has_compiled else contextlib.nullcontext()
 
 
 def _tensors(modules: Iterable[nn.Module]) -> set[int]:

@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -1657,3 +1657,98 @@ def test_only_what_draws_has_numbers_of_its_own(way: str, draws: bool, elsewhere
         plan = cut.find_plan(0, step, (torch.randn(2, 3, WIDTH),), seed)
     calls = [call for call in plan.graph.calls if call.unit is not None]
     assert [(call.draws, call.draws_elsewhere) for call in calls] == [(draws, elsewhere)] * 2
+
+
+class _Compiler:
+    """A backend of `torch.compile` that counts: the graphs that it is given, and their calls."""
+
+    def __init__(self) -> None:
+        self.graphs = self.calls = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+
+        def call(*args: Any) -> Any:
+            self.calls += 1
+            return graph(*args)
+
+        return call
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["layers", "layers and what is around them"])
+def test_compiled_layers_are_called_compiled_and_compiled_once(outside: bool) -> None:
+    """Not for the fake tensors with which a step is followed, and not again in a later step or for validation."""
+    model, compiler = Model(), _Compiler()
+    for layer in model.blocks:
+        layer.compile(backend=compiler)
+    if outside:
+        model.head.compile(backend=compiler)
+        model.compile(backend=compiler)
+    before = [dict(vars(part)) for part in model.modules()]
+
+    def step(x: Tensor) -> Tensor:
+        for layer in model.blocks:
+            x = layer(x)
+        return model.head(x).mean()
+
+    cut = cut_of(model, 2)
+    with cut():
+        plan = cut.find_plan(0, step, (inputs(),), seed)
+    assert (compiler.graphs, compiler.calls) == (0, 0)
+    assert plan.parts[0].sent
+    for number in range(1, 4):
+        play(cut, model, step, (inputs(),), 2)
+        assert compiler.calls == number * len(model.blocks)
+        assert compiler.graphs <= len(model.blocks)
+    graphs = compiler.graphs
+    check(model, step, (inputs(),), 2, cut)
+    step(inputs())
+    assert compiler.graphs <= graphs + outside  # the whole model's layers are those of a step; its head is run compiled
+    assert [dict(vars(part)) for part in model.modules()] == before
+
+
+def test_reentrant_checkpoints_are_torchs_again_afterwards() -> None:
+    """The name that `torch.utils.checkpoint.checkpoint` finds its function by: torch has it, and gets it back."""
+    names = vars(sys.modules["torch.utils.checkpoint"])
+    function, model = names["CheckpointFunction"], Model()
+    assert issubclass(function, torch.autograd.Function)
+
+    def step(x: Tensor) -> Tensor:
+        for layer in model.blocks:
+            x = checkpoint(layer, x, use_reentrant=True)
+            assert type(x.grad_fn).__name__ == "CheckpointFunctionBackward" or names["CheckpointFunction"] != function
+        return model.head(x).mean()
+
+    check(model, step, (inputs().requires_grad_(),), 2)
+    assert names["CheckpointFunction"] is function
+    with pytest.raises(ZeroDivisionError), cut_of(model, 2)():
+        raise ZeroDivisionError
+    assert names["CheckpointFunction"] is function
+
+
+def test_a_layer_that_has_a_reentrant_checkpoint_keeps_it() -> None:
+    """Inside of a layer there is nothing to divide."""
+
+    class Inside(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(super().forward, x, use_reentrant=True)
+            kinds.append(type(y.grad_fn).__name__)
+            return y
+
+    kinds: list[str] = []
+    model = Model()
+    model.blocks = nn.ModuleList(Inside() for _ in range(4))
+
+    def step(x: Tensor) -> Tensor:
+        for layer in model.blocks:
+            x = layer(x)
+        return model.head(x).mean()
+
+    check(model, step, (inputs().requires_grad_(),), 2)
+    assert set(kinds[-4:]) == {"CheckpointFunctionBackward"}
+
+
+def test_a_reentrant_checkpoint_around_several_layers_is_refused() -> None:
+    model = Model()
+    with pytest.raises(WrongUseError, match="Checkpoint each layer by itself"):
+        check(model, lambda x: checkpoint(model.body, x, use_reentrant=True).mean(), (inputs().requires_grad_(),), 2)

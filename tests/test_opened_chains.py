@@ -1,0 +1,67 @@
+"""A Sequential that is found, and that the first step does not call as a whole: its layers train as units."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import frame_modules, tensor_frame_modules
+from tests.modules import Example
+from tests.pool import Pools
+from tests.training_jobs import make_trainer
+
+
+class SharedViews(tensor_frame_modules.TwoViews):
+    """Two views of a Sequential, whose layers tensor-parallel ranks share."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.Sequential(*self.blocks)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return self.projection(self.blocks(x)).mean(1)
+
+
+MODULES: dict[str, type[Example]] = {
+    "shared views": SharedViews,
+    "two views": frame_modules.TwoViews,
+    "layer by layer": frame_modules.LayerByLayer,
+    "projected": frame_modules.Projected,
+}
+
+
+def trained(name: str, layout: dict[str, Any] | None) -> dict[str, Tensor]:
+    """The weights after three steps."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    module = MODULES[name](batch_size=8).double()
+    trainer = make_trainer(layout, max_steps=3, max_epochs=-1)
+    trainer.fit(module)
+    if layout is None:
+        return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return dict(trainer.strategy.lightning_module_state_dict())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("two views", {"num_microbatches": 1}),
+        ("projected", {"num_microbatches": 1}),
+        ("layer by layer", {"num_microbatches": "auto"}),
+        ("layer by layer", {"dynamic_shapes": True, "num_microbatches": 4}),
+        ("two views", {"recompute": True, "num_microbatches": 2}),
+        ("shared views", {"tensor_parallel_size": 2, "num_microbatches": 4}),
+        ("shared views", {"context_parallel_size": 2, "num_microbatches": 2}),
+    ],
+    ids=str,
+)
+def test_its_layers_train_as_in_one_process(ranks: Pools, name: str, layout: dict[str, Any]) -> None:
+    size = 2 * layout.get("tensor_parallel_size", 1) * layout.get("context_parallel_size", 1)
+    expected = trained(name, None)
+    got = ranks(size, lightning=True).run(trained, name, {"pipeline_parallel_size": 2, **layout}, timeout=90)[0]
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
