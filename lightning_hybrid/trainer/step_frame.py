@@ -296,7 +296,7 @@ class StepFrame:
         for travel in new:
             trained = any(self._module.get_parameter(name).requires_grad for name in travel.names)
             num_bytes += travel.num_bytes * (2 if trained and torch.is_grad_enabled() else 1)
-        rank_zero_warn(travel_text(step, new, self.cut.holders, num_bytes))
+        rank_zero_warn(travel_text(step, new, self.cut.all_holders, num_bytes))
         self._warned |= {(step, travel.names, travel.stages) for travel in new}
 
     def run_frame(

@@ -142,7 +142,7 @@ class Discovery(TorchFunctionMode):
         self._parameters[id(parameter)] = self._parameters[id(fake)] = fake
         if in_unit:
             self._of_units |= {id(parameter), id(fake)}
-        elif id(parameter) in self._parameter_names:
+        if id(parameter) in self._parameter_names:
             self._parameter_names[id(fake)] = self._parameter_names[id(parameter)]
         return fake
 
@@ -175,7 +175,9 @@ class Discovery(TorchFunctionMode):
         gone = [key for key, (reference, _) in self._stand_ins.items() if reference() is None]
         for key in gone:  # or else it depends on whose memory was used again which of these are still there
             del self._stand_ins[key]
-        alive = {value for reference, value in self._names.values() if reference() is not None}
+        # Not what stands for parameters: each stage has, and writes, its own.
+        held = ((reference(), value) for reference, value in self._names.values())
+        alive = {value for tensor, value in held if tensor is not None and id(tensor) not in self._parameters}
         self.graph.wanted += sorted(alive - set(self.graph.wanted))
         for copied, original in self._originals.values():
             value = self._name_of(copied)
@@ -305,14 +307,12 @@ class Discovery(TorchFunctionMode):
             value = self._name_of(leaf)
             if value is not None:
                 operands[value] = None
-            elif call.unit is None and id(leaf) in self._of_units:
-                raise WrongUseError(without_value_text(f"the result of {call}"))
             elif isinstance(leaf, FakeTensor) and id(leaf) not in self._parameters:
                 raise WrongUseError(
                     f"{call} uses a tensor that a layer of the body made and did not return. What the code around the"
                     f" layers needs of a layer has to be returned by it, not kept in an attribute. {GENERATION}"
                 )
-            if id(leaf) in self._parameter_names and id(leaf) not in self._of_units:
+            if id(leaf) in self._parameter_names:
                 call.parameters |= {self._parameter_names[id(leaf)]}
             fakes[place] = self._parameters.get(id(leaf), leaf)
             if not isinstance(fakes[place], FakeTensor):
@@ -458,14 +458,16 @@ class Discovery(TorchFunctionMode):
 
     def _note_parameters(self, call: Call, leaves: list[Any], written: set[int]) -> None:
         """Which parameters a call writes."""
-        frame = self._parameters.keys() - self._of_units if written else ()
-        rewritten = {key for key in frame if memory_of(self._parameters[key]) in written}
+        known = self._parameters.keys() if written and call.unit is None else ()
+        rewritten = {key for key in known if memory_of(self._parameters[key]) in written}
         if getattr(call.function, "__name__", "") == "__set__" and isinstance(leaves[0], Tensor):
             rewritten = {id(leaves[0])} & self._parameters.keys()
             if not rewritten:
                 raise WrongUseError(
                     f"{call} assigns to an attribute of a tensor that another stage has. Make a new tensor instead."
                 )
+        if rewritten & self._of_units:
+            raise WrongUseError(without_value_text(f"the result of {call}"))
         call.rewritten = frozenset(self._parameter_names.get(key, "") for key in rewritten)
 
     def _check_checkpoint(self, call: Call) -> None:

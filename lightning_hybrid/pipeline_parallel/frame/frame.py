@@ -115,6 +115,7 @@ class FrameCut:
         self._remembers = remembers
         self._plans: dict[Hashable, list[FramePlan]] = {}
         self.holders = holders
+        self._all_holders: dict[str, Collection[int]] | None = None
         self._numbers = count()
         self._warned = False
         self._mode: Discovery | Running | None = None
@@ -184,7 +185,27 @@ class FrameCut:
             holders: The stages of those that not all of them have, by name.
         """
         self.holders = holders
+        self._all_holders = None
         self._plans.clear()
+
+    @property
+    def all_holders(self) -> Mapping[str, Collection[int]]:
+        """The stages of all parameters that not every stage has, those of units among them, by name."""
+        if self._all_holders is None:
+            of_unit = {
+                id(part): stage for unit, stage in self._stage_of.items() for part in self._units[unit][1].modules()
+            }
+            stages: dict[int, set[int] | None] = {}
+            for part in self._module.modules():
+                for parameter in part.parameters(recurse=False):
+                    known = stages.setdefault(id(parameter), set())
+                    if id(part) not in of_unit:  # also what is tied to a layer lives where `holders` says
+                        stages[id(parameter)] = None
+                    elif known is not None:
+                        known.add(of_unit[id(part)])
+            of_units = {name: stages[id(each)] for name, each in self._module.named_parameters()}
+            self._all_holders = {name: each for name, each in of_units.items() if each is not None} | {**self.holders}
+        return self._all_holders
 
     @property
     def plans(self) -> list[FramePlan]:
@@ -222,7 +243,7 @@ class FrameCut:
         before()
         graph = self._discover(step, arguments, seed)
         self._compare(graph.texts())
-        graph.read(self.holders.keys())
+        graph.read(self.all_holders.keys())
         plan = self._make_plan(graph)
         _log.debug(
             "`%s` was followed in %.0f ms: %d calls, tensors between stages %s",
@@ -291,7 +312,7 @@ class FrameCut:
             raise WrongUseError(f"The layer {self._units[unit][0]!r} is called {times} times in a step, {self._once}")
         try:
             fetches = not torch.is_grad_enabled()
-            routes = find_routes(graph, self._stage_of, self._num_stages, self.holders, fetches=fetches)
+            routes = find_routes(graph, self._stage_of, self._num_stages, self.all_holders, fetches=fetches)
         except OrderError as error:
             raise WrongUseError(self._order_text(graph, *error.args)) from None
         sizes = {name: each.numel() * each.element_size() for name, each in self._module.named_parameters()}
@@ -307,7 +328,7 @@ class FrameCut:
             parts.append(
                 make_part(graph, route, made_here, made_later, again=bool(later), is_last=stage == last, lacks=lacks)
             )
-        fetched = {name: min(self.holders[name]) for route in routes for name in sorted(route.fetched)}
+        fetched = {name: min(self.all_holders[name]) for route in routes for name in sorted(route.fetched)}
         used, kept = self._parameters_of(graph, routes), find_kept(graph, routes, _tensors(self._metrics))
         return FramePlan(next(self._numbers), graph, tuple(parts), used, travels, fetched, kept)
 
@@ -329,8 +350,9 @@ class FrameCut:
         used = [set().union(*(calls[number].parameters for number in route.computed)) for route in routes]
         if graph.needed is not None:  # what comes then has not been seen
             used[-1] |= {name for name, _ in self._module.named_parameters()}
+        of_units = self.all_holders.keys() - self.holders.keys()
         return tuple(
-            frozenset(name for name in names if stage in self.holders.get(name, (stage,)))
+            frozenset(name for name in names - of_units if stage in self.holders.get(name, (stage,)))
             for stage, names in enumerate(used)
         )
 
