@@ -297,6 +297,9 @@ FRAME_SUBJECTS: dict[str, Subject] = _named(
         Subject("loop_accumulated", frame_zoo.Loop, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
         Subject("loop_recomputed", frame_zoo.Slices, strategy={"recompute": True}),
         Subject("two_views", frame_zoo.TwoViews, strategy={"body": ["blocks"]}),
+        Subject("penalised", frame_zoo.Penalised),
+        Subject("averaged", frame_zoo.Averaged),
+        Subject("momentum_teacher", frame_zoo.Momentum),
     ]
 )
 

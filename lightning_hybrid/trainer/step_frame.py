@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -308,6 +308,7 @@ class StepFrame:
         inputs: Any,
         *coordinates: int,
         fetched: Mapping[str, Tensor],
+        skipped: Collection[int] = (),
     ) -> Any:
         """Run a stage's part of a step of the user's.
 
@@ -319,6 +320,7 @@ class StepFrame:
             inputs: What the stage before made.
             coordinates: Of the random numbers that it draws.
             fetched: What :meth:`fetch_parameters` has given.
+            skipped: Calls that write parameters, and that another microbatch makes.
         """
         assert self.cut is not None
         streams = self._streams
@@ -331,4 +333,5 @@ class StepFrame:
             seed=streams.of_calls(*coordinates),
             random=lambda number: streams.layers(0, *coordinates, number),  # the same numbers under every layout
             fetched=fetched,
+            skipped=skipped,
         )

@@ -41,6 +41,7 @@ from lightning_hybrid.pipeline_parallel.frame.running import (
     Unwind,
 )
 from lightning_hybrid.pipeline_parallel.frame.stage_states import StatesOfStages, copied_arguments
+from lightning_hybrid.pipeline_parallel.frame.writes import find_writes
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 
 _log = logging.getLogger(__name__)
@@ -208,6 +209,15 @@ class FrameCut:
         return self._all_holders
 
     @property
+    def _units_of(self) -> dict[str, list[int]]:
+        """The positions of the units that contain a parameter, by its name."""
+        units: dict[int, list[int]] = {}
+        for index, (_, unit) in enumerate(self._units):
+            for parameter in unit.parameters():
+                units.setdefault(id(parameter), []).append(index)
+        return {name: units.get(id(each), []) for name, each in self._module.named_parameters()}
+
+    @property
     def plans(self) -> list[FramePlan]:
         """The plans that are remembered, of training and of evaluation."""
         return [plan for known in self._plans.values() for plan in known]
@@ -319,18 +329,35 @@ class FrameCut:
         travels = find_travels(graph, routes, sizes)
         self._check_shared(graph, routes)
         last = self._num_stages - 1
-        parts = []
+        parts, writes = [], find_writes(graph, self._units_of)
         for stage, route in enumerate(routes):
             made_here = set().union(*(each.computed for each in routes[stage % self._num_ranks :: self._num_ranks]))
             later = routes[stage + self._num_ranks :: self._num_ranks]
             made_later = set().union(*(each.computed for each in later))
             lacks = any(stage not in stages for stages in self.holders.values())
             parts.append(
-                make_part(graph, route, made_here, made_later, again=bool(later), is_last=stage == last, lacks=lacks)
+                make_part(
+                    graph,
+                    route,
+                    made_here,
+                    made_later,
+                    writes.limited,
+                    again=bool(later),
+                    is_last=stage == last,
+                    lacks=lacks,
+                )
             )
         fetched = {name: min(self.all_holders[name]) for route in routes for name in sorted(route.fetched)}
         used, kept = self._parameters_of(graph, routes), find_kept(graph, routes, _tensors(self._metrics))
-        return FramePlan(next(self._numbers), graph, tuple(parts), used, travels, fetched, kept)
+        return FramePlan(
+            next(self._numbers), graph, tuple(parts), used, travels, fetched, kept, writes, self._of_layers(graph)
+        )
+
+    def _of_layers(self, graph: Graph) -> dict[str, Call]:
+        """The parameters of units that the code around them uses, by name, each with the first such call."""
+        names = self.all_holders.keys() - self.holders.keys()
+        around = [call for call in reversed(graph.calls) if call.unit is None]
+        return {name: call for call in around for name in sorted(call.parameters & names)}
 
     def _check_shared(self, graph: Graph, routes: Sequence[Route]) -> None:
         """A parameter of a leaf module has other values on each rank that shares it, and is known to that module."""
@@ -389,6 +416,7 @@ class FrameCut:
         seed: Callable[[int], None],
         random: Callable[[int], AbstractContextManager[None]],
         fetched: Mapping[str, Tensor] | None = None,
+        skipped: Collection[int] = (),
     ) -> Any:
         """Run a stage's part of a step.
 
@@ -401,6 +429,7 @@ class FrameCut:
             seed: Seeds the generators for the call of a number.
             random: Around a unit that draws random numbers, for the call of a number.
             fetched: By name, the values of parameters that earlier stages use than those that have them.
+            skipped: Calls that write parameters, and that another microbatch makes.
 
         Returns:
             A list of tensors for the next stage; on the last stage what the step returns.
@@ -408,7 +437,8 @@ class FrameCut:
         Raises:
             WrongUseError: If the step does something else than what was discovered.
         """
-        run = partial(self._run, plan, stage, step, inputs=inputs, seed=seed, random=random, fetched=fetched or {})
+        run = partial(self._run, plan, stage, step, inputs=inputs, seed=seed, random=random, skipped=skipped)
+        run = partial(run, fetched=fetched or {})
         if stage + self._num_ranks >= self._num_stages:
             return run(arguments)
         if self._states is None:
@@ -432,12 +462,13 @@ class FrameCut:
         seed: Callable[[int], None],
         random: Callable[[int], AbstractContextManager[None]],
         fetched: Mapping[str, Tensor],
+        skipped: Collection[int],
     ) -> Any:
         """Run a stage's part of a step; as :meth:`run`, where no other stage of this rank comes after it."""
         part = plan.parts[stage]
         parameters = {name: self._module.get_parameter(name) for name in part.parameters}
         invariant = None if self._invariant is None else self._invariant[plan.number]
-        running = Running(part, inputs or (), parameters, fetched, self._device, seed, random, invariant)
+        running = Running(part, inputs or (), parameters, fetched, self._device, seed, random, invariant, skipped)
         if not part.is_last and not running.missing and not part.leaves_from:
             return running.sent
         present = _tensors(self._module.modules()) if part.is_last and plan.kept else set()

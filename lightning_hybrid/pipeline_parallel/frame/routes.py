@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.pipeline_parallel.frame.graph import HOOKS, Graph, Value
+from lightning_hybrid.pipeline_parallel.frame.graph import HOOKS, Call, Graph, Value
 
 #: What lets a parameter live on another stage too.
 KEEP_TEXT = (
@@ -237,12 +237,25 @@ class _Router:
             for stage, route in enumerate(self.routes):
                 if number not in route.computed and any(self._holds(name, stage) for name in call.rewritten):
                     if not self._makes(number, stage):
-                        raise WrongUseError(
-                            f"{call} writes a parameter outside of the layers, with values that only stage"
-                            f" {len(self.routes) - 1} has, so that it would differ from stage to stage. Do it in a"
-                            " hook, such as `on_train_batch_end`, or let a layer of the body have the parameter."
-                        )
+                        raise WrongUseError(self._write_text(call, stage))
                     self.need([Value(number, 0)], stage, None)
+
+    def _write_text(self, call: Call, stage: int) -> str:
+        """The text for a write with values that a stage that has the parameter cannot have."""
+        sources = sorted({name for value in call.operands for name in self._calls[value.call].parameters})
+        sources = [name for name in sources if not self._holds(name, stage)]
+        if not sources:
+            return (
+                f"{call} writes the parameter {min(call.rewritten)!r}, which lives on stage {stage} among others, with"
+                f" values that only stage {len(self.routes) - 1} has, so that it would differ from stage to stage. Do"
+                " it in a hook, such as `on_train_batch_end`, or let a layer of the body have the parameter."
+            )
+        places = _stages(self._holders[sources[0]])
+        return (
+            f"{call} writes the parameter {min(call.rewritten)!r}, which lives on stage {stage}, with {sources[0]!r},"
+            f" which lives on {places}. Put both layers on one stage: set `layer.pipeline_stage` on each, or do it in a"
+            " hook, such as `on_train_batch_end`."
+        )
 
     def make_effects(self) -> None:
         """What is done to a tensor (a hook on its gradient) is done where the tensor is made."""

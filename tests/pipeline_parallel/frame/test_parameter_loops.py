@@ -1,7 +1,8 @@
-"""Loops over all parameters in a step: penalties, whose terms each stage computes of what it has."""
+"""Loops over all parameters in a step: penalties and moving averages, of which each stage does its part."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.pipeline_parallel.frame.plan import skipped_writes
 from tests.frame_modules import Block
 from tests.modules import WIDTH
-from tests.pipeline_parallel.frame.stages import check, cut_of, seed
+from tests.pipeline_parallel.frame.stages import check, cut_of, drawing, seed
 
 
 @pytest.fixture(autouse=True)
@@ -113,19 +115,6 @@ def test_a_sum_over_parameters_is_added_up_on_the_way() -> None:
     assert not played.plan.travels
 
 
-def test_a_parameter_of_a_layer_is_not_written_yet() -> None:
-    made = Model()
-
-    def step(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            made.blocks[0].linear.weight.mul_(0.9)
-        return made.loss(x)
-
-    cut = cut_of(made, 2)
-    with cut(), pytest.raises(WrongUseError, match="live on other stages"):
-        cut.find_plan(0, step, (torch.randn(4, WIDTH),), seed)
-
-
 def test_a_layer_may_be_given_the_weight_of_another_one() -> None:
     class Reader(Block):
         def forward(self, x: Tensor, weight: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -150,3 +139,143 @@ def test_a_penalty_goes_with_parameters_outside_that_have_a_place() -> None:
     }
     step = lambda x: made.loss(x) + l2(made)  # noqa: E731
     check(made, step, (torch.randn(4, WIDTH),), 2, cut_of(made, 2, holders=holders))
+
+
+class Pair(nn.Module):
+    """A student, and a teacher that is its moving average."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.student = nn.ModuleList(Block() for _ in range(count))
+        self.teacher = nn.ModuleList(Block() for _ in range(count)).requires_grad_(False)
+
+    @property
+    def units(self) -> list[tuple[str, nn.Module]]:
+        rows = zip(self.student.named_children(), self.teacher.children(), strict=True)
+        return [each for (name, one), two in rows for each in ((f"student.{name}", one), (f"teacher.{name}", two))]
+
+    def pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
+        return zip(self.student.parameters(), self.teacher.parameters(), strict=True)
+
+    def loss(self, x: Tensor) -> Tensor:
+        y = x.flip(1)
+        for student, teacher in zip(self.student, self.teacher, strict=True):
+            x, y = student(x), teacher(y)
+        return (x - y.detach()).pow(2).mean()
+
+
+def chained(model: Pair) -> None:
+    with torch.no_grad():
+        for now, average in model.pairs():
+            average.mul_(0.9).add_(now, alpha=0.1)
+
+
+def assigned(model: Pair) -> None:
+    for now, average in model.pairs():
+        average.data = average.data * 0.9 + now.data * 0.1
+
+
+def copied(model: Pair) -> None:
+    for now, average in model.pairs():
+        average.data.copy_(torch.lerp(average.data, now.detach(), 0.1))
+
+
+def interpolated(model: Pair) -> None:
+    for now, average in model.pairs():
+        average.data.lerp_(now.data, 0.1)
+
+
+UPDATES = [chained, assigned, copied, interpolated]
+
+
+def _steps(model: Pair, step: Any, batches: list[list[Tensor]], num_stages: int = 2) -> list[Tensor]:
+    """The losses of the microbatches of each step, one stage after the other; students move between steps."""
+    cut, losses = cut_of(model, num_stages, model.units), []
+    for microbatches in batches:
+        with cut():
+            plans = [cut.find_plan(0, step, (x,), seed) for x in microbatches]
+            for x, plan, skipped in zip(microbatches, plans, skipped_writes(plans), strict=True):
+                value: Any = None
+                for stage in range(num_stages):
+                    value = cut.run(plan, stage, step, (x,), value, seed=seed, random=drawing, skipped=skipped)
+                losses.append(value.detach())
+        with torch.no_grad():
+            for parameter in model.student.parameters():
+                parameter.mul_(0.95)
+    return losses
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("update", UPDATES)
+def test_an_average_moves_once_a_step(update: Any, is_first: bool, num_microbatches: int) -> None:
+    model = Pair()
+    other = copy.deepcopy(model)
+
+    def step_of(model: Pair) -> Any:
+        def step(x: Tensor) -> Tensor:
+            if is_first:
+                update(model)
+            loss = model.loss(x)
+            if not is_first:
+                update(model)
+            return loss
+
+        return step
+
+    batches = [list(torch.randn(2 * num_microbatches, WIDTH).chunk(num_microbatches)) for _ in range(3)]
+    losses = _steps(model, step_of(model), batches)
+    expected = []
+    for microbatches in batches:
+        if is_first:
+            update(other)
+        expected += [other.loss(x).detach() for x in microbatches]
+        if not is_first:
+            update(other)
+        with torch.no_grad():
+            for parameter in other.student.parameters():
+                parameter.mul_(0.95)
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-12, atol=1e-12)
+
+
+def test_an_average_that_is_used_before_and_after_needs_one_microbatch() -> None:
+    model = Pair()
+
+    def step(x: Tensor) -> Tensor:
+        before = sum(average.pow(2).sum() for average in model.teacher.parameters())
+        chained(model)
+        return model.loss(x) + before
+
+    x = torch.randn(2, WIDTH)
+    assert len(_steps(model, step, [[x]])) == 1
+    with pytest.raises(WrongUseError, match=r"`mul_` at .* writes the parameter 'teacher.*num_microbatches=1"):
+        _steps(model, step, [[x, x]])
+
+
+def test_what_depends_on_the_batch_is_written_for_each_microbatch() -> None:
+    model = Pair()
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.teacher[0].linear.bias.add_(x.mean(0))
+        return model.loss(x)
+
+    before = model.teacher[0].linear.bias.clone()
+    x = torch.randn(2, WIDTH)
+    _steps(model, step, [[x, x]])
+    torch.testing.assert_close(model.teacher[0].linear.bias, before + 2 * x.mean(0))
+
+
+def test_a_teacher_on_another_stage_is_refused() -> None:
+    model = Pair()
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.teacher[0].linear.bias.lerp_(model.student[-1].linear.bias, 0.1)
+        return model.loss(x)
+
+    with pytest.raises(
+        WrongUseError, match=r"`lerp_` at .* writes the parameter 'teacher.0.linear.bias'.*pipeline_stage"
+    ):
+        _steps(model, step, [[torch.randn(2, WIDTH)]])
