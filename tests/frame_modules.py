@@ -5,6 +5,7 @@ Nothing here knows that `lightning_hybrid` exists. Each module's docstring names
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -382,3 +383,69 @@ class FrameDrops(Loop):
                 continue
             x = x + layer(x) * torch.rand(len(x), 1, dtype=x.dtype)
         return self.head(self.drop(x))
+
+
+class Penalised(Loop):
+    """Penalties over all parameters: squares, orthogonality of the layers, distances from former weights, norms."""
+
+    def build(self) -> None:
+        super().build()
+        self.former = {name: 0.9 * parameter.detach() + 0.05 for name, parameter in self.named_parameters()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        absolute = sum(parameter.abs().sum() for parameter in self.parameters())
+        loss = super().training_step(batch, batch_idx) + 1e-3 * absolute
+        for layer in self.blocks:
+            weight = layer.linear.weight
+            loss = loss + 1e-2 * (weight.T @ weight - torch.eye(WIDTH, dtype=weight.dtype)).pow(2).sum()
+        for name, parameter in self.named_parameters():
+            loss = loss + 1e-2 * (parameter - self.former[name].to(parameter.dtype)).pow(2).sum()
+        return loss + 1e-2 * torch.stack([parameter.norm() for parameter in self.parameters()]).sum()
+
+
+class Averaged(Example):
+    """Self-supervision with a teacher that the step moves at its end (DINO); projections outside of the layers too."""
+
+    def build(self) -> None:
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.student = nn.ModuleList(Block() for _ in range(self.layers))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.teacher_head = copy.deepcopy(self.head).requires_grad_(False)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        pairs = [*zip(self.student.parameters(), self.teacher.parameters(), strict=True)]
+        for now, average in [*pairs, *zip(self.head.parameters(), self.teacher_head.parameters(), strict=True)]:
+            average.mul_(0.9).add_(now, alpha=0.1)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        x = self.embed(x)
+        for layer in self.student:
+            x = layer(x)
+        for layer in self.teacher:
+            y = layer(y)
+        return F.mse_loss(self.head(x), self.teacher_head(y).detach())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.update()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2, weight_decay=0.1)
+
+
+class Momentum(Averaged):
+    """The teacher is moved at the top of the step (MoCo v3, BYOL), by assignment to `data`."""
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for student, teacher in ((self.student, self.teacher), (self.head, self.teacher_head)):
+            for now, average in zip(student.parameters(), teacher.parameters(), strict=True):
+                average.data = average.data * 0.9 + now.data * (1.0 - 0.9)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.update()
+        return Example.training_step(self, batch, batch_idx)

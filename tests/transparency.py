@@ -305,6 +305,9 @@ FRAME_SUBJECTS: dict[str, Subject] = _named(
         Subject("views", frame_zoo.TwoViews),
         Subject("layer_by_layer", frame_zoo.LayerByLayer),
         Subject("projected", frame_zoo.Projected),
+        Subject("penalised", frame_zoo.Penalised),
+        Subject("averaged", frame_zoo.Averaged),
+        Subject("momentum_teacher", frame_zoo.Momentum),
     ]
 )
 

@@ -369,7 +369,7 @@ class StepFrame:
         for travel in new:
             trained = any(self._module.get_parameter(name).requires_grad for name in travel.names)
             num_bytes += travel.num_bytes * (2 if trained and torch.is_grad_enabled() else 1)
-        rank_zero_warn(travel_text(step, new, self.cut.holders, num_bytes))
+        rank_zero_warn(travel_text(step, new, self.cut.all_holders, num_bytes))
         self._warned |= {(step, travel.names, travel.stages) for travel in new}
 
     def run_frame(
@@ -381,6 +381,7 @@ class StepFrame:
         inputs: Any,
         *coordinates: int,
         fetched: Mapping[str, Tensor],
+        skipped: Collection[int] = (),
     ) -> Any:
         """Run a stage's part of a step of the user's.
 
@@ -392,6 +393,7 @@ class StepFrame:
             inputs: What the stage before made.
             coordinates: Of the random numbers that it draws.
             fetched: What :meth:`fetch_parameters` has given.
+            skipped: Calls that write parameters, and that another microbatch makes.
         """
         assert self.cut is not None
         streams = self._streams
@@ -404,4 +406,5 @@ class StepFrame:
             seed=streams.of_calls(*coordinates),
             random=lambda number: streams.layers(0, *coordinates, number),  # the same numbers under every layout
             fetched=fetched,
+            skipped=skipped,
         )

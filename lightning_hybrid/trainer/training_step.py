@@ -23,7 +23,7 @@ from lightning_hybrid.distributed.class_losses import observed
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.engine import Compute, Profile
-from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
+from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, skipped_writes
 from lightning_hybrid.pipeline_parallel.links.step_schedules import StepSchedules
 from lightning_hybrid.pipeline_parallel.links.traffic import TrafficWatch
 from lightning_hybrid.pipeline_parallel.microbatch import (
@@ -272,11 +272,12 @@ class TrainingStep:
             precision: The precision plugin's context.
             loss_of: Makes the loss of a microbatch of the value of the step.
             plans: What stages do in the step of each microbatch, if it is followed.
-            draws_alike: If True, all microbatches draw the same random numbers.
+            draws_alike: If True, all microbatches draw the same random numbers, and each is a step by itself.
         """
         context, zero, user_step = self._context, self._grad_sync.zero, self._context.module.training_step
         frame, casts = context.frame, self._casts
         fetched = frame.fetch_parameters("training_step", plans) if plans else {}
+        skipped = [()] * len(plans) if draws_alike else skipped_writes(plans)
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             if zero.is_active:
@@ -295,7 +296,7 @@ class TrainingStep:
                     value = frame.body_cut.run(user_step, of_microbatch, run_layers, inputs, unwinds=stage == 0)
                 elif plan is not None:
                     part = stage, user_step, of_microbatch, context.received(inputs)
-                    value = frame.run_frame(plan, *part, *coordinates, fetched=fetched)
+                    value = frame.run_frame(plan, *part, *coordinates, fetched=fetched, skipped=skipped[microbatch])
                 else:
                     value = user_step(*of_microbatch)
                 value = context.plain(value, to_stage=not is_last)
@@ -516,6 +517,8 @@ class TrainingStep:
                 given = microbatch, *arguments
                 plan = context.frame.find_plan(user_step, given, *coordinates, key=key)
                 if plan is not None:
+                    if plan.of_layers and self._grad_sync.zero.is_active:
+                        raise WrongUseError(_shard_text(plan))
                     plans.append(plan)
                 else:
                     context.frame.note_use(user_step, given, *coordinates, key=key)
@@ -645,6 +648,15 @@ class UncutTrainingStep:
             grad_sync.finish()
         if self._module.automatic_optimization:
             grad_sync.zero.close()
+
+
+def _shard_text(plan: FramePlan) -> str:
+    name, call = min(plan.of_layers.items(), key=lambda entry: entry[0])
+    return (
+        f"{call} uses the parameter {name!r} of a layer outside of that layer. With zero_stage=3 replicas have a shard"
+        " of it there. Use zero_stage=2 or zero_stage=1, or write averages of weights in a hook, such as"
+        " `on_train_batch_end`."
+    )
 
 
 def _looking(anomaly: AnomalyDetector | None) -> AbstractContextManager[None]:

@@ -52,7 +52,6 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     users_line,
 )
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of, num_bytes
-from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 
 _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
 # Leaves of a call beyond those of its result: what it wrote.
@@ -122,7 +121,7 @@ class Discovery(TorchFunctionMode):
         self._checkpoints: dict[int, tuple[Any, int]] = {}
         self._parameters: dict[int, Tensor] = {}
         self._parameter_names = dict(names)
-        self._of_units: set[int] = set()
+        self._parameters_in: dict[int, set[str]] = {}  # by memory
         self._originals: dict[int, tuple[Tensor, Tensor]] = {}
         self._inputs: dict[int, tuple[Tensor, int]] = {}
         self._made: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
@@ -136,14 +135,13 @@ class Discovery(TorchFunctionMode):
         with self.fakes:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
 
-    def parameter(self, parameter: Tensor, *, in_unit: bool) -> nn.Parameter:
+    def parameter(self, parameter: Tensor) -> nn.Parameter:
         """What stands for a parameter."""
         fake = nn.Parameter(self.fake(parameter), requires_grad=parameter.requires_grad)
         self._parameters[id(parameter)] = self._parameters[id(fake)] = fake
-        if in_unit:
-            self._of_units |= {id(parameter), id(fake)}
-        elif id(parameter) in self._parameter_names:
-            self._parameter_names[id(fake)] = self._parameter_names[id(parameter)]
+        if id(parameter) in self._parameter_names:
+            self._parameter_names[id(fake)] = name = self._parameter_names[id(parameter)]
+            self._parameters_in.setdefault(memory_of(fake), set()).add(name)
         return fake
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -175,7 +173,9 @@ class Discovery(TorchFunctionMode):
         gone = [key for key, (reference, _) in self._stand_ins.items() if reference() is None]
         for key in gone:  # or else it depends on whose memory was used again which of these are still there
             del self._stand_ins[key]
-        alive = {value for reference, value in self._names.values() if reference() is not None}
+        # Not what stands for parameters: each stage has, and writes, its own.
+        held = ((reference(), value) for reference, value in self._names.values())
+        alive = {value for tensor, value in held if tensor is not None and id(tensor) not in self._parameters}
         self.graph.wanted += sorted(alive - set(self.graph.wanted))
         for copied, original in self._originals.values():
             value = self._name_of(copied)
@@ -305,19 +305,18 @@ class Discovery(TorchFunctionMode):
             value = self._name_of(leaf)
             if value is not None:
                 operands[value] = None
-            elif call.unit is None and id(leaf) in self._of_units:
-                raise WrongUseError(without_value_text(f"the result of {call}"))
             elif isinstance(leaf, FakeTensor) and id(leaf) not in self._parameters:
                 raise WrongUseError(
                     f"{call} uses a tensor that a layer of the body made and did not return. What the code around the"
                     f" layers needs of a layer has to be returned by it, not kept in an attribute. {GENERATION}"
                 )
-            if id(leaf) in self._parameter_names and id(leaf) not in self._of_units:
+            if id(leaf) in self._parameter_names:
                 call.parameters |= {self._parameter_names[id(leaf)]}
             fakes[place] = self._parameters.get(id(leaf), leaf)
             if not isinstance(fakes[place], FakeTensor):
                 fakes[place] = real[place] = self._stand_in(leaf)
                 call.has_data = True
+                call.has_batch = call.has_batch or self._is_of_batch(leaf)
         call.operands = tuple(operands)
         # Not inside of the fake mode: what a layer makes without operands (a table in a cache) has to be real.
         with torch.no_grad(), self._operators.watch() as seen:
@@ -347,7 +346,8 @@ class Discovery(TorchFunctionMode):
         call.fills = self._note_writes(lost)
         outputs = self._name_results(number, call, leaves, fakes, result, seen.written, requires_grad=requires_grad)
         self._rename(number, call, seen.written)
-        self._note_parameters(call, leaves, seen.written)
+        if call.unit is None:
+            self._note_parameters(call, leaves, fakes, result, seen.written)
         return outputs
 
     def _lose(self, written: set[int]) -> set[int]:
@@ -456,16 +456,26 @@ class Discovery(TorchFunctionMode):
                     call.is_in_place = True
                     self._name(tensor, call.old[value])
 
-    def _note_parameters(self, call: Call, leaves: list[Any], written: set[int]) -> None:
-        """Which parameters a call writes."""
-        frame = self._parameters.keys() - self._of_units if written else ()
-        rewritten = {key for key in frame if memory_of(self._parameters[key]) in written}
+    def _note_parameters(self, call: Call, leaves: list[Any], fakes: list[Any], result: Any, written: set[int]) -> None:
+        """Which parameters a call writes, and with the numbers of which it computes."""
+        given = {memory_of(fake) for fake in fakes if isinstance(fake, Tensor)}
+        names = set().union(*(self._parameters_in[memory] for memory in given & self._parameters_in.keys()))
+        made = {memory_of(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)} if names else given
+        if written or not made or not made <= given:
+            call.computes_with = frozenset(names)
+        known = self._parameters.keys() if written else ()
+        rewritten = {key for key in known if memory_of(self._parameters[key]) in written}
         if getattr(call.function, "__name__", "") == "__set__" and isinstance(leaves[0], Tensor):
             rewritten = {id(leaves[0])} & self._parameters.keys()
             if not rewritten:
                 raise WrongUseError(
                     f"{call} assigns to an attribute of a tensor that another stage has. Make a new tensor instead."
                 )
+            for key in rewritten & self._parameter_names.keys():  # it has the memory of what was assigned
+                name = self._parameter_names[key]
+                for names_there in self._parameters_in.values():  # others may have its former memory later
+                    names_there.discard(name)
+                self._parameters_in.setdefault(memory_of(self._parameters[key]), set()).add(name)
         call.rewritten = frozenset(self._parameter_names.get(key, "") for key in rewritten)
 
     def _check_checkpoint(self, call: Call) -> None:
@@ -561,6 +571,18 @@ class Discovery(TorchFunctionMode):
                 found.add(number)
         self._invariant.clear()
         return frozenset(found)
+
+    def _is_of_batch(self, tensor: Tensor) -> bool:
+        """Whether a tensor with values was made of an argument of the step."""
+        waiting, seen = [self._source(tensor)], set[int]()
+        while waiting:
+            source = waiting.pop()
+            if type(source) is Input:
+                return True
+            if type(source) is Made and source.call not in seen:
+                seen.add(source.call)
+                waiting += self._real_calls[source.call].sources
+        return False
 
     def _source(self, tensor: Tensor) -> Any:
         """Where an operand of a real call comes from."""

@@ -105,7 +105,7 @@ class _Fakes:
 
     def __call__(self, tensor: Tensor, *, in_unit: bool) -> Tensor:
         if isinstance(tensor, nn.Parameter):
-            return self._discovery.parameter(tensor, in_unit=in_unit)
+            return self._discovery.parameter(tensor)
         return self._discovery.fake(tensor) if in_unit else self._discovery.copy(tensor)
 
 

@@ -43,6 +43,7 @@ from lightning_hybrid.pipeline_parallel.frame.running import (
     Unwind,
 )
 from lightning_hybrid.pipeline_parallel.frame.stage_states import StatesOfStages, copied_arguments
+from lightning_hybrid.pipeline_parallel.frame.writes import find_writes
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 
 _log = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ class FrameCut:
         self._remembers = remembers
         self._plans: dict[Hashable, list[FramePlan]] = {}
         self.holders = holders
+        self._all_holders: dict[str, Collection[int]] | None = None
         self._numbers = count()
         self._warned = False
         self._mode: Discovery | Running | None = None
@@ -210,7 +212,36 @@ class FrameCut:
             holders: The stages of those that not all of them have, by name.
         """
         self.holders = holders
+        self._all_holders = None
         self._plans.clear()
+
+    @property
+    def all_holders(self) -> Mapping[str, Collection[int]]:
+        """The stages of all parameters that not every stage has, those of units among them, by name."""
+        if self._all_holders is None:
+            of_unit = {
+                id(part): stage for unit, stage in self._stage_of.items() for part in self._units[unit][1].modules()
+            }
+            stages: dict[int, set[int] | None] = {}
+            for part in self._module.modules():
+                for parameter in part.parameters(recurse=False):
+                    known = stages.setdefault(id(parameter), set())
+                    if id(part) not in of_unit:  # also what is tied to a layer lives where `holders` says
+                        stages[id(parameter)] = None
+                    elif known is not None:
+                        known.add(of_unit[id(part)])
+            of_units = {name: stages[id(each)] for name, each in self._module.named_parameters()}
+            self._all_holders = {name: each for name, each in of_units.items() if each is not None} | {**self.holders}
+        return self._all_holders
+
+    @property
+    def _units_of(self) -> dict[str, list[int]]:
+        """The positions of the units that contain a parameter, by its name."""
+        units: dict[int, list[int]] = {}
+        for index, (_, unit) in enumerate(self._units):
+            for parameter in unit.parameters():
+                units.setdefault(id(parameter), []).append(index)
+        return {name: units.get(id(each), []) for name, each in self._module.named_parameters()}
 
     @property
     def plans(self) -> list[FramePlan]:
@@ -248,7 +279,7 @@ class FrameCut:
         before()
         graph = self._discover(step, arguments, seed)
         self._compare(graph.texts())
-        graph.read(self.holders.keys())
+        graph.read(self.all_holders.keys())
         plan = self._make_plan(graph)
         _log.debug(
             "`%s` was followed in %.0f ms: %d calls, tensors between stages %s",
@@ -318,25 +349,42 @@ class FrameCut:
             raise WrongUseError(f"The layer {self._units[unit][0]!r} is called {times} times in a step, {self._once}")
         try:
             fetches = not torch.is_grad_enabled()
-            routes = find_routes(graph, self._stage_of, self._num_stages, self.holders, fetches=fetches)
+            routes = find_routes(graph, self._stage_of, self._num_stages, self.all_holders, fetches=fetches)
         except OrderError as error:
             raise WrongUseError(self._order_text(graph, *error.args)) from None
         sizes = {name: each.numel() * each.element_size() for name, each in self._module.named_parameters()}
         travels = find_travels(graph, routes, sizes)
         self._check_shared(graph, routes)
         last = self._num_stages - 1
-        parts = []
+        parts, writes = [], find_writes(graph, self._units_of)
         for stage, route in enumerate(routes):
             made_here = set().union(*(each.computed for each in routes[stage % self._num_ranks :: self._num_ranks]))
             later = routes[stage + self._num_ranks :: self._num_ranks]
             made_later = set().union(*(each.computed for each in later))
             lacks = any(stage not in stages for stages in self.holders.values())
             parts.append(
-                make_part(graph, route, made_here, made_later, again=bool(later), is_last=stage == last, lacks=lacks)
+                make_part(
+                    graph,
+                    route,
+                    made_here,
+                    made_later,
+                    writes.limited,
+                    again=bool(later),
+                    is_last=stage == last,
+                    lacks=lacks,
+                )
             )
-        fetched = {name: min(self.holders[name]) for route in routes for name in sorted(route.fetched)}
+        fetched = {name: min(self.all_holders[name]) for route in routes for name in sorted(route.fetched)}
         used, kept = self._parameters_of(graph, routes), find_kept(graph, routes, _tensors(self._metrics))
-        return FramePlan(next(self._numbers), graph, tuple(parts), used, travels, fetched, kept)
+        return FramePlan(
+            next(self._numbers), graph, tuple(parts), used, travels, fetched, kept, writes, self._of_layers(graph)
+        )
+
+    def _of_layers(self, graph: Graph) -> dict[str, Call]:
+        """The parameters of units that the code around them uses, by name, each with the first such call."""
+        names = self.all_holders.keys() - self.holders.keys()
+        around = [call for call in reversed(graph.calls) if call.unit is None]
+        return {name: call for call in around for name in sorted(call.parameters & names)}
 
     def _check_shared(self, graph: Graph, routes: Sequence[Route]) -> None:
         """A parameter of a leaf module has other values on each rank that shares it, and is known to that module."""
@@ -356,8 +404,9 @@ class FrameCut:
         used = [set().union(*(calls[number].parameters for number in route.computed)) for route in routes]
         if graph.needed is not None:  # what comes then has not been seen
             used[-1] |= {name for name, _ in self._module.named_parameters()}
+        of_units = self.all_holders.keys() - self.holders.keys()
         return tuple(
-            frozenset(name for name in names if stage in self.holders.get(name, (stage,)))
+            frozenset(name for name in names - of_units if stage in self.holders.get(name, (stage,)))
             for stage, names in enumerate(used)
         )
 
@@ -394,6 +443,7 @@ class FrameCut:
         seed: Callable[[int], None],
         random: Callable[[int], AbstractContextManager[None]],
         fetched: Mapping[str, Tensor] | None = None,
+        skipped: Collection[int] = (),
     ) -> Any:
         """Run a stage's part of a step.
 
@@ -406,6 +456,7 @@ class FrameCut:
             seed: Seeds the generators for the call of a number.
             random: Around a unit that draws random numbers, for the call of a number.
             fetched: By name, the values of parameters that earlier stages use than those that have them.
+            skipped: Calls that write parameters, and that another microbatch makes.
 
         Returns:
             A list of tensors for the next stage; on the last stage what the step returns.
@@ -413,7 +464,8 @@ class FrameCut:
         Raises:
             WrongUseError: If the step does something else than what was discovered.
         """
-        run = partial(self._run, plan, stage, step, inputs=inputs, seed=seed, random=random, fetched=fetched or {})
+        run = partial(self._run, plan, stage, step, inputs=inputs, seed=seed, random=random, skipped=skipped)
+        run = partial(run, fetched=fetched or {})
         if stage + self._num_ranks >= self._num_stages:
             return run(arguments)
         if self._states is None:
@@ -437,12 +489,13 @@ class FrameCut:
         seed: Callable[[int], None],
         random: Callable[[int], AbstractContextManager[None]],
         fetched: Mapping[str, Tensor],
+        skipped: Collection[int],
     ) -> Any:
         """Run a stage's part of a step; as :meth:`run`, where no other stage of this rank comes after it."""
         part = plan.parts[stage]
         parameters = {name: self._module.get_parameter(name) for name in part.parameters}
         invariant = None if self._invariant is None else self._invariant[plan.number]
-        running = Running(part, inputs or (), parameters, fetched, self._device, seed, random, invariant)
+        running = Running(part, inputs or (), parameters, fetched, self._device, seed, random, invariant, skipped)
         if not part.is_last and not running.missing and not part.leaves_from:
             return running.sent
         present = _tensors(self._module.modules()) if part.is_last and plan.kept else set()

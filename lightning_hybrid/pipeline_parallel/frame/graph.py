@@ -94,7 +94,7 @@ class Call:
         name: For messages: the function's, or the module's dotted one.
         where: The line of the user's code, as ``file:line``.
         operands: The absent values that it needs, each once.
-        parameters: The names of the parameters outside of units that it needs.
+        parameters: The names of the parameters that it is given.
         has_data: Whether it needs tensors that are on every rank, beside these.
         outputs: The leaves of what it returns: :class:`AbsentTensor`, :class:`Argument`, or a value that is no tensor.
             Nothing where no operand is absent: then it is computed everywhere.
@@ -109,8 +109,10 @@ class Call:
         counts: Tensors of the module that a call without absent operands writes, by their identities: every stage does.
         fills: Those that one with absent operands writes.
         is_effect: Whether it does something to its operands that is no value (a hook on a gradient).
-        rewritten: The names of the parameters outside of units that it writes, which every stage does that has them;
-            ``""`` for one that the module does not name.
+        rewritten: The names of the parameters that it writes, which every stage does that has them; ``""`` for one that
+            the module does not name.
+        computes_with: The names of the parameters whose memory it reads, if it does more than to make a view of it.
+        has_batch: Whether it needs tensors that are on every rank and depend on the batch.
         is_made_again: Whether `torch.utils.checkpoint` makes it again in backward.
         states: Tensors of the module (buffers, attributes) among its arguments, by their identities.
     """
@@ -134,6 +136,8 @@ class Call:
     fills: tuple[int, ...] = ()
     is_effect: bool = False
     rewritten: frozenset[str] = frozenset()
+    computes_with: frozenset[str] = frozenset()
+    has_batch: bool = False
     is_made_again: bool = False
     states: tuple[int, ...] = ()
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, unflatten
 from lightning_hybrid.pipeline_parallel.frame.graph import AbsentTensor, Argument, Call, Graph, Value
 from lightning_hybrid.pipeline_parallel.frame.routes import Route, Travel
+from lightning_hybrid.pipeline_parallel.frame.writes import Writes, skipped
 
 _DROPOUTS: frozenset[Any] = frozenset(
     {
@@ -35,6 +37,8 @@ class FramePlan:
         fetched: Of which stages the values are that earlier ones use, and get before the step, by name.
         kept: Tensors of the module that other stages than the last one read, and that it must not write where nothing
             is followed any more; with a call that reads them.
+        writes: Of parameters, that one microbatch of a step makes for all.
+        of_layers: The parameters of units that the code around them uses, by name, each with the first such call.
     """
 
     number: int
@@ -44,6 +48,8 @@ class FramePlan:
     travels: tuple[Travel, ...]
     fetched: Mapping[str, int]
     kept: tuple[tuple[Tensor, Call], ...]
+    writes: Writes = field(default_factory=Writes)
+    of_layers: Mapping[str, Call] = field(default_factory=dict)
 
 
 def find_kept(graph: Graph, routes: Sequence[Route], excluded: Collection[int]) -> tuple[tuple[Tensor, Call], ...]:
@@ -54,6 +60,19 @@ def find_kept(graph: Graph, routes: Sequence[Route], excluded: Collection[int]) 
     readers = [call for number, call in enumerate(graph.calls) if not call.is_absent or number in elsewhere]
     first = {state: call for call in reversed(readers) for state in call.states}
     return tuple((graph.states[state], call) for state, call in first.items() if state not in excluded)
+
+
+def skipped_writes(plans: Sequence[FramePlan]) -> list[frozenset[int]]:
+    """Return, for each microbatch of a step, the writes of parameters that it leaves to another one.
+
+    Args:
+        plans: Of each microbatch.
+
+    Raises:
+        WrongUseError: If a parameter is written in a way that cannot be done once.
+    """
+    again = {name for plan in plans for part in plan.parts for name in part.rewritten}
+    return skipped([plan.writes for plan in plans], [plan.graph for plan in plans], again)
 
 
 def stages_by_parameter(parameters: Iterable[Sequence[frozenset[str]]]) -> dict[str, set[int]]:
@@ -84,6 +103,7 @@ class Action:
         sent: Leaves of the result, or arguments, that the next stage wants: (leaf, position among what is sent, whether
             a copy is sent, because it will be changed in place, or may be a view of a parameter).
         call: The call, as it was when it was first seen.
+        instead: What is called in the place of what the user calls, if that is something else.
     """
 
     function: Callable[..., Any] | None
@@ -94,6 +114,7 @@ class Action:
     is_invariant: bool
     sent: tuple[tuple[int | Argument, int, bool], ...]
     call: Call
+    instead: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +193,32 @@ class Part:
         """The names of the parameters that travel from here, or to here."""
         return [*self.fetched, *(name for name, _ in (*self.read, *self.arrived))]
 
+    def without(self, numbers: Collection[int]) -> list[Action]:
+        """Return the actions, with those of some calls answered and not made.
+
+        Args:
+            numbers: Of calls that write parameters.
+        """
+        if not numbers:
+            return self.actions
+        actions = list(self.actions)
+        for number in numbers:
+            action = actions[number]
+            if action.answer is None:
+                actions[number] = replace(action, answer=_make_answer(number, action.call, {}, False))
+        return actions
+
 
 def make_part(
-    graph: Graph, route: Route, made_here: set[int], made_later: set[int], *, again: bool, is_last: bool, lacks: bool
+    graph: Graph,
+    route: Route,
+    made_here: set[int],
+    made_later: set[int],
+    limited: Collection[int],
+    *,
+    again: bool,
+    is_last: bool,
+    lacks: bool,
 ) -> Part:
     """What a stage does.
 
@@ -183,6 +227,7 @@ def make_part(
         route: What the stage makes, receives and sends.
         made_here: The calls that any stage of this rank makes.
         made_later: The calls that later stages of this rank make.
+        limited: The calls that not every microbatch makes.
         again: Whether a later stage of this rank runs the step again.
         is_last: Whether it is the last stage.
         lacks: Whether there are parameters outside of units that it does not have.
@@ -215,9 +260,10 @@ def make_part(
                 is_invariant=number in graph.invariant and not _may_draw(call) and number not in own,
                 sent=tuple(own.get(number, ())),
                 call=call,
+                instead=_assign if is_made and call.rewritten and _assigns(call) else None,
             )
         )
-        if call.unit is not None or answer is not None:
+        if call.unit is not None or answer is not None or number in limited:
             free_from = number + 1
     passed = tuple((received[value], sent[value], value in changed) for value in sent if value in received)
     running = [number for number, call in enumerate(graph.calls) if _must_run(number, call, route)]
@@ -269,6 +315,21 @@ def _parameters(graph: Graph, positions: Mapping[Value, int]) -> tuple[tuple[str
 def _may_draw(call: Call) -> bool:
     """Whether a call draws; dropout does with another rate, whatever it was when the step was first seen."""
     return call.draws or call.function in _DROPOUTS
+
+
+def _assigns(call: Call) -> bool:
+    return getattr(call.function, "__name__", "") == "__set__"
+
+
+def _assign(tensor: Tensor, value: Tensor) -> None:
+    """Write what is assigned to `tensor.data`: shards, buckets and what restores tensors know its memory."""
+    if tensor.shape != value.shape or tensor.dtype != value.dtype:
+        raise WrongUseError(
+            f"`data` of a parameter of shape {tuple(tensor.shape)} and {tensor.dtype} is assigned a tensor of shape"
+            f" {tuple(value.shape)} and {value.dtype}."
+        )
+    with torch.no_grad():
+        tensor.detach().copy_(value)
 
 
 def _must_run(number: int, call: Call, route: Route) -> bool:

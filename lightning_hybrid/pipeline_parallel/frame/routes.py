@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.pipeline_parallel.frame.graph import HOOKS, Graph, Value
+from lightning_hybrid.pipeline_parallel.frame.graph import HOOKS, Call, Graph, Value
 
 #: What lets a parameter live on another stage too.
 KEEP_TEXT = (
@@ -63,7 +63,8 @@ def find_routes(
 
     A stage makes a value itself if it can: out of the batch, its parameters, its units and what it receives anyway.
     Else it receives it from the first stage that can. Else, where the operands of a call are spread over several
-    stages, it receives these. Parameters that not all stages have are values like any other.
+    stages, it receives these; or the result, if that is made of parameters and is not larger: an earlier stage then
+    makes it. Parameters that not all stages have are values like any other.
 
     Args:
         graph: What the step does.
@@ -181,6 +182,7 @@ class _Router:
         hooks = [call for call in graph.calls if call.function in HOOKS]
         self._hooked = {value.call for call in hooks for value in call.operands}
         self._can: list[dict[int, bool]] = [{} for _ in routes]
+        self._ready = self._find_ready()
 
     def finish(self, *, fetches: bool) -> list[Route]:
         """Once every stage makes its units: what the last one wants beside them, and what goes along with that.
@@ -235,12 +237,25 @@ class _Router:
             for stage, route in enumerate(self.routes):
                 if number not in route.computed and any(self._holds(name, stage) for name in call.rewritten):
                     if not self._makes(number, stage):
-                        raise WrongUseError(
-                            f"{call} writes a parameter outside of the layers, with values that only stage"
-                            f" {len(self.routes) - 1} has, so that it would differ from stage to stage. Do it in a"
-                            " hook, such as `on_train_batch_end`, or let a layer of the body have the parameter."
-                        )
+                        raise WrongUseError(self._write_text(call, stage))
                     self.need([Value(number, 0)], stage, None)
+
+    def _write_text(self, call: Call, stage: int) -> str:
+        """The text for a write with values that a stage that has the parameter cannot have."""
+        sources = sorted({name for value in call.operands for name in self._calls[value.call].parameters})
+        sources = [name for name in sources if not self._holds(name, stage)]
+        if not sources:
+            return (
+                f"{call} writes the parameter {min(call.rewritten)!r}, which lives on stage {stage} among others, with"
+                f" values that only stage {len(self.routes) - 1} has, so that it would differ from stage to stage. Do"
+                " it in a hook, such as `on_train_batch_end`, or let a layer of the body have the parameter."
+            )
+        places = _stages(self._holders[sources[0]])
+        return (
+            f"{call} writes the parameter {min(call.rewritten)!r}, which lives on stage {stage}, with {sources[0]!r},"
+            f" which lives on {places}. Put both layers on one stage: set `layer.pipeline_stage` on each, or do it in a"
+            " hook, such as `on_train_batch_end`."
+        )
 
     def make_effects(self) -> None:
         """What is done to a tensor (a hook on its gradient) is done where the tensor is made."""
@@ -313,7 +328,30 @@ class _Router:
         # Of several stages that have a parameter the nearest one: what is between does not have it.
         is_parameter = self._graph.parameter_of(value) is not None
         others = range(stage)[::-1] if is_parameter else range(stage + 1)
-        return next((each for each in others if self._makes(value.call, each)), None)
+        source = next((each for each in others if self._makes(value.call, each)), None)
+        return self._collector(value, stage) if source is None else source
+
+    def _find_ready(self) -> dict[int, int]:
+        """Return the first stage where all operands of a call can be, for calls of parameters and the batch alone."""
+        reads = enumerate(self._graph.reads, len(self._graph.calls))
+        ready = {number: min(min(self._holders[name]) for name in call.parameters) for number, call in reads}
+        for number, call in enumerate(self._graph.calls):
+            is_value = call.is_absent and call.unit is None and not (call.old or call.written or call.rewritten)
+            if is_value and number not in self._hooked and all(value.call in ready for value in call.operands):
+                ready[number] = max((ready[value.call] for value in call.operands), default=0)
+        return ready
+
+    def _collector(self, value: Value, stage: int) -> int | None:
+        """Return the earlier stage that makes a value of what stages up to it have, if less is sent then.
+
+        A sum over all parameters is added up on the way, instead of each of its terms being sent to the last stage.
+        """
+        call, source = self._calls[value.call], self._ready.get(value.call, stage)
+        if source >= stage or call.unit is not None:
+            return None
+        sent = [each for each in call.operands if not self._makes(each.call, stage)]
+        is_less = call.num_bytes(value) <= sum(self._calls[each.call].num_bytes(each) for each in sent)
+        return source if is_less else None
 
     def _makes(self, number: int, stage: int) -> bool:
         """Whether a stage can make what a call returns."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any, NamedTuple
@@ -141,12 +141,13 @@ class Running(TorchFunctionMode):
         seed: Callable[[int], None],
         random: Callable[[int], AbstractContextManager[None]],
         invariant: InvariantCalls | None,
+        skipped: Collection[int] = (),
     ) -> None:
         super().__init__()
         self._invariant = invariant
         self._made: Mapping[int, _Made] = {} if invariant is None else invariant.made
         self._device = device
-        self._actions, self._inputs = part.actions, inputs
+        self._actions, self._inputs = part.without(skipped), inputs
         self._free_from, self._leaves_from, self._is_last = part.free_from, part.leaves_from, part.is_last
         self._draws, self._followed_to, self._is_guarded = part.draws, part.followed_to, part.is_guarded
         self._is_over = self.is_answering = False
@@ -231,6 +232,8 @@ class Running(TorchFunctionMode):
             else:
                 if action.draws:
                     self._seed(number)
+                if action.instead is not None:
+                    func = action.instead
                 result = func(*args, **kwargs) if kwargs else func(*args)
         else:
             result = action.answer(self._inputs, args, kwargs or {})

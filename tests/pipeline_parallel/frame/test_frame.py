@@ -940,11 +940,6 @@ def test_a_decision_between_the_layers_is_refused() -> None:
     refused(Deciding(), r"The layer 'blocks.1' is called after `__bool__` at test_frame.py:\d+ .*asked for the number")
 
 
-def test_parameters_of_a_layer_are_refused_around_it() -> None:
-    model = Model()
-    refused(model, "lives|live on other stages", lambda x: model(x) + model.blocks[0].linear.weight.norm())
-
-
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,0 +1,119 @@
+"""Parameters that a step writes (the moving average of a teacher): once a step, however many microbatches it has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.pipeline_parallel.frame.graph import AbsentTensor, Graph
+
+
+@dataclass(frozen=True)
+class Writes:
+    """The calls of a step that write parameters and do not depend on the batch, by the microbatch that makes them.
+
+    Attributes:
+        first: Those made for the first microbatch: everything that uses the parameters comes after them.
+        last: Those made for the last one: everything comes before them.
+        mixed: Those that one microbatch alone cannot make, each with the name of its parameter.
+    """
+
+    first: frozenset[int] = frozenset()
+    last: frozenset[int] = frozenset()
+    mixed: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def limited(self) -> frozenset[int]:
+        """The calls that not every microbatch makes."""
+        return self.first | self.last
+
+
+def find_writes(graph: Graph, units_of: Mapping[str, Collection[int]]) -> Writes:
+    """Return which calls write parameters of numbers that are the same for every microbatch, and when.
+
+    Args:
+        graph: The step.
+        units_of: The positions of the units that contain a parameter, by its name.
+    """
+    writers: dict[str, list[int]] = {}
+    of_batch: set[int] = set()
+    for number, call in enumerate(graph.calls):
+        if call.unit is not None or call.has_batch or any(value.call in of_batch for value in call.operands):
+            of_batch.add(number)
+        for name in call.rewritten:
+            writers.setdefault(name, []).append(number)
+    if not writers:
+        return Writes()
+    first, last, mixed = set[int](), set[int](), dict[int, str]()
+    for name, numbers in sorted(writers.items()):
+        if not of_batch.isdisjoint(numbers):
+            continue
+        uses = _uses(graph, name, set(numbers), set(units_of.get(name, ())))
+        returns = any(isinstance(leaf, AbsentTensor) for number in numbers for leaf in graph.calls[number].outputs)
+        if not name or returns:
+            mixed |= dict.fromkeys(numbers, name)
+        elif min(uses, default=len(graph.calls)) > max(numbers):
+            first.update(numbers)
+        elif max(uses) < min(numbers):
+            last.update(numbers)
+        else:
+            mixed |= dict.fromkeys(numbers, name)
+    for number in first & last:  # one call writes several parameters
+        mixed[number] = min(graph.calls[number].rewritten)
+    return Writes(frozenset(first - mixed.keys()), frozenset(last - mixed.keys()), tuple(sorted(mixed.items())))
+
+
+def _uses(graph: Graph, name: str, writers: set[int], units: Collection[int]) -> list[int]:
+    """Return the calls that use a parameter for something else than for what they write into it."""
+    for_write = set(writers)
+    consumers: dict[int, set[int]] = {}
+    for number, call in enumerate(graph.calls):
+        for value in call.operands:
+            consumers.setdefault(value.call, set()).add(number)
+    wanted = {value.call for value in graph.wanted}
+    for number in range(max(writers) - 1, -1, -1):
+        if number not in wanted and number in consumers and consumers[number] <= for_write:
+            for_write.add(number)
+    return [
+        number
+        for number, call in enumerate(graph.calls)
+        if (call.unit in units if call.unit is not None else name in call.computes_with) and number not in for_write
+    ]
+
+
+def skipped(writes: Sequence[Writes], graphs: Sequence[Graph], written_again: Collection[str]) -> list[frozenset[int]]:
+    """Return, for each microbatch of a step, the writes that it leaves to another one.
+
+    Args:
+        writes: Of the plan of each microbatch.
+        graphs: The steps.
+        written_again: The names of parameters that several stages of one rank write.
+
+    Raises:
+        WrongUseError: If a parameter is written in a way that cannot be done once.
+    """
+    if len(writes) == 1 or not any(each.first or each.last or each.mixed for each in writes):
+        return [frozenset()] * len(writes)
+    names = [[_names(graph, each.first), _names(graph, each.last)] for each, graph in zip(writes, graphs, strict=True)]
+    before, after = (set().union(*(each[position] for each in names)) for position in (0, 1))
+    for each, graph in zip(writes, graphs, strict=True):
+        for number in sorted({number for number, _ in each.mixed} | each.limited):
+            call = graph.calls[number]
+            if number not in each.limited or call.rewritten & before & after or call.rewritten & set(written_again):
+                raise WrongUseError(
+                    f"{call} writes the parameter {min(call.rewritten)!r}, which the step uses before and after that,"
+                    f" or which several stages of a rank have; {len(writes)} microbatches would each write it, one"
+                    " process does once. Set `num_microbatches=1`, or write it in a hook, such as"
+                    " `on_train_batch_end`."
+                )
+    first = next((at for at, each in enumerate(writes) if each.first), -1)
+    last = max((at for at, each in enumerate(writes) if each.last), default=-1)
+    return [
+        frozenset(() if at == first else each.first) | frozenset(() if at == last else each.last)
+        for at, each in enumerate(writes)
+    ]
+
+
+def _names(graph: Graph, numbers: Collection[int]) -> set[str]:
+    return set().union(*(graph.calls[number].rewritten for number in numbers))
