@@ -32,6 +32,7 @@ from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
     FakeTensor,
     collecting_at_the_end,
     run_on_zeros,
+    without_torchs_errors,
 )
 from lightning_hybrid.pipeline_parallel.frame.graph import (
     DERIVATIVES,
@@ -52,6 +53,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     users_line,
 )
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of, num_bytes
+from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 
 _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
@@ -319,8 +321,9 @@ class Discovery(TorchFunctionMode):
                 fakes[place] = real[place] = self._stand_in(leaf)
                 call.has_data = True
         call.operands = tuple(operands)
+        objects = Contents(leaves if call.unit is not None and self._tries_zeros else ())
         # Not inside of the fake mode: what a layer makes without operands (a table in a cache) has to be real.
-        with torch.no_grad(), self._operators.watch() as seen:
+        with torch.no_grad(), without_torchs_errors(), self._operators.watch() as seen:
             try:
                 result, needs_numbers = run(fakes), False
             except Exception as error:
@@ -330,7 +333,8 @@ class Discovery(TorchFunctionMode):
                     raise
                 result, needs_numbers = None, True
         if needs_numbers and call.unit is not None:
-            result, seen = run_on_zeros(self._units[call.unit][1], fakes, run, self._operators, self.fake)
+            unit = self._units[call.unit][1]
+            result, seen = run_on_zeros(unit, fakes, run, self._operators, self.fake, objects)
         call.draws = seen.draws
         self._check_checkpoint(call)
         requires_grad &= torch.is_grad_enabled() and call.function not in DETACHES

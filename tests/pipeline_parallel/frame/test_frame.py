@@ -1539,6 +1539,63 @@ def test_a_unit_may_look_at_numbers() -> None:
     assert [int(unit.calls) for unit in model.blocks] == [2, 2, 2, 2]  # undivided, and as stages; not when followed
 
 
+class Cache:
+    """What layers keep for their next call, as transformers' caches do: attributes, in a list."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.lengths: list[int] = []
+        self.all: list[Tensor] = []
+
+
+class Caching(Experts):
+    """Puts what it computes into an object that it is given, before it looks at numbers."""
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:  # type: ignore[override]
+        keys = self.router(x)
+        cache.keys = keys if cache.keys is None else torch.cat([cache.keys, keys])
+        cache.lengths.append(len(cache.keys))
+        cache.all.append(keys)
+        return super().forward(x + 0 * cache.keys.mean())
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_unit_that_looks_at_numbers_may_fill_a_cache(is_used: bool) -> None:
+    """What the attempt without values has put there is taken out again; the zeros are not taken for values."""
+
+    def step(x: Tensor) -> Tensor:
+        x, caches = model.embed(x), [Cache() for _ in model.blocks]
+        for layer, cache in zip(model.blocks, caches, strict=True):
+            x = layer(x, cache)
+            found.append((cache.lengths, len(cache.all)))
+        return x.pow(2).mean() + (caches[0].all[0].sum() if is_used else 0)
+
+    model, x = Model(), inputs()
+    model.blocks = nn.ModuleList(Caching() for _ in range(4))
+    found: list[Any] = []
+    if is_used:
+        with (cut := cut_of(model, 2))(), pytest.raises(WrongUseError, match="a layer of the body made"):
+            cut.find_plan(0, step, (x,), seed)
+    else:
+        check(model, step, (x,), 2)
+        assert found[:8] == [([len(x)], 1)] * 8  # of one process, and of the step that is followed
+
+
+def test_an_attempt_without_values_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch logs what its fake kernels refuse as errors, and layers that look at numbers run on zeros then."""
+
+    class Grouped(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.pad(super().forward(x).float(), (0, 2))
+            ends = torch.tensor([len(x)], dtype=torch.int32)
+            return F.grouped_mm(x, torch.eye(WIDTH + 2, dtype=x.dtype)[None], offs=ends)[:, :WIDTH].double()
+
+    model, x = Model(), inputs()
+    model.blocks = nn.ModuleList(Grouped() for _ in range(4))
+    check(model, model, (x,), 2)
+    assert not caplog.records
+
+
 def test_an_error_in_a_unit_is_the_users() -> None:
     class Broken(Block):
         def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
