@@ -15,8 +15,10 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.messages.lazy_tensor import peek
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.random import generator_marks
+from lightning_hybrid.distributed.taps import HookWatch, Tap, Taps, find_taps
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.distributed.tensor_metadata import METADATA
+from lightning_hybrid.distributed.watch.watched_thread import READING
 from lightning_hybrid.pipeline_parallel.frame.decisions import (
     Decisions,
     Input,
@@ -93,9 +95,11 @@ class Discovery(TorchFunctionMode):
         names: The name of each parameter of the module, by its identity.
         absent_states: Tensors of the module, by their identities, that the step writes with absent values.
         tries_zeros: Whether a unit that needs numbers may run on zeros.
+        taps: Hooks inside units that are called as code around them, by the positions of the units.
 
     Attributes:
         graph: What has been found.
+        escaped: Such hooks that should be: what they see is still there when a unit has returned.
         is_answering: Whether a call of a function is answered, in which torch follows nothing.
     """
 
@@ -108,6 +112,7 @@ class Discovery(TorchFunctionMode):
         absent_states: Collection[int] = (),
         *,
         tries_zeros: bool = True,
+        taps: Collection[tuple[int, Tap]] = (),
     ) -> None:
         super().__init__()
         self._units = list(units)
@@ -121,6 +126,8 @@ class Discovery(TorchFunctionMode):
         self._stand_ins: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._names: dict[int, tuple[weakref.ref[Tensor], Value]] = {}
         self._absent_states, self._tries_zeros = absent_states, tries_zeros
+        self._taps, self._watches = taps, dict[int, HookWatch]()
+        self.escaped: set[tuple[int, Tap]] = set()
         self._checkpoints: dict[int, tuple[Any, int]] = {}
         self._parameters: dict[int, Tensor] = {}
         self._parameter_names = dict(names)
@@ -269,19 +276,36 @@ class Discovery(TorchFunctionMode):
         call = Call(None, index, repr(self._units[index][0]), users_line())
         number = len(self.graph.calls)
         self.graph.calls.append(call)
+        hooks = find_taps(self._units[index][1])
+        taps = Taps(self._units[index][1], [tap for tap in hooks if (index, tap) in self._taps])
+        watch = HookWatch(self._units[index][1], [tap for tap in hooks if (index, tap) not in self._taps])
+        if len(taps):
+            call.taps = taps
+
+        def run(fakes: list[Any]) -> Any:
+            with taps.recording() as tapped, watch.watching():
+                result = call_unit(call, unit, *unflatten(fakes, spec))
+            return (result, tapped) if len(taps) else result
+
         with self.paused():
             before = generator_marks(self._device)
-            result = self._absent(
-                number,
-                call,
-                leaves,
-                lambda fakes: call_unit(call, unit, *unflatten(fakes, spec)),
-                trains=self._trains[index],
-            )
+            result = self._absent(number, call, leaves, run, trains=self._trains[index])
             after = generator_marks(self._device)
             call.draws_elsewhere = after.elsewhere != before.elsewhere
             call.draws |= after.torch != before.torch or call.draws_elsewhere
+        self._note_escaped(index, watch)
+        if len(taps):
+            result, tapped = result
+            taps.replay(tapped)
         return result
+
+    def _note_escaped(self, index: int, watch: HookWatch) -> None:
+        """Note which hooks inside a unit that has returned have let something out of it."""
+        self._watches[index] = watch
+        known = {id(fake) for _, fake in self._stand_ins.values()} | self._parameters.keys() | self._originals.keys()
+        with READING:  # a watcher keeps what the stack that it reads holds
+            escaped = watch.escaped(lambda tensor: self._name_of(tensor) is not None or id(tensor) in known)
+        self.escaped |= {(index, tap) for tap in escaped}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -310,6 +334,9 @@ class Discovery(TorchFunctionMode):
             elif call.unit is None and id(leaf) in self._of_units:
                 raise WrongUseError(without_value_text(f"the result of {call}"))
             elif isinstance(leaf, FakeTensor) and id(leaf) not in self._parameters:
+                if not self.escaped:  # a hook made it of what it saw
+                    watches = self._watches.items()
+                    self.escaped |= {(index, tap) for index, watch in watches for tap in watch.called()}
                 raise WrongUseError(
                     f"{call} uses a tensor that a layer of the body made and did not return. What the code around the"
                     f" layers needs of a layer has to be returned by it, not kept in an attribute. {GENERATION}"

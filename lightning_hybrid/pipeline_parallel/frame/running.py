@@ -303,6 +303,7 @@ class Running(TorchFunctionMode):
         action = self._actions[number]
         if action.unit != index:
             raise OtherPathError(number, index)
+        taps = action.call.taps
         if action.answer is not None:
             result = action.answer(self._inputs, args, kwargs)
         else:
@@ -311,7 +312,10 @@ class Running(TorchFunctionMode):
                 with self._random(number) if action.draws_elsewhere else nullcontext():
                     if action.draws:
                         self._seed(number)
-                    result = call_unit(action.call, unit, args, kwargs)
+                    with nullcontext() if taps is None else taps.recording() as tapped:
+                        result = call_unit(action.call, unit, args, kwargs)
+                if taps is not None:
+                    result = result, tapped
                 check_returned(action.call, result, args, kwargs)
                 if action.sent:
                     self._keep(action, result, args, kwargs)
@@ -322,6 +326,9 @@ class Running(TorchFunctionMode):
         if action.draws:
             with torch._C.DisableTorchFunction():
                 self._prepare(number + 1)
+        if taps is not None:
+            result, tapped = result
+            taps.replay(tapped)
         return result
 
     def _with_arrived(self, args: Any, kwargs: Any) -> Any:
