@@ -169,7 +169,7 @@ def router_losses_scaled(module: nn.Module, largest: float) -> Iterator[float | 
         yield factor
     finally:
         for part, value in zip(routers, before, strict=True):
-            part.router_aux_loss_coef = value
+            part.router_aux_loss_coef = value  # type: ignore[assignment]
 
 
 def small_text(verdict: Verdict, cause: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +28,7 @@ from lightning_hybrid.pipeline_parallel.frame.decisions import (
     integers_of,
     may_be_invariant,
     outcome_of,
+    read_values,
 )
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
     FakeMode,
@@ -360,8 +361,8 @@ class Discovery(TorchFunctionMode):
                     raise
                 result, needs_numbers = None, True
         if needs_numbers and call.unit is not None:
-            unit = self._units[call.unit][1]
-            result, seen = run_on_zeros(unit, fakes, run, self._operators, self.fake, objects)
+            given = {id(fake): leaves[place] for place, fake in real.items()}
+            result, seen = self._run_on_zeros(number, self._units[call.unit][1], fakes, given, run, objects)
         call.draws = seen.draws
         self._check_checkpoint(call)
         requires_grad &= torch.is_grad_enabled() and call.function not in DETACHES
@@ -380,6 +381,40 @@ class Discovery(TorchFunctionMode):
         self._rename(number, call, seen.written)
         self._note_parameters(call, leaves, seen.written)
         return outputs
+
+    def _run_on_zeros(
+        self,
+        number: int,
+        unit: nn.Module,
+        fakes: list[Any],
+        given: Mapping[int, Tensor],
+        run: Callable[[list[Any]], Any],
+        objects: Contents,
+    ) -> tuple[Any, Seen]:
+        """Run a unit on zeros, and on the values of operands that every stage has.
+
+        Where shapes of its results are others with ones in these, another batch with other lengths has another plan.
+        Arguments are those of :func:`run_on_zeros`; `given` are the operands by the fake tensors that stand for them.
+        """
+
+        def attempt(value: Callable[[Tensor], Tensor]) -> tuple[Any, Seen]:
+            known = {key: value(tensor.detach()) for key, tensor in given.items()}
+            return run_on_zeros(unit, fakes, run, self._operators, self.fake, objects, known)
+
+        whole = [tensor for tensor in given.values() if _is_whole(tensor)]
+        shapes: list[Any] = []
+        with suppress(Exception):  # ones may be wrong where the numbers of the batch are right
+            if whole:
+                shapes = _shapes(attempt(lambda each: torch.ones_like(each) if _is_whole(each) else each.clone())[0])
+        result, seen = attempt(torch.clone)
+        if whole and shapes != _shapes(result):
+            _, spec = flatten((tuple(whole), {}))
+            touched = frozenset(map(memory_of, whole))
+            self._real_calls[number] = RealCall(
+                read_values, [*map(self._source, whole)], spec, draws=False, touched=touched, written=frozenset()
+            )
+            self._outcomes[number] = outcome_of(read_values(*whole))
+        return result, seen
 
     def _lose(self, written: set[int]) -> set[int]:
         """The memory of tensors with values that an absent call has written, as the memory of what stands for them.
@@ -601,3 +636,12 @@ class Discovery(TorchFunctionMode):
         if id(tensor) in self._inputs:
             return Input(self._inputs[id(tensor)][1])
         return self._originals.get(id(tensor), (None, tensor))[1]
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor has integers or truth values, as lengths and masks do."""
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _shapes(result: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]

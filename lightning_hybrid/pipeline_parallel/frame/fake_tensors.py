@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,8 +91,11 @@ def run_on_zeros(
     operators: Operators,
     fake: Callable[[Tensor], Tensor],
     objects: Contents,
+    known: Mapping[int, Tensor],
 ) -> tuple[Any, Seen]:
     """What a unit returns that looks at numbers: its own code runs, on zeros of the same shapes.
+
+    Operands that every stage has keep their values: a layer may fail with zeros for lengths or indices.
 
     An error of the user's shows itself here as it would in one process. Objects among the arguments, such as a cache of
     keys, still hold what an attempt without values has put there: it is taken out of them before, and zeros afterwards.
@@ -104,6 +107,7 @@ def run_on_zeros(
         operators: Watches what it does.
         fake: Makes a fake tensor that looks like one with values.
         objects: What objects among its arguments held before it was first tried.
+        known: Copies of the operands that have values, by the identities of the fake tensors that stand for them.
 
     Returns:
         What it returns, out of fake tensors, arguments among them; and what its operators have done to the fake ones.
@@ -114,7 +118,8 @@ def run_on_zeros(
         if not isinstance(value, FakeTensor):
             return value
         if id(value) not in zeros:
-            made = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+            made = known.get(id(value))
+            made = torch.zeros(value.shape, dtype=value.dtype, device=value.device) if made is None else made
             zeros[id(value)] = value, nn.Parameter(made) if isinstance(value, nn.Parameter) else made
         return zeros[id(value)][1]
 
