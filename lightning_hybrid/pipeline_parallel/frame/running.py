@@ -417,6 +417,13 @@ def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:
                 texts = "a value that it makes", "one that it was given, among others that it made,"
         elif not _is_same(leaf, seen):
             texts = "a tensor" if isinstance(leaf, Tensor) else repr(leaf), repr(seen)
+    if texts is not None and call.taps is not None:
+        raise WrongUseError(
+            f"Forward hooks inside {call} are called with other things than when the step was first seen with a batch"
+            " of these shapes, and code around the layers uses what they collect. Let them see the same in every step."
+            " With context_parallel_size they see shares of a sequence: of transformers, set"
+            " output_router_logits=False, or use context_parallel_size=1."
+        )
     if texts is not None:
         raise WrongUseError(
             f"{call} returns {texts[0]}, and returned {texts[1]} when it was first seen with a batch of these shapes."

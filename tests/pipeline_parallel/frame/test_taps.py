@@ -152,3 +152,21 @@ def test_a_hook_that_begins_to_change_outputs_is_refused() -> None:
         hooks[next(iter(hooks))] = lambda module, args, output: output
         with pytest.raises(WrongUseError, match="changes what 'gate' of Routed returns"):
             cut.run(plan, 0, model, (x,), None, seed=seed, random=drawing)
+
+
+def test_hooks_that_are_called_more_often_than_before_are_refused() -> None:
+    class Twice(Routed):
+        def forward(self, x: Tensor) -> Tensor:
+            if is_late:
+                self.gate(x)
+            return super().forward(x)
+
+    is_late = False
+    model, x = Model(), inputs()
+    for block in model.blocks:
+        block.__class__ = Twice
+    with (cut := cut_of(model, 2))():
+        plan = cut.find_plan(0, model, (x,), seed)
+        is_late = True
+        with pytest.raises(WrongUseError, match=r"^Forward hooks inside 'blocks.0' .* are called with other things"):
+            cut.run(plan, 0, model, (x,), None, seed=seed, random=drawing)
