@@ -52,6 +52,7 @@ class ChainUse(FrameCut):
     """
 
     _tries_zeros = False  # the chain may be all of the model
+    _taps_hooks = False  # nothing of it leaves the stage of a layer but what the layer hands on
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ from lightning_hybrid.trainer.loss_terms import LabelCount
 from lightning_hybrid.trainer.results.logging import Log
 
 __all__ = [
+    "LARGE_COEFFICIENT",
     "SMALL",
     "Verdict",
     "joined_parts",
@@ -34,7 +35,7 @@ __all__ = [
     "judge",
     "judge_logs",
     "rounding_of",
-    "router_losses_off",
+    "router_losses_scaled",
     "small_text",
     "structure_of",
     "warning_text",
@@ -45,6 +46,8 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_ROUNDING = 2e-2
 #: A difference of a router loss up to this part of the loss is stated, and changes nothing.
 SMALL = 0.01
+#: With such a coefficient a loss is that of the routers, by and large.
+LARGE_COEFFICIENT = 10.0
 #: Losses over fewer samples may agree by chance: two samples that are both masked, or both not.
 ENOUGH = 8
 
@@ -214,21 +217,26 @@ def joined_verdict(found: Sequence[Verdict]) -> Verdict:
 
 
 @contextmanager
-def router_losses_off(module: nn.Module) -> Iterator[bool]:
-    """Set the coefficients of router losses of transformers' mixture-of-experts models to 0 inside.
+def router_losses_scaled(module: nn.Module, largest: float) -> Iterator[float | None]:
+    """Scale the coefficients of router losses of transformers' mixture-of-experts models inside.
+
+    Args:
+        module: The user's module.
+        largest: What the largest coefficient becomes; with 0 there are no router losses.
 
     Yields:
-        Whether the module has one.
+        By what they are multiplied; ``None`` if the module has none.
     """
     routers = [part for part in module.modules() if getattr(part, "router_aux_loss_coef", 0)]
-    before = [part.router_aux_loss_coef for part in routers]
+    before = [float(part.router_aux_loss_coef) for part in routers]  # type: ignore[arg-type]
+    factor = largest / max(map(abs, before)) if before else None
     try:
-        for part in routers:
-            part.router_aux_loss_coef = 0.0  # type: ignore[assignment]
-        yield bool(routers)
+        for part, value in zip(routers, before, strict=True):
+            part.router_aux_loss_coef = value * factor  # type: ignore[assignment, operator]
+        yield factor
     finally:
         for part, value in zip(routers, before, strict=True):
-            part.router_aux_loss_coef = value
+            part.router_aux_loss_coef = value  # type: ignore[assignment]
 
 
 def small_text(verdict: Verdict, cause: str) -> str:

@@ -36,6 +36,7 @@ from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
 from lightning_hybrid.pipeline_parallel.splitting.split_watch import SplitWatch
 from lightning_hybrid.trainer.comparison import (
+    LARGE_COEFFICIENT,
     SMALL,
     Verdict,
     joined_parts,
@@ -43,7 +44,7 @@ from lightning_hybrid.trainer.comparison import (
     judge,
     judge_logs,
     rounding_of,
-    router_losses_off,
+    router_losses_scaled,
     small_text,
     structure_of,
     warning_text,
@@ -58,6 +59,7 @@ from lightning_hybrid.trainer.results.logging import Log, merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
 
+_ROUTER_CAUSE = "the router loss of its experts is a product of means over the tokens of a batch"
 _TRAINING = 0  # tells the random numbers of training from those of evaluation
 _COMPARISONS = 4  # of microbatches with their batch: where a first one does not tell, or batches have other structures
 
@@ -385,6 +387,8 @@ class TrainingStep:
         if verdict.kind == "mean":
             self._label_count = verdict.labels
             self._labels = None if verdict.labels is not None else self._labels
+            if len(self._compared) == 1:
+                self._state_router_loss(verdict, compare)
             return False
         if verdict.kind == "sum":
             self._comparisons, self._loss_reduction, self._labels = 0, "sum", None
@@ -398,9 +402,9 @@ class TrainingStep:
             "it couples the samples of a batch, such as a contrastive loss or statistics over samples, or is a mean"
             " over something else than samples"
         )
-        with router_losses_off(module) as has_router:
-            if has_router and self._verdict(compare).kind == "mean":
-                cause = "the router loss of its experts is a product of means over the tokens of a batch"
+        with router_losses_scaled(module, 0.0) as factor:
+            if factor is not None and self._verdict(compare).kind == "mean":
+                cause = _ROUTER_CAUSE
                 if verdict.difference < SMALL:
                     rank_zero_warn(small_text(verdict, cause))
                     return False
@@ -413,6 +417,16 @@ class TrainingStep:
             self._num_microbatches = 1
             self._agrees = self._limits = self._warns = False
         return self._is_auto
+
+    def _state_router_loss(self, verdict: Verdict, compare: Callable[[], list[Verdict]]) -> None:
+        """State the difference that a router loss makes, where rounding of the whole loss hides it."""
+        with router_losses_scaled(self._context.module, LARGE_COEFFICIENT) as factor:
+            if factor is None:
+                return
+            found = self._verdict(compare)
+        if found.kind == "other" and math.isfinite(found.difference):
+            expected = verdict.joined + (found.expected - found.joined) / factor
+            rank_zero_warn(small_text(replace(verdict, expected=expected), _ROUTER_CAUSE))
 
     def _verdict(self, compare: Callable[[], list[Verdict]]) -> Verdict:
         """Return the verdict of all ranks: the largest difference that one of them has found."""

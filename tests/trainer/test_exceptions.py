@@ -60,8 +60,9 @@ def printed(module: type[Regression]) -> str:
 def test_a_cause_is_told_once_with_the_lines_of_the_user(ranks: Pools) -> None:
     other, failed = ranks(2, lightning=True).run(printed, Fails)
     note = (
-        "In microbatch 1 of 4, which holds 2 of 8 samples. Code that needs the whole batch needs num_microbatches=1; a"
-        " batch that should be split in another way needs a method `split_batch(batch, num_microbatches)` in the module."
+        "In microbatch 1 of 4, which holds 2 of 8 samples. Code that needs the whole batch needs num_microbatches=1;"
+        " a batch that should be split in another way needs a method `split_batch(batch, num_microbatches)` in the"
+        " module."
     )
     assert other.splitlines() == [
         "[rank0]: RuntimeError: Rank 1 (pipeline rank 1, data rank 0), stage 1, action 1F0, failed: KeyError:"

@@ -193,6 +193,11 @@ def apply(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def read_values(*tensors: Tensor) -> list[Any]:
+    """Return the numbers of tensors, as lists."""
+    return [tensor.tolist() for tensor in tensors]
+
+
 def integers_of(batch: Any) -> dict[int, int]:
     """The integers that a batch holds, by their positions among its leaves; those in lists go by samples."""
     leaves, spec = flatten(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -15,8 +15,10 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.messages.lazy_tensor import peek
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.random import generator_marks
+from lightning_hybrid.distributed.taps import HookWatch, Tap, Taps, find_taps
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.distributed.tensor_metadata import METADATA
+from lightning_hybrid.distributed.watch.watched_thread import READING
 from lightning_hybrid.pipeline_parallel.frame.decisions import (
     Decisions,
     Input,
@@ -26,12 +28,14 @@ from lightning_hybrid.pipeline_parallel.frame.decisions import (
     integers_of,
     may_be_invariant,
     outcome_of,
+    read_values,
 )
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
     FakeMode,
     FakeTensor,
     collecting_at_the_end,
     run_on_zeros,
+    without_torchs_errors,
 )
 from lightning_hybrid.pipeline_parallel.frame.graph import (
     DERIVATIVES,
@@ -52,6 +56,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     users_line,
 )
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of, num_bytes
+from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
 
 _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
 # Leaves of a call beyond those of its result: what it wrote.
@@ -90,9 +95,11 @@ class Discovery(TorchFunctionMode):
         names: The name of each parameter of the module, by its identity.
         absent_states: Tensors of the module, by their identities, that the step writes with absent values.
         tries_zeros: Whether a unit that needs numbers may run on zeros.
+        taps: Hooks inside units that are called as code around them, by the positions of the units.
 
     Attributes:
         graph: What has been found.
+        escaped: Such hooks that should be: what they see is still there when a unit has returned.
         is_answering: Whether a call of a function is answered, in which torch follows nothing.
     """
 
@@ -105,6 +112,7 @@ class Discovery(TorchFunctionMode):
         absent_states: Collection[int] = (),
         *,
         tries_zeros: bool = True,
+        taps: Collection[tuple[int, Tap]] = (),
     ) -> None:
         super().__init__()
         self._units = list(units)
@@ -118,6 +126,8 @@ class Discovery(TorchFunctionMode):
         self._stand_ins: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._names: dict[int, tuple[weakref.ref[Tensor], Value]] = {}
         self._absent_states, self._tries_zeros = absent_states, tries_zeros
+        self._taps, self._watches = taps, dict[int, HookWatch]()
+        self.escaped: set[tuple[int, Tap]] = set()
         self._checkpoints: dict[int, tuple[Any, int]] = {}
         self._parameters: dict[int, Tensor] = {}
         self._parameter_names = dict(names)
@@ -267,19 +277,36 @@ class Discovery(TorchFunctionMode):
         call = Call(None, index, repr(self._units[index][0]), users_line())
         number = len(self.graph.calls)
         self.graph.calls.append(call)
+        hooks = find_taps(self._units[index][1])
+        taps = Taps(self._units[index][1], [tap for tap in hooks if (index, tap) in self._taps])
+        watch = HookWatch(self._units[index][1], [tap for tap in hooks if (index, tap) not in self._taps])
+        if len(taps):
+            call.taps = taps
+
+        def run(fakes: list[Any]) -> Any:
+            with taps.recording() as tapped, watch.watching():
+                result = call_unit(call, unit, *unflatten(fakes, spec))
+            return (result, tapped) if len(taps) else result
+
         with self.paused():
             before = generator_marks(self._device)
-            result = self._absent(
-                number,
-                call,
-                leaves,
-                lambda fakes: call_unit(call, unit, *unflatten(fakes, spec)),
-                trains=self._trains[index],
-            )
+            result = self._absent(number, call, leaves, run, trains=self._trains[index])
             after = generator_marks(self._device)
             call.draws_elsewhere = after.elsewhere != before.elsewhere
             call.draws |= after.torch != before.torch or call.draws_elsewhere
+        self._note_escaped(index, watch)
+        if len(taps):
+            result, tapped = result
+            taps.replay(tapped)
         return result
+
+    def _note_escaped(self, index: int, watch: HookWatch) -> None:
+        """Note which hooks inside a unit that has returned have let something out of it."""
+        self._watches[index] = watch
+        known = {id(fake) for _, fake in self._stand_ins.values()} | self._parameters.keys() | self._originals.keys()
+        with READING:  # a watcher keeps what the stack that it reads holds
+            escaped = watch.escaped(lambda tensor: self._name_of(tensor) is not None or id(tensor) in known)
+        self.escaped |= {(index, tap) for tap in escaped}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -306,6 +333,9 @@ class Discovery(TorchFunctionMode):
             if value is not None:
                 operands[value] = None
             elif isinstance(leaf, FakeTensor) and id(leaf) not in self._parameters:
+                if not self.escaped:  # a hook made it of what it saw
+                    watches = self._watches.items()
+                    self.escaped |= {(index, tap) for index, watch in watches for tap in watch.called()}
                 raise WrongUseError(
                     f"{call} uses a tensor that a layer of the body made and did not return. What the code around the"
                     f" layers needs of a layer has to be returned by it, not kept in an attribute. {GENERATION}"
@@ -318,8 +348,9 @@ class Discovery(TorchFunctionMode):
                 call.has_data = True
                 call.has_batch = call.has_batch or self._is_of_batch(leaf)
         call.operands = tuple(operands)
+        objects = Contents(leaves if call.unit is not None and self._tries_zeros else ())
         # Not inside of the fake mode: what a layer makes without operands (a table in a cache) has to be real.
-        with torch.no_grad(), self._operators.watch() as seen:
+        with torch.no_grad(), without_torchs_errors(), self._operators.watch() as seen:
             try:
                 result, needs_numbers = run(fakes), False
             except Exception as error:
@@ -329,7 +360,8 @@ class Discovery(TorchFunctionMode):
                     raise
                 result, needs_numbers = None, True
         if needs_numbers and call.unit is not None:
-            result, seen = run_on_zeros(self._units[call.unit][1], fakes, run, self._operators, self.fake)
+            given = {id(fake): leaves[place] for place, fake in real.items()}
+            result, seen = self._run_on_zeros(number, self._units[call.unit][1], fakes, given, run, objects)
         call.draws = seen.draws
         self._check_checkpoint(call)
         requires_grad &= torch.is_grad_enabled() and call.function not in DETACHES
@@ -349,6 +381,40 @@ class Discovery(TorchFunctionMode):
         if call.unit is None:
             self._note_parameters(call, leaves, fakes, result, seen.written)
         return outputs
+
+    def _run_on_zeros(
+        self,
+        number: int,
+        unit: nn.Module,
+        fakes: list[Any],
+        given: Mapping[int, Tensor],
+        run: Callable[[list[Any]], Any],
+        objects: Contents,
+    ) -> tuple[Any, Seen]:
+        """Run a unit on zeros, and on the values of operands that every stage has.
+
+        Where shapes of its results are others with ones in these, another batch with other lengths has another plan.
+        Arguments are those of :func:`run_on_zeros`; `given` are the operands by the fake tensors that stand for them.
+        """
+
+        def attempt(value: Callable[[Tensor], Tensor]) -> tuple[Any, Seen]:
+            known = {key: value(tensor.detach()) for key, tensor in given.items()}
+            return run_on_zeros(unit, fakes, run, self._operators, self.fake, objects, known)
+
+        whole = [tensor for tensor in given.values() if _is_whole(tensor)]
+        shapes: list[Any] = []
+        with suppress(Exception):  # ones may be wrong where the numbers of the batch are right
+            if whole:
+                shapes = _shapes(attempt(lambda each: torch.ones_like(each) if _is_whole(each) else each.clone())[0])
+        result, seen = attempt(torch.clone)
+        if whole and shapes != _shapes(result):
+            _, spec = flatten((tuple(whole), {}))
+            touched = frozenset(map(memory_of, whole))
+            self._real_calls[number] = RealCall(
+                read_values, [*map(self._source, whole)], spec, draws=False, touched=touched, written=frozenset()
+            )
+            self._outcomes[number] = outcome_of(read_values(*whole))
+        return result, seen
 
     def _lose(self, written: set[int]) -> set[int]:
         """The memory of tensors with values that an absent call has written, as the memory of what stands for them.
@@ -592,3 +658,12 @@ class Discovery(TorchFunctionMode):
         if id(tensor) in self._inputs:
             return Input(self._inputs[id(tensor)][1])
         return self._originals.get(id(tensor), (None, tensor))[1]
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor has integers or truth values, as lengths and masks do."""
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _shapes(result: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]

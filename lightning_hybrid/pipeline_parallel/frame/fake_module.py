@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.distributed.taps import is_own_hook
 from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, find_owners, find_places, restore, tables_of
 
@@ -82,7 +83,7 @@ def fake_module(
         swapped += [(part, _held(part)) for part, _ in saved]
         for part, _ in saved:
             for hooks in (part._forward_pre_hooks, part._forward_hooks) if isinstance(part, nn.Module) else ():
-                for key in [key for key, hook in hooks.items() if _is_own(hook)]:
+                for key in [key for key, hook in hooks.items() if is_own_hook(hook)]:
                     del hooks[key]
         yield finish
     finally:
@@ -133,8 +134,3 @@ def set_generator_state(generator: Any, state: bytes) -> None:
         generator.setstate(pickle.loads(state))
     else:
         generator.set_state(pickle.loads(state))
-
-
-def _is_own(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is one of this package, and no part of the user's step."""
-    return (getattr(hook, "__module__", None) or type(hook).__module__).startswith("lightning_hybrid.")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.watch.watched_thread import READING
 from lightning_hybrid.pipeline_parallel.frame.graph import users_line
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
+from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
 
 FakeMode: Any
 FakeTensor: Any
@@ -71,16 +73,32 @@ def collecting_at_the_end() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def without_torchs_errors() -> Iterator[None]:
+    """Inside, torch does not log that an operator refuses fake tensors: the operator raises an error as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
+
+
 def run_on_zeros(
     unit: nn.Module,
     fakes: list[Any],
     run: Callable[[list[Any]], Any],
     operators: Operators,
     fake: Callable[[Tensor], Tensor],
+    objects: Contents,
+    known: Mapping[int, Tensor],
 ) -> tuple[Any, Seen]:
     """What a unit returns that looks at numbers: its own code runs, on zeros of the same shapes.
 
-    An error of the user's shows itself here as it would in one process.
+    Operands that every stage has keep their values: a layer may fail with zeros for lengths or indices.
+
+    An error of the user's shows itself here as it would in one process. Objects among the arguments, such as a cache of
+    keys, still hold what an attempt without values has put there: it is taken out of them before, and zeros afterwards.
 
     Args:
         unit: The unit, with fake parameters, buffers and attributes.
@@ -88,6 +106,8 @@ def run_on_zeros(
         run: Calls it with such leaves.
         operators: Watches what it does.
         fake: Makes a fake tensor that looks like one with values.
+        objects: What objects among its arguments held before it was first tried.
+        known: Copies of the operands that have values, by the identities of the fake tensors that stand for them.
 
     Returns:
         What it returns, out of fake tensors, arguments among them; and what its operators have done to the fake ones.
@@ -98,12 +118,14 @@ def run_on_zeros(
         if not isinstance(value, FakeTensor):
             return value
         if id(value) not in zeros:
-            made = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+            made = known.get(id(value))
+            made = torch.zeros(value.shape, dtype=value.dtype, device=value.device) if made is None else made
             zeros[id(value)] = value, nn.Parameter(made) if isinstance(value, nn.Parameter) else made
         return zeros[id(value)][1]
 
     tables = [table for part in unit.modules() for table in (vars(part), part._parameters, part._buffers)]
     saved = [(table, dict(table)) for table in tables]
+    objects.put_back()
     try:
         for table, values in saved:
             table.update({name: zero(value) for name, value in values.items()})
@@ -116,8 +138,10 @@ def run_on_zeros(
             table.update(values)
     fake_of = {id(made): value for value, made in zeros.values()}
     seen.written |= {memory_of(value) for value, made in zeros.values() if memory_of(made) in seen.written}
-    outputs = [
-        fake_of[id(leaf)] if id(leaf) in fake_of else fake(leaf) if isinstance(leaf, Tensor) else leaf
-        for leaf in outputs
-    ]
+
+    def without_values(made: Tensor) -> Tensor:
+        return made if isinstance(made, FakeTensor) else fake_of[id(made)] if id(made) in fake_of else fake(made)
+
+    objects.replace_new(without_values)
+    outputs = [without_values(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs]
     return unflatten(outputs, spec), seen

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.distributed.taps import Tap
 from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Discovery
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, absent_text
@@ -89,7 +90,7 @@ class FrameCut:
         holders: The stages of parameters outside of units that not all of them have, by name.
     """
 
-    _tries_zeros = True
+    _tries_zeros = _taps_hooks = True
 
     def __init__(
         self,
@@ -310,22 +311,33 @@ class FrameCut:
             )
 
     def _discover(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
-        """Follow a step; again where the first time has shown which tensors of the module are absent values too."""
+        """Follow a step; again where the first time has shown which tensors of the module are absent values too.
+
+        Or which hooks inside units let something out of them, so that every stage has to call them.
+        """
         states: frozenset[int] = frozenset()
+        taps: frozenset[tuple[int, Tap]] = frozenset()
         while True:
-            graph, kept = self._follow(step, arguments, seed, states)
+            parameters = {id(parameter): name for name, parameter in self._module.named_parameters()}
+            discovery = Discovery(
+                self._device, self._units, seed, parameters, states, tries_zeros=self._tries_zeros, taps=taps
+            )
+            try:
+                graph, kept = self._follow(discovery, step, arguments)
+            except Exception:
+                if not discovery.escaped or not self._taps_hooks:
+                    raise
+            if discovery.escaped and self._taps_hooks:
+                taps |= discovery.escaped
+                continue
             read = {state for call in graph.calls if not call.is_absent for state in call.states}
             if not kept and not (graph.state_writes.keys() & read) - states:
                 return graph
             states |= graph.state_writes.keys()
 
-    def _follow(
-        self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None], states: frozenset[int]
-    ) -> tuple[Graph, bool]:
+    def _follow(self, discovery: Discovery, step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Graph, bool]:
         """Follow a step once; also whether it has made something for later steps, which stays."""
         units = [unit for _, unit in self._units]
-        parameters = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        discovery = Discovery(self._device, self._units, seed, parameters, states, tries_zeros=self._tries_zeros)
         self._mode = discovery
         try:
             with (

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, is_unchanged
+from lightning_hybrid.distributed.taps import Taps
 from lightning_hybrid.distributed.tensor_metadata import getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import Decisions, is_in_place
 
@@ -115,6 +116,8 @@ class Call:
         has_batch: Whether it needs tensors that are on every rank and depend on the batch.
         is_made_again: Whether `torch.utils.checkpoint` makes it again in backward.
         states: Tensors of the module (buffers, attributes) among its arguments, by their identities.
+        taps: Hooks inside a unit whose calls are returned beside its result, and made by every stage; ``None`` where
+            there are none.
     """
 
     function: Callable[..., Any] | None
@@ -140,6 +143,7 @@ class Call:
     has_batch: bool = False
     is_made_again: bool = False
     states: tuple[int, ...] = ()
+    taps: Taps | None = None
 
     def returns(self, value: Value) -> bool:
         """Whether a value is among what the call returns, and not only something that it wrote."""

@@ -306,6 +306,7 @@ class Running(TorchFunctionMode):
         action = self._actions[number]
         if action.unit != index:
             raise OtherPathError(number, index)
+        taps = action.call.taps
         if action.answer is not None:
             result = action.answer(self._inputs, args, kwargs)
         else:
@@ -314,7 +315,10 @@ class Running(TorchFunctionMode):
                 with self._random(number) if action.draws_elsewhere else nullcontext():
                     if action.draws:
                         self._seed(number)
-                    result = call_unit(action.call, unit, args, kwargs)
+                    with nullcontext() if taps is None else taps.recording() as tapped:
+                        result = call_unit(action.call, unit, args, kwargs)
+                if taps is not None:
+                    result = result, tapped
                 check_returned(action.call, result, args, kwargs)
                 if action.sent:
                     self._keep(action, result, args, kwargs)
@@ -325,6 +329,9 @@ class Running(TorchFunctionMode):
         if action.draws:
             with torch._C.DisableTorchFunction():
                 self._prepare(number + 1)
+        if taps is not None:
+            result, tapped = result
+            taps.replay(tapped)
         return result
 
     def _with_arrived(self, args: Any, kwargs: Any) -> Any:
@@ -413,6 +420,13 @@ def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:
                 texts = "a value that it makes", "one that it was given, among others that it made,"
         elif not _is_same(leaf, seen):
             texts = "a tensor" if isinstance(leaf, Tensor) else repr(leaf), repr(seen)
+    if texts is not None and call.taps is not None:
+        raise WrongUseError(
+            f"Forward hooks inside {call} are called with other things than when the step was first seen with a batch"
+            " of these shapes, and code around the layers uses what they collect. Let them see the same in every step."
+            " With context_parallel_size they see shares of a sequence: of transformers, set"
+            " output_router_logits=False, or use context_parallel_size=1."
+        )
     if texts is not None:
         raise WrongUseError(
             f"{call} returns {texts[0]}, and returned {texts[1]} when it was first seen with a batch of these shapes."

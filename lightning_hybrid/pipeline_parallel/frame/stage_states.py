@@ -165,6 +165,43 @@ class Copies:
         return len(value) != len(other) or any(self._known.get(id(a), (a, a))[1] is not b for a, b in pairs)
 
 
+class Contents:
+    """The attributes of objects of the user's among some values, and of containers in them, to be put back.
+
+    Args:
+        values: Where the objects are.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+        self._tables = [(table, dict(table)) for table in self._find_tables()]
+        held = [inner for _, table in self._tables for value in table.values() for inner in _inside(value)]
+        self._containers = [(value, copy.copy(value)) for value in held if type(value) in _CONTAINERS]
+        self._tensors = {id(value): value for value in held if isinstance(value, Tensor)}
+
+    def put_back(self) -> None:
+        """Make all of them what they were when this was made."""
+        for table, before in self._tables:
+            restore(table, before)
+        for container, before in self._containers:
+            container.clear()
+            getattr(container, "extend" if isinstance(before, (list, deque)) else "update")(before)
+
+    def replace_new(self, tensor: Callable[[Tensor], Tensor]) -> None:
+        """Let something else stand for each tensor that has come into them since.
+
+        Args:
+            tensor: Makes what stands for one.
+        """
+        copies = Copies()
+        for table in self._find_tables():
+            for name, value in table.items():
+                table[name] = copies(value, lambda each: each if id(each) in self._tensors else tensor(each))
+
+    def _find_tables(self) -> list[dict[str, Any]]:
+        return [vars(owner) for owner in find_owners(self._values).values() if not isinstance(owner, nn.Module)]
+
+
 class _NotTaken:
     """What stands for an iterator: what is taken from it is gone, and each stage would take its own."""
 

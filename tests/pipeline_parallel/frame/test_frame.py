@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.distributed.failure import WrongUseError
@@ -1532,6 +1533,96 @@ def test_a_unit_may_look_at_numbers() -> None:
     played = check(model, model, (x,), 2)
     assert played.sends == [1]
     assert [int(unit.calls) for unit in model.blocks] == [2, 2, 2, 2]  # undivided, and as stages; not when followed
+
+
+class Cache:
+    """What layers keep for their next call, as transformers' caches do: attributes, in a list."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.lengths: list[int] = []
+        self.all: list[Tensor] = []
+
+
+class Caching(Experts):
+    """Puts what it computes into an object that it is given, before it looks at numbers."""
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:  # type: ignore[override]
+        keys = self.router(x)
+        cache.keys = keys if cache.keys is None else torch.cat([cache.keys, keys])
+        cache.lengths.append(len(cache.keys))
+        cache.all.append(keys)
+        return super().forward(x + 0 * cache.keys.mean())
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_unit_that_looks_at_numbers_may_fill_a_cache(is_used: bool) -> None:
+    """What the attempt without values has put there is taken out again; the zeros are not taken for values."""
+
+    def step(x: Tensor) -> Tensor:
+        x, caches = model.embed(x), [Cache() for _ in model.blocks]
+        for layer, cache in zip(model.blocks, caches, strict=True):
+            x = layer(x, cache)
+            found.append((cache.lengths, len(cache.all)))
+        return x.pow(2).mean() + (caches[0].all[0].sum() if is_used else 0)
+
+    model, x = Model(), inputs()
+    model.blocks = nn.ModuleList(Caching() for _ in range(4))
+    found: list[Any] = []
+    if is_used:
+        with (cut := cut_of(model, 2))(), pytest.raises(WrongUseError, match="a layer of the body made"):
+            cut.find_plan(0, step, (x,), seed)
+    else:
+        check(model, step, (x,), 2)
+        assert found[:8] == [([len(x)], 1)] * 8  # of one process, and of the step that is followed
+
+
+class Packed(nn.Module):
+    """A recurrent layer over texts of several lengths; without a total length the longest one decides the shape."""
+
+    def __init__(self, *, total: bool) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
+        self.total = total
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        total = x.shape[1] if self.total else None
+        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=total)[0]
+
+
+@pytest.mark.parametrize("total", [False, True])
+def test_layers_may_pack_texts_by_their_lengths(total: bool) -> None:
+    """Lengths keep their values; they decide which plan is used only where shapes depend on them."""
+
+    def step(x: Tensor, lengths: Tensor) -> Tensor:
+        x = model.embed(x)
+        for layer in model.blocks:
+            x = layer(x, lengths)
+        log_probs = x.log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(log_probs, torch.ones(4, 2, dtype=torch.long), lengths, torch.full((4,), 2))
+
+    model, plans = Model(), []
+    model.blocks = nn.ModuleList(Packed(total=total) for _ in range(4))
+    cut = cut_of(model, 2)
+    for lengths in ([8, 7, 9, 5], [6, 8, 5, 7], [6, 8, 5, 7]):
+        plans.append(check(model, step, (torch.randn(4, 9, WIDTH), torch.tensor(lengths)), 2, cut).plan.number)
+    assert plans == ([0, 0, 0] if total else [0, 1, 1])
+
+
+def test_an_attempt_without_values_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch logs what its fake kernels refuse as errors, and layers that look at numbers run on zeros then."""
+
+    class Grouped(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.pad(super().forward(x).float(), (0, 2))
+            ends = torch.tensor([len(x)], dtype=torch.int32)
+            return F.grouped_mm(x, torch.eye(WIDTH + 2, dtype=x.dtype)[None], offs=ends)[:, :WIDTH].double()
+
+    model, x = Model(), inputs()
+    model.blocks = nn.ModuleList(Grouped() for _ in range(4))
+    check(model, model, (x,), 2)
+    assert not caplog.records
 
 
 def test_an_error_in_a_unit_is_the_users() -> None:

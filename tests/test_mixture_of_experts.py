@@ -1,0 +1,175 @@
+"""Mixture-of-experts models of transformers, their classes unchanged, with the losses of their routers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.pool import Pools
+from tests.training_jobs import Losses, assert_same, make_trainer, weights
+
+transformers = pytest.importorskip("transformers")
+
+#: The first test of a batch waits for all of it.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.distributed]
+
+VOCABULARY, STEPS, SAMPLES = 64, 3, 8
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+}
+_SHARED = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": _SHARED,
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8},
+    "GptOss": {
+        "num_local_experts": 4,
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+    "DeepseekV3": _LATENT
+    | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 24}
+    | {"first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "Olmoe": {"num_experts": 4},
+}
+
+
+class Experts(LightningModule):
+    """A causal language model; the loss is its own, with that of its routers."""
+
+    def __init__(self, family: str, experts: str = "eager", **config: Any) -> None:
+        super().__init__()
+        self.calls = 0
+        transformers.utils.logging.set_verbosity_error()
+        torch.manual_seed(3)
+        arguments = {**_SIZES, **FAMILIES[family], **config}
+        made = getattr(transformers, f"{family}Config")(**arguments)
+        self.model = getattr(transformers, f"{family}ForCausalLM")(made)
+        self.model.set_experts_implementation(experts)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(
+    layout: Mapping[str, Any] | None, family: str, precision: str, config: Mapping[str, Any]
+) -> tuple[list[float], dict[str, Tensor], list[str], int]:
+    """Train; return the losses, the weights, what was said of microbatches, and how often the step ran."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    layout = layout and dict(layout)
+    tokens = torch.randint(VOCABULARY, (SAMPLES * STEPS, 12), generator=torch.Generator().manual_seed(1))
+    module, losses = Experts(family, **config), Losses()
+    num_samples = SAMPLES // (layout or {}).get("data_parallel_size", 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(layout, callbacks=[losses], precision=precision)
+        trainer.fit(module, DataLoader(TensorDataset(tokens), num_samples))
+    calls = module.calls
+    if layout is not None:
+        trainer.strategy.gather_module()
+    texts = [str(each.message) for each in caught if "loss of two microbatches" in str(each.message)]
+    return losses.values, weights(module), texts, calls
+
+
+PP2: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 1}
+DP2: dict[str, Any] = {"data_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2": PP2,
+    "pp4": {"pipeline_parallel_size": 4, "num_microbatches": 1},
+    "pp2_recompute": {**PP2, "recompute": True},
+    "tp2": {"tensor_parallel_size": 2},
+    "pp2_dp2": {**PP2, **DP2},
+    "zero3": {**DP2, "zero_stage": 3},
+    "pp2_zero3": {**PP2, **DP2, "zero_stage": 3},
+    "pp2_chunks2": {**PP2, "num_chunks": 2, "schedule": "interleaved_1f1b", "num_microbatches": 4},
+    "pp2_m4": {"pipeline_parallel_size": 2, "num_microbatches": 4},
+}
+
+
+def compare(
+    ranks: Pools, layout: str, family: str, rtol: float, precision: str = "64-true", **config: Any
+) -> list[tuple[list[float], dict[str, Tensor], list[str], int]]:
+    """Compare a layout with one process; return what its ranks found."""
+    expected, parameters, *_ = fit(None, family, precision, config)
+    arguments = LAYOUTS[layout]
+    axes = ("pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size")
+    size = math.prod(arguments.get(axis, 1) for axis in axes)
+    found = ranks(size, lightning=True).run(fit, arguments, family, precision, config, timeout=200.0)
+    for losses in zip(*[each[0] for each in found], expected, strict=True):
+        assert sum(losses[:-1]) / size == pytest.approx(losses[-1], rel=rtol)  # replicas have losses of their own
+    for each in found:
+        assert_same(each[1], parameters, rtol)
+    return found
+
+
+def _marked(daily: set[tuple[str, str]], *layouts: str) -> list[Any]:
+    pairs = [(family, layout) for family in FAMILIES for layout in layouts]
+    return [pytest.param(*pair, marks=() if pair in daily else pytest.mark.thorough) for pair in pairs]
+
+
+@pytest.mark.parametrize(("family", "layout"), _marked({("Mixtral", "pp2")}, "pp2", "pp4", "pp2_recompute"))
+def test_stages_have_the_losses_of_all_routers(ranks: Pools, family: str, layout: str) -> None:
+    compare(ranks, layout, family, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    _marked({("Qwen3Moe", "tp2")}, "tp2", "pp2_dp2", "zero3", "pp2_zero3", "pp2_m4", "pp2_chunks2"),
+)
+def test_sums_over_ranks(ranks: Pools, family: str, layout: str) -> None:
+    """Norms, routers and losses of transformers compute in float32, which rounds another sum to another number."""
+    router = {} if layout == "tp2" else {"output_router_logits": False}  # replicas and microbatches have their own
+    compare(ranks, layout, family, 1e-5, **router)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batched_products(ranks: Pools, family: str) -> None:
+    compare(ranks, "pp2", family, 1e-10, experts="batched_mm")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("precision", "rtol"), [("32-true", 1e-4), ("bf16-mixed", 3e-2)])
+def test_grouped_products(ranks: Pools, family: str, precision: str, rtol: float) -> None:
+    expected, *_ = fit(None, family, precision, {"experts": "grouped_mm"})
+    found = ranks(2, lightning=True).run(fit, PP2, family, precision, {"experts": "grouped_mm"}, timeout=200.0)
+    for losses, *_ in found:
+        assert losses == pytest.approx(expected, rel=rtol)
+
+
+def test_microbatches_have_router_losses_of_their_own_which_is_stated(ranks: Pools) -> None:
+    """The difference is below 1 %: microbatches stay."""
+    layout, config = {"pipeline_parallel_size": 2}, {"router_aux_loss_coef": 0.01}
+    found = ranks(2, lightning=True).run(fit, layout, "Mixtral", "64-true", config, timeout=200.0)
+    losses, _, (text,), calls = found[0]
+    assert "product of means over the tokens of a batch" in text
+    assert calls > 2 * STEPS
+    expected, *_ = fit(None, "Mixtral", "64-true", config)
+    assert losses == pytest.approx(expected, rel=1e-3)
+    assert losses != pytest.approx(expected, rel=1e-8)
