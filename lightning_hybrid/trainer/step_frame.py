@@ -18,8 +18,6 @@ from torchmetrics import Metric
 from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.distributed.messages.lazy_tensor import peek
-from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.pipeline_parallel.body import Body, BodyCut
 from lightning_hybrid.pipeline_parallel.chain import (
@@ -178,15 +176,16 @@ class StepFrame:
         return self._opens and self.body_cut is not None and step not in self._settled
 
     def settle(self, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int) -> None:
-        """Follow a step once, on every rank; cut it at the layers of the chain if it does not call that as a whole.
+        """Follow a step once; cut it at the layers of the chain, on every rank, if it does not call that as a whole.
 
         ::
 
             x = self.body(x)                              the chain stays one
             two calls of it; for layer in self.body       its layers are units from now on, where they are
 
-        Parameters around the chain stay where they are, too. It is not undone: other steps may call the chain as they
-        like then. Replicas may decide differently, the ranks of a model group may not.
+        Parameters around the chain stay where they are, too; buffers come to all stages. It is not undone: other steps
+        may call the chain as they like then. Replicas may decide differently; the ranks of a model group decide
+        together.
 
         Args:
             step: The user's step.
@@ -197,19 +196,36 @@ class StepFrame:
         body = self._body
         assert body is not None
         assert body.chain is not None
-        self._streams.seed_user(*coordinates)
-        calls = ChainCalls(self._module, body.names, body.chain, self._device, self._around_discovery)
-        # Ranks between the ends read batches here alone, which is no reason to send them any later.
-        looked_at = map_leaves(lambda leaf: peek(leaf) if isinstance(leaf, Tensor) else leaf, list(arguments))
-        is_other = torch.tensor(calls.are_otherwise(step, looked_at, self._streams.of_calls(*coordinates))).int()
-        dist.all_reduce(is_other, dist.ReduceOp.MIN, group=self._mesh.control_group)
+        is_other = torch.zeros((), dtype=torch.int)
+        if self._mesh.pipeline_rank == 0:  # ranks between the ends lack what is around the chain
+            self._streams.seed_user(*coordinates)
+            calls = ChainCalls(self._module, body.names, body.chain, self._device, self._around_discovery)
+            is_other += calls.are_otherwise(step, arguments, self._streams.of_calls(*coordinates))
+        dist.all_reduce(is_other, dist.ReduceOp.MAX, group=self._mesh.control_group)
         if not is_other.item():
             return
+        self._share_buffers()
         self.body_cut, self._use, self.cut = None, None, self._make_cut()
         rank_zero_info(
             f"`{step.__name__}` does not call {body.name!r} exactly once, as a whole: any code may call its layers now"
             f", as with HybridStrategy(body=[{body.name!r}])."
         )
+
+    def _share_buffers(self) -> None:
+        """Give the buffers around a chain to the ranks between its ends, which run the code around the layers now."""
+        mesh = self._mesh
+        source = mesh.model_group_rank(0, 0)
+        for name, buffer in list(self._module.named_buffers()):
+            held = self._stage_map.ranks_of(name)
+            if not self._stage_map.is_outside(name) or len(held) == mesh.pipeline_parallel_size:
+                continue
+            is_source = mesh.model_group.rank() == source
+            # What is made like a placeholder is one.
+            value = buffer if is_source else torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device)
+            broadcast_tensors([value], mesh.model_group, source)
+            if mesh.pipeline_rank not in held:
+                owner, _, key = name.rpartition(".")
+                self._module.get_submodule(owner)._buffers[key] = value
 
     def __call__(self, *, repeats: bool) -> AbstractContextManager[None]:
         """While this is entered, calls of the body come here.
@@ -242,6 +258,8 @@ class StepFrame:
         self._stage_map = stage_map
         if self.cut is not None:
             self.cut.place_parameters(find_holders(self._module, stage_map))
+            if stage_map.is_chain:  # what lives elsewhere has been replaced by placeholders again
+                self._share_buffers()
         self._find_code_before(stage_map)
 
     def _find_code_before(self, stage_map: StageMap) -> None:
