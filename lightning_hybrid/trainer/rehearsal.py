@@ -65,7 +65,9 @@ class Untouched(DispatchMode):  # type: ignore[misc]
         finally:
             with torch.no_grad():
                 for memory, value in self._before.items():
-                    self._tensors[memory].detach().copy_(value)
+                    tensor = self._tensors[memory].detach()
+                    if tensor.untyped_storage().size():  # a layer's unsharded parameters may be freed by now
+                        tensor.copy_(value)
             self._before.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
