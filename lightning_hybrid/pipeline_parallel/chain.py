@@ -21,6 +21,7 @@ from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.graph import function_name
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, memory_of
 from lightning_hybrid.pipeline_parallel.frame.routes import find_routes_around
+from lightning_hybrid.pipeline_parallel.frame.writes import Writes
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
 _DEVICE = getters("device")
@@ -102,7 +103,7 @@ class ChainUse(FrameCut):
         finally:
             if redirected is not None:
                 vars(self._chain)["forward"] = redirected
-        return self._parameters_of(graph, routes)
+        return self._parameters_of(graph, routes, Writes())
 
 
 class ChainCalls(FrameCut):

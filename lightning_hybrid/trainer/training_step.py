@@ -287,6 +287,8 @@ class TrainingStep:
             is_last = stage == context.num_stages - 1
             coordinates = _TRAINING, step, 0 if draws_alike else microbatch
             plan = plans[microbatch] if plans else None
+            if plan is not None and plan.of_layers:
+                zero.unshard_layers()
             run_layers = partial(context.run_layers, stage, context.streams.layers(stage, *coordinates))
             self._iterations.begin(stage, 0 if draws_alike else microbatch)
             with precision(), nullcontext() if casts is None else casts.forward(stage):
@@ -531,7 +533,7 @@ class TrainingStep:
                 given = microbatch, *arguments
                 plan = context.frame.find_plan(user_step, given, *coordinates, key=key)
                 if plan is not None:
-                    if plan.of_layers and self._grad_sync.zero.is_active:
+                    if plan.of_layers and not self._grad_sync.zero.keeps_layers:
                         raise WrongUseError(_shard_text(plan))
                     plans.append(plan)
                 else:

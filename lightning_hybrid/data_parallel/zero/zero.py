@@ -103,6 +103,7 @@ class ZeroParameters:
         self._opened_by: nn.Module | None = None
         self._handles: list[RemovableHandle] = []
         owners, keeps = find_owners(module), zero_stage < 3
+        self.keeps_layers = keeps
         self.parameters = {
             id(each): ShardedParameter(each, owners[id(each)], group.rank(), aliased=keeps)
             for each in module.parameters()
@@ -249,6 +250,12 @@ class ZeroParameters:
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
+    def unshard_layers(self) -> None:
+        """Have the parameters of all layers in place, for code around the layers that uses them."""
+        for position, group in enumerate(self._groups):
+            if not group.is_unsharded:
+                _Unfollowed(self._prefetcher.unshard)(position)
+
     def _hook_layer(self, module: nn.Module, layer: _Layer) -> None:
         self._handles += [
             module.register_forward_pre_hook(
@@ -339,6 +346,7 @@ class NoZero:
     """In the place of :class:`ZeroParameters` where replicas shard nothing."""
 
     is_active = reduces_each_backward = False
+    keeps_layers = True
 
     def tensors(self) -> list[Tensor]:
         """None."""
@@ -362,7 +370,7 @@ class NoZero:
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    open = close = abandon = follow = remove = _nothing
+    open = close = abandon = follow = remove = unshard_layers = _nothing
 
     # Not called in a step, where even nothing takes time: see `is_active`.
     forward_begins = backward_begins = backward_ends = _nothing

@@ -44,7 +44,7 @@ from lightning_hybrid.pipeline_parallel.frame.running import (
     Unwind,
 )
 from lightning_hybrid.pipeline_parallel.frame.stage_states import StatesOfStages, copied_arguments
-from lightning_hybrid.pipeline_parallel.frame.writes import find_writes
+from lightning_hybrid.pipeline_parallel.frame.writes import Writes, find_writes
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 
 _log = logging.getLogger(__name__)
@@ -236,6 +236,11 @@ class FrameCut:
         return self._all_holders
 
     @property
+    def _stages_of_unit(self) -> dict[str, Collection[int]]:
+        """The stages of the parameters that belong to units alone, by name."""
+        return {name: stages for name, stages in self.all_holders.items() if name not in self.holders}
+
+    @property
     def _units_of(self) -> dict[str, list[int]]:
         """The positions of the units that contain a parameter, by its name."""
         units: dict[int, list[int]] = {}
@@ -387,14 +392,14 @@ class FrameCut:
                 )
             )
         fetched = {name: min(self.all_holders[name]) for route in routes for name in sorted(route.fetched)}
-        used, kept = self._parameters_of(graph, routes), find_kept(graph, routes, _tensors(self._metrics))
+        used, kept = self._parameters_of(graph, routes, writes), find_kept(graph, routes, _tensors(self._metrics))
         return FramePlan(
             next(self._numbers), graph, tuple(parts), used, travels, fetched, kept, writes, self._of_layers(graph)
         )
 
     def _of_layers(self, graph: Graph) -> dict[str, Call]:
         """The parameters of units that the code around them uses, by name, each with the first such call."""
-        names = self.all_holders.keys() - self.holders.keys()
+        names = self._stages_of_unit.keys()
         around = [call for call in reversed(graph.calls) if call.unit is None]
         return {name: call for call in around for name in sorted(call.parameters & names)}
 
@@ -410,13 +415,19 @@ class FrameCut:
                     f" step uses it now, as the tensor-parallel ranks share {leaf!r}. {KEEP_TEXT}"
                 )
 
-    def _parameters_of(self, graph: Graph, routes: Sequence[Route]) -> tuple[frozenset[str], ...]:
-        """The parameters outside of units that each stage uses, and has."""
+    def _parameters_of(self, graph: Graph, routes: Sequence[Route], writes: Writes) -> tuple[frozenset[str], ...]:
+        """The parameters outside of units that each stage uses, and has: a write is no use, and is where these are."""
         calls = graph.all_calls
-        used = [set().union(*(calls[number].parameters for number in route.computed)) for route in routes]
+        used = [
+            set().union(*(calls[number].parameters for number in route.computed - writes.serving)) for route in routes
+        ]
+        for name, sources in writes.sources.items():
+            stages = [stage for stage, names in enumerate(used) if name in names] or [self._num_stages - 1]
+            for stage in self._stages_of_unit.get(name, stages):
+                used[stage] |= sources
         if graph.needed is not None:  # what comes then has not been seen
             used[-1] |= {name for name, _ in self._module.named_parameters()}
-        of_units = self.all_holders.keys() - self.holders.keys()
+        of_units = self._stages_of_unit.keys()
         return tuple(
             frozenset(name for name in names - of_units if stage in self.holders.get(name, (stage,)))
             for stage, names in enumerate(used)

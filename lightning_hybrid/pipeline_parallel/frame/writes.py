@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.frame.graph import AbsentTensor, Graph
@@ -17,11 +17,15 @@ class Writes:
         first: Those made for the first microbatch: everything that uses the parameters comes after them.
         last: Those made for the last one: everything comes before them.
         mixed: Those that one microbatch alone cannot make, each with the name of its parameter.
+        serving: These calls, and those that make nothing but what they write.
+        sources: The names of the parameters that the writes of one need, by its name.
     """
 
     first: frozenset[int] = frozenset()
     last: frozenset[int] = frozenset()
     mixed: tuple[tuple[int, str], ...] = ()
+    serving: frozenset[int] = frozenset()
+    sources: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def limited(self) -> frozenset[int]:
@@ -46,10 +50,14 @@ def find_writes(graph: Graph, units_of: Mapping[str, Collection[int]]) -> Writes
     if not writers:
         return Writes()
     first, last, mixed = set[int](), set[int](), dict[int, str]()
+    serving, sources = set[int](), dict[str, frozenset[str]]()
     for name, numbers in sorted(writers.items()):
         if not of_batch.isdisjoint(numbers):
             continue
-        uses = _uses(graph, name, set(numbers), set(units_of.get(name, ())))
+        for_write = _for_write(graph, set(numbers))
+        uses = _uses(graph, name, for_write, set(units_of.get(name, ())))
+        serving |= for_write
+        sources[name] = frozenset().union(*(graph.calls[number].parameters for number in for_write))
         returns = any(isinstance(leaf, AbsentTensor) for number in numbers for leaf in graph.calls[number].outputs)
         if not name or returns:
             mixed |= dict.fromkeys(numbers, name)
@@ -61,11 +69,17 @@ def find_writes(graph: Graph, units_of: Mapping[str, Collection[int]]) -> Writes
             mixed |= dict.fromkeys(numbers, name)
     for number in first & last:  # one call writes several parameters
         mixed[number] = min(graph.calls[number].rewritten)
-    return Writes(frozenset(first - mixed.keys()), frozenset(last - mixed.keys()), tuple(sorted(mixed.items())))
+    return Writes(
+        frozenset(first - mixed.keys()),
+        frozenset(last - mixed.keys()),
+        tuple(sorted(mixed.items())),
+        frozenset(serving),
+        sources,
+    )
 
 
-def _uses(graph: Graph, name: str, writers: set[int], units: Collection[int]) -> list[int]:
-    """Return the calls that use a parameter for something else than for what they write into it."""
+def _for_write(graph: Graph, writers: set[int]) -> set[int]:
+    """Return some calls that write a parameter, and those that make nothing but what they write."""
     for_write = set(writers)
     consumers: dict[int, set[int]] = {}
     for number, call in enumerate(graph.calls):
@@ -75,6 +89,11 @@ def _uses(graph: Graph, name: str, writers: set[int], units: Collection[int]) ->
     for number in range(max(writers) - 1, -1, -1):
         if number not in wanted and number in consumers and consumers[number] <= for_write:
             for_write.add(number)
+    return for_write
+
+
+def _uses(graph: Graph, name: str, for_write: Collection[int], units: Collection[int]) -> list[int]:
+    """Return the calls that use a parameter for something else than for what they write into it."""
     return [
         number
         for number, call in enumerate(graph.calls)
