@@ -24,9 +24,22 @@ MODULE_LINES, FUNCTION_LINES = 500, 60
 LONGER: dict[str, str] = {
     "pipeline_parallel/frame/discovery.py": "one algorithm: how each tensor of a step gets its name",
     "pipeline_parallel/frame/frame.py": "the cut of a step, and the texts of all that it refuses",
+    "pipeline_parallel/frame/discovery.py::_absent": "the attempts to run a call without values, in their order",
+    "pipeline_parallel/frame/plan.py::make_part": "a field a line: what a stage does of a step",
+    "strategy/layout.py": "what a layout is made of, and the texts of all that it refuses",
     "strategy/strategy.py::__init__": "an argument a line",
     "strategy/strategy.py": "all that Lightning asks of a strategy, a method each, and the texts of arguments",
+    "trainer/step_context.py::__init__": "an attribute a line",
+    "trainer/training_step.py": "a step and its comparison with one microbatch share their pieces",
+    "trainer/training_step.py::__call__": "a step, one thing after the other",
+    "trainer/training_step.py::_rehearse": "the same without a trace",
     "trainer/lightning_internals.py": "everything private of Lightning is in one file, half of it says why",
+}
+
+# Folders with more files than usual have been looked at too.
+FULLER: dict[str, str] = {
+    "distributed": "what every package stands on; each file is one of the field's words: mesh, failure, agreement, random",
+    "pipeline_parallel/frame": "the followed step: a file for each thing that its plan knows",
 }
 
 # These know no processes.
@@ -99,7 +112,7 @@ def folder_violations(root: Path) -> Iterator[str]:
         yield f"{PACKAGE}: more than {MOST_FOLDERS} folders or {MOST_FILES} files at the top"
     for folder in (each for each in root.rglob("*") if each.is_dir()):
         count = len([path for path in folder.glob("*.py") if path.name != "__init__.py"])
-        if count > FILES_IN_A_FOLDER:
+        if count > FILES_IN_A_FOLDER and str(folder.relative_to(root)) not in FULLER:
             yield f"{folder.relative_to(root.parent)}: {count} files, at most {FILES_IN_A_FOLDER}"
 
 

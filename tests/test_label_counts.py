@@ -14,9 +14,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hybrid.trainer.loss_terms import LossTerms, find_label_count
+from lightning_hybrid.trainer.losses.loss_terms import LossTerms, find_label_count
 from tests.pool import Pools
-from tests.trainer.test_loss_weights import LAYOUTS, Seen, size_of
+from tests.trainer.losses.test_loss_weights import LAYOUTS, Seen, size_of
 from tests.training_jobs import make_trainer, together, weights
 
 BATCH, SAMPLES, LENGTH, VOCABULARY = 4, 20, 6, 11

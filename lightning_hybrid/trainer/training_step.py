@@ -35,7 +35,8 @@ from lightning_hybrid.pipeline_parallel.microbatch import (
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
 from lightning_hybrid.pipeline_parallel.splitting.split_watch import SplitWatch
-from lightning_hybrid.trainer.comparison import (
+from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
+from lightning_hybrid.trainer.losses.comparison import (
     LARGE_COEFFICIENT,
     SMALL,
     Verdict,
@@ -49,12 +50,17 @@ from lightning_hybrid.trainer.comparison import (
     structure_of,
     warning_text,
 )
-from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
-from lightning_hybrid.trainer.loss_terms import LabelCount, LossTerms, find_label_count
-from lightning_hybrid.trainer.loss_weights import AccumulationWindow, LabelWatch, LossWeights, weighted, weighted_sum
-from lightning_hybrid.trainer.power_iterations import PowerIterations
+from lightning_hybrid.trainer.losses.loss_terms import LabelCount, LossTerms, find_label_count
+from lightning_hybrid.trainer.losses.loss_weights import (
+    AccumulationWindow,
+    LabelWatch,
+    LossWeights,
+    weighted,
+    weighted_sum,
+)
+from lightning_hybrid.trainer.losses.power_iterations import PowerIterations
+from lightning_hybrid.trainer.losses.rehearsal import Untouched, takes_from_iterators, untouched_attributes
 from lightning_hybrid.trainer.precision import SharedCasts
-from lightning_hybrid.trainer.rehearsal import Untouched, takes_from_iterators, untouched_attributes
 from lightning_hybrid.trainer.results.logging import Log, merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
@@ -446,7 +452,7 @@ class TrainingStep:
         """Run two microbatches joined and each alone, forward only and without a trace, through the pipeline.
 
         Args:
-            batches: From :func:`~.comparison.joined_parts`: three for each pair of microbatches.
+            batches: From :func:`~.losses.comparison.joined_parts`: three for each pair of microbatches.
             counts: Their numbers of samples.
             arguments: As of the step.
             step: The number of the batch since training began.
@@ -498,7 +504,8 @@ class TrainingStep:
         weigh, labels = getattr(context.module, "microbatch_weight", None), None
         if weigh is None:
             weigh = labels = find_label_count(given, counts, values, terms, rounding_of(dtypes[0]))
-        sizes = counts if weigh is None else [float(weigh(batch)) for batch in given]
+        with context.guard():
+            sizes = counts if weigh is None else [float(weigh(batch)) for batch in given]
         verdicts = []
         for of_pair in (slice(first, first + 3) for first in range(0, len(values), 3)):
             weights, shares = _parts(sizes[of_pair][1:]), _parts(counts[of_pair][1:])

@@ -21,7 +21,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.tensor_bytes import move
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.trainer.lightning_internals import attached_trainer, intercept_results, set_forward_value
-from lightning_hybrid.trainer.loss_weights import LossWeights, weighted, weighted_sum
+from lightning_hybrid.trainer.losses.loss_weights import LossWeights, weighted, weighted_sum
 
 # What can follow name and value in a call of `self.log`.
 _POSITIONAL = tuple(inspect.signature(LightningModule.log).parameters)[3:]

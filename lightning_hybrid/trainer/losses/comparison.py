@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.microbatch import split_into
-from lightning_hybrid.trainer.loss_terms import LabelCount
+from lightning_hybrid.trainer.losses.loss_terms import LabelCount
 from lightning_hybrid.trainer.results.logging import Log
 
 __all__ = [

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy, count_tokens
-from lightning_hybrid.trainer.loss_weights import LossWeights, unequal_labels
+from lightning_hybrid.trainer.losses.loss_weights import LossWeights, unequal_labels
 from tests.pool import Pools
 from tests.training_jobs import Regression, make_trainer, together, weights
 

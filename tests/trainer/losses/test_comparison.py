@@ -9,8 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.trainer.comparison import Verdict, joined_parts, joined_verdict, judge, structure_of, warning_text
-from lightning_hybrid.trainer.rehearsal import Untouched
+from lightning_hybrid.trainer.losses.comparison import (
+    Verdict,
+    joined_parts,
+    joined_verdict,
+    judge,
+    structure_of,
+    warning_text,
+)
+from lightning_hybrid.trainer.losses.rehearsal import Untouched
 
 
 @pytest.mark.parametrize(
