@@ -38,7 +38,7 @@ LONGER: dict[str, str] = {
 
 # Folders with more files than usual have been looked at too.
 FULLER: dict[str, str] = {
-    "distributed": "what every package stands on; each file is one of the field's words: mesh, failure, agreement, random",
+    "distributed": "what every package stands on, a file for each word of the field: mesh, failure, agreement, random",
     "pipeline_parallel/frame": "the followed step: a file for each thing that its plan knows",
 }
 

@@ -61,7 +61,7 @@ from lightning_hybrid.trainer.losses.loss_weights import (
 from lightning_hybrid.trainer.losses.power_iterations import PowerIterations
 from lightning_hybrid.trainer.losses.rehearsal import Untouched, takes_from_iterators, untouched_attributes
 from lightning_hybrid.trainer.precision import SharedCasts
-from lightning_hybrid.trainer.results.logging import Log, merge_logs
+from lightning_hybrid.trainer.results.logging import Log, logged_numbers, merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
 
@@ -514,7 +514,8 @@ class TrainingStep:
                 verdict = replace(verdict, kind="mean")  # it is known by its terms
             if verdict.kind == "mean":
                 verdict = replace(verdict, labels=labels)
-            logs = judge_logs(records[of_pair], values[of_pair], shares, weights, verdict, dtypes[0])
+            numbers = list(map(logged_numbers, records[of_pair]))
+            logs = judge_logs(numbers, values[of_pair], shares, weights, verdict, dtypes[0])
             verdicts.append(replace(verdict, logs=logs))
         return [verdict for verdict in verdicts if not (tensors.has_drawn and verdict.kind == "other")]
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.microbatch import split_into
 from lightning_hybrid.trainer.losses.loss_terms import LabelCount
-from lightning_hybrid.trainer.results.logging import Log
 
 __all__ = [
     "LARGE_COEFFICIENT",
@@ -153,7 +152,7 @@ def rounding_of(dtype: torch.dtype) -> float:
 
 
 def judge_logs(
-    records: Sequence[Sequence[Log]],
+    values: Sequence[Mapping[str, float]],
     losses: Sequence[float],
     shares: Sequence[float],
     weights: Sequence[float],
@@ -163,17 +162,13 @@ def judge_logs(
     """Tell which logged values are means over samples, weighted like the loss, or sums.
 
     Args:
-        records: The logs of the joined microbatches, and of each alone.
+        values: Logged numbers by name, of the joined microbatches and of each alone.
         losses: Of the same.
         shares: Of the samples of each alone.
         weights: Of the loss of each alone.
         verdict: Of the loss: a logged value that is the loss is like it.
         dtype: Of the computation.
     """
-    values: list[dict[str, float]] = [
-        {log.name: float(log.value) for log in of_batch if log.metric is None and log.of_batch is None}
-        for of_batch in records
-    ]
     kinds: dict[str, LogKind] = {}
     for name in values[0].keys() & values[1].keys() & values[2].keys():
         joined, *parts = (of_batch[name] for of_batch in values)

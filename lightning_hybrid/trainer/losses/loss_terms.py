@@ -78,7 +78,7 @@ class LossTerms:
         """Take a term out of the graph, and record what the step does with it: an observer of class losses."""
         mean = mean.detach().requires_grad_()
         self.terms.append(_Term(mean, target.detach(), weight, ignore_index))
-        torch._C._set_grad_enabled(True)  # the caller's `no_grad` ends it
+        torch.set_grad_enabled(True)  # the caller's `no_grad` ends it
         return mean
 
     def close(self, loss: Tensor) -> None:

@@ -148,6 +148,11 @@ def log_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]
     return dict(zip(_POSITIONAL, args, strict=False)) | kwargs
 
 
+def logged_numbers(logs: Sequence[Log]) -> dict[str, float]:
+    """Return the numbers that a microbatch logged, by name, without metrics."""
+    return {log.name: float(log.value) for log in logs if log.metric is None and log.of_batch is None}
+
+
 def merge_logs(
     records: Sequence[Sequence[Log]],
     counts: Sequence[int],
