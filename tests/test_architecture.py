@@ -46,7 +46,7 @@ FULLER: dict[str, str] = {
 WITHOUT_PROCESSES = {
     "distributed/pytree.py",
     "distributed/module_names.py",
-    "pipeline_parallel/microbatch.py",
+    "pipeline_parallel/splitting/microbatch.py",
     "pipeline_parallel/stage_map.py",
     "checkpoint/tree_paths.py",
     "trainer/results/outputs.py",
@@ -160,7 +160,7 @@ def test_all_that_is_public_is_shown() -> None:
 PLANTED = {
     "a relative import": ("distributed/mesh.py", "from .schedules import build", "relative import"),
     "processes in plain data": (
-        "pipeline_parallel/microbatch.py",
+        "pipeline_parallel/splitting/microbatch.py",
         "import torch.distributed as dist",
         "knows no processes",
     ),

@@ -26,14 +26,14 @@ from lightning_hybrid.pipeline_parallel.engine import Compute, Profile
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, skipped_writes
 from lightning_hybrid.pipeline_parallel.links.step_schedules import StepSchedules
 from lightning_hybrid.pipeline_parallel.links.traffic import TrafficWatch
-from lightning_hybrid.pipeline_parallel.microbatch import (
+from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
+from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import (
     find_batch_size,
     signature,
     signatures,
     split_into,
 )
-from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
-from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
 from lightning_hybrid.pipeline_parallel.splitting.split_watch import SplitWatch
 from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
 from lightning_hybrid.trainer.losses.comparison import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hybrid.pipeline_parallel.microbatch import (
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import (
     JoinError,
     find_batch_size,
     join,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import lightning_hybrid
-from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, sizes, split_batch, split_into
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, sizes, split_batch, split_into
 
 # -- packed rows -------------------------------------------------------------------------------------------------------
 

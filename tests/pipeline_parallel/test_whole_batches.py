@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_hybrid.pipeline_parallel.microbatch import (
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import (
     find_batch_size,
     find_misfits,
     signature,

@@ -26,7 +26,7 @@ from lightning_hybrid.cli.check_training.step_watch import StepWatch
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.agreement import RankInfo
 from lightning_hybrid.distributed.random import generator_marks, seed_generators
-from lightning_hybrid.pipeline_parallel.microbatch import split_into
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import split_into
 from lightning_hybrid.strategy.layout import find_frames, requested_plan
 from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from lightning_hybrid.strategy.strategy import HybridStrategy

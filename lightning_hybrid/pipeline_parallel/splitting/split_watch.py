@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.pipeline_parallel.microbatch import find_misfits
 from lightning_hybrid.pipeline_parallel.splitting.batch_contents import is_irregular, whole_text
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_misfits
 
 
 def microbatch_text(number: int, counts: Sequence[int]) -> str:

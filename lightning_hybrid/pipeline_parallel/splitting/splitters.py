@@ -24,7 +24,6 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.pipeline_parallel.microbatch import Microbatches, sizes, split_divisible
 from lightning_hybrid.pipeline_parallel.splitting.batch_contents import (
     Entry,
     children,
@@ -33,6 +32,7 @@ from lightning_hybrid.pipeline_parallel.splitting.batch_contents import (
     field,
     is_divisible,
 )
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import Microbatches, sizes, split_divisible
 
 Key = str | int
 

@@ -19,7 +19,7 @@ from lightning_hybrid.distributed.debug.desync import Desync, DesyncWatch
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel, to_local
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
-from lightning_hybrid.pipeline_parallel.microbatch import signature_text
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import signature_text
 from lightning_hybrid.trainer.dataloader import checksum
 from lightning_hybrid.trainer.lightning_internals import reduced_at_epoch_end
 from lightning_hybrid.trainer.results.logging import Log

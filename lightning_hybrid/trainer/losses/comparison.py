@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.pipeline_parallel.microbatch import split_into
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import split_into
 from lightning_hybrid.trainer.losses.loss_terms import LabelCount
 
 __all__ = [

@@ -34,7 +34,7 @@ from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
 from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedule
-from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, split_into
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, split_into
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
 from lightning_hybrid.strategy.auto_layout.dry_run.real_draws import RealDraws

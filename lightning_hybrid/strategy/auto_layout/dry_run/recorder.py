@@ -12,7 +12,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.pipeline_parallel.body import Body
-from lightning_hybrid.pipeline_parallel.microbatch import find_batch_size, split_into
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, split_into
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout as layouts
 from lightning_hybrid.strategy.auto_layout.candidates import MOST_CHUNKS, Layout
