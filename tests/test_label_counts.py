@@ -207,6 +207,34 @@ def test_targets_are_counted_without_a_hook(ranks: Pools, name: str, layout: str
     torch.testing.assert_close(together([part for *_, part, _ in results]), expected, **close)
 
 
+class TwoKinds(Model):
+    """Batches with and without labels, in turns."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if "masked_labels" in batch:
+            return super().training_step(batch, batch_idx)
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        return self.model(**inputs).logits.square().mean()
+
+
+def fit_both(layout: Mapping[str, Any] | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    names = ("input_ids", "attention_mask")
+    batches = list(DataLoader(Texts(), BATCH))
+    batches = [batch if number % 2 else {name: batch[name] for name in names} for number, batch in enumerate(batches)]
+    module, seen = TwoKinds("bert"), Seen()
+    trainer = make_trainer(layout, callbacks=[seen], max_epochs=2)
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return seen.norms, weights(module)
+
+
+def test_batches_of_two_structures_count_each_in_its_way(ranks: Pools) -> None:
+    norms, expected = fit_both(None)
+    results = ranks(2, lightning=True).run(fit_both, {"pipeline_parallel_size": 2, "num_microbatches": 2})
+    for found, _ in results:
+        torch.testing.assert_close(found, norms, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(together([part for _, part in results]), expected, rtol=1e-10, atol=1e-12)
+
+
 def counted(step: Callable[[dict[str, Tensor]], Tensor]) -> Any:
     """What is recognized of a step, from three batches of texts."""
     from lightning_hybrid.distributed.class_losses import observed

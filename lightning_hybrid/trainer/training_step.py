@@ -119,9 +119,9 @@ class TrainingStep:
         self._split_watch = SplitWatch(type(context.module).__name__)
         self._labels = LabelWatch(context.module) if num_microbatches > 1 and config.loss_reduction == "mean" else None
         self._is_auto = config.auto_microbatches
-        compares = config.compare_microbatches and num_microbatches > 1 and config.loss_reduction == "mean"
-        self._comparisons = _COMPARISONS if compares else 0  # that may still be made
-        self._compared: set[Hashable] = set()  # structures of batches
+        self._compares = config.compare_microbatches and num_microbatches > 1 and config.loss_reduction == "mean"
+        self._comparisons = _COMPARISONS  # that may still be made
+        self._compared: dict[Hashable, LabelCount | None] = {}  # by the structure of the batch
         self._iterations = PowerIterations(context.layers if any(context.layers.values()) else {0: [context.module]})
         self._label_count: LabelCount | None = None
         self._log_kinds: Mapping[str, str] = {}  # of logged values that are not means over samples
@@ -160,7 +160,7 @@ class TrainingStep:
             self._settle(split[0][0], arguments[1:], step, precision, backward=backward)
         if context.frame.places and not self._is_placed:
             self._place(split[0], arguments[1:], step, precision, backward=backward)
-        if backward and self._comparisons and self._compare(len(split[1]), arguments, step, precision):
+        if backward and self._compares and self._compare(len(split[1]), arguments, step, precision):
             split = self._split(arguments[0])
         microbatches, counts = split
         if self._labels is not None and not self._labels(microbatches, counts):
@@ -378,7 +378,11 @@ class TrainingStep:
         """
         context, module = self._context, self._context.module
         structure = "the first" if context.mesh.data_parallel_size > 1 else structure_of(arguments[0])
-        if structure in self._compared or context.mesh.data_parallel_min(num_microbatches) < 2:
+        self._label_count = self._compared.get(structure)
+        if structure in self._compared or not self._comparisons:
+            return False
+        if context.mesh.data_parallel_min(num_microbatches) < 2:
+            self._comparisons -= context.mesh.data_parallel_size > 1  # replicas agree by a message
             return False
         user_split = getattr(module, "split_batch", None)
         found: tuple[list[Any], list[int]] = [], []
@@ -389,23 +393,23 @@ class TrainingStep:
         self._comparisons -= 1
         if verdict.kind == "unknown":
             return False
-        self._compared.add(structure)
+        self._compared[structure] = None
         if verdict.kind != "other":
-            self._log_kinds = verdict.logs
+            self._log_kinds = {**self._log_kinds, **verdict.logs}
         if verdict.kind == "mean":
-            self._label_count = verdict.labels
+            self._label_count = self._compared[structure] = verdict.labels
             self._labels = None if verdict.labels is not None else self._labels
             if len(self._compared) == 1:
                 self._state_router_loss(verdict, compare)
             return False
         if verdict.kind == "sum":
-            self._comparisons, self._loss_reduction, self._labels = 0, "sum", None
+            self._compares, self._loss_reduction, self._labels = False, "sum", None
             rank_zero_info(
                 "The loss of two microbatches joined is the sum of their losses, so losses and gradients of"
                 ' microbatches are summed, as with HybridStrategy(loss_reduction="sum").'
             )
             return True
-        self._comparisons, self._labels = 0, None
+        self._compares, self._labels = False, None
         cause = (
             "it couples the samples of a batch, such as a contrastive loss or statistics over samples, or is a mean"
             " over something else than samples"
@@ -464,6 +468,7 @@ class TrainingStep:
         if not batches:
             return []
         context, grad_sync = self._context, self._grad_sync
+        of_step, context.counts = context.counts, ()
         given, batches = batches, list(map(self._to_device, batches))
         dtypes: list[torch.dtype] = []
         terms = [LossTerms() for _ in batches]
@@ -498,6 +503,7 @@ class TrainingStep:
 
             keys = context.keys(("comparison", context.version(gradients=True)), signatures(batches), plans)
             losses = context.engine.run(self._find_schedule(keys, (True, True), backward=False), compute, keys)
+        context.counts = of_step
         if not losses:
             return []
         values = [float(loss) for loss in losses]

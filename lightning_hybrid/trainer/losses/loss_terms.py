@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from lightning_hybrid.distributed.class_losses import normalizer_of
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size
 
 __all__ = ["LabelCount", "LossTerms", "find_label_count"]
 
@@ -43,8 +44,11 @@ class LabelCount:
     weight: tuple[float, ...] | None
 
     def __call__(self, microbatch: Any) -> Tensor:
-        """Return the weight of a microbatch, shape ``()``."""
-        labels: Tensor = flatten(microbatch)[0][self.leaf]
+        """Return the weight of a microbatch, shape ``()``; its samples if it has another structure, without targets."""
+        leaves = flatten(microbatch)[0]
+        labels = leaves[self.leaf] if self.leaf < len(leaves) else None
+        if not _are_classes(labels, shift=self.shift):
+            return torch.tensor(find_batch_size(microbatch) or 1)
         if self.shift:
             labels = labels[..., 1:]
         weight = None
@@ -141,14 +145,19 @@ def _is_close(a: float, b: float) -> bool:
     return abs(a - b) <= _EXACT * max(abs(a), abs(b))
 
 
+def _are_classes(labels: Any, *, shift: bool) -> TypeGuard[Tensor]:
+    """Whether a leaf of a batch may be targets; those that are shifted are sequences."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
+        return False
+    return labels.ndim > int(shift)
+
+
 def _holds(leaf: int, shift: bool) -> Callable[[Any, LossTerms], bool]:
     """Whether the targets of a batch are this leaf of it, in any order."""
 
     def holds(batch: Any, found: LossTerms) -> bool:
         labels, term = flatten(batch)[0][leaf], found.terms[0]
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
-            return False
-        if labels.ndim == 0 or (shift and labels.ndim == 1):
+        if not _are_classes(labels, shift=shift):
             return False
         labels = labels[..., 1:] if shift else labels
         kept, targets = labels[labels != term.ignore_index], term.target[term.target != term.ignore_index]
