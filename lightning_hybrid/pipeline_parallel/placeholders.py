@@ -218,7 +218,7 @@ def without_value_text(what: str) -> str:
         " values of all parameters. A hook takes those of its stage by `if not p.is_meta`. To move a teacher or an"
         " average of weights, use a hook, such as `on_train_batch_end`, or `WeightAveraging`. To penalise weights use"
         " the optimizer's `weight_decay`; or name the `nn.Sequential` that is divided, `HybridStrategy(body=[...])`:"
-        " then any penalty or average in `training_step` works. For the norm of the gradients use"
+        " then a penalty over parameters in `training_step` works. For the norm of the gradients use"
         " `self.trainer.strategy.grad_norm()` in `on_before_optimizer_step`, for the device `self.device`, not a"
         " parameter's. To log weights, call"
         " `self.trainer.strategy.lightning_module_state_dict()` in a hook on every rank (it is whole on rank 0), and"
