@@ -32,7 +32,7 @@ class TappedCall(NamedTuple):
 
     Attributes:
         tap: The hook.
-        given: What it is called with, behind its module.
+        given: The arguments of the hook after its module.
     """
 
     tap: Tap

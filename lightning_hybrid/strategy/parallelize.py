@@ -384,7 +384,7 @@ class ModuleParallelizer:
 
     @property
     def opens_chain(self) -> bool:
-        """Whether the layers of a chain may serve as units, if a step does not call it as a whole."""
+        """Return whether the layers of a chain may serve as units, if a step does not call it as a whole."""
         body = self.body
         if body is None or body.chain is None or not body.is_found or FakeMode is None:
             return False

@@ -523,7 +523,7 @@ class Discovery(TorchFunctionMode):
                     self._name(tensor, call.old[value])
 
     def _note_parameters(self, call: Call, leaves: list[Any], fakes: list[Any], result: Any, written: set[int]) -> None:
-        """Which parameters a call writes, and with the numbers of which it computes."""
+        """Note the parameters that a call writes, and those whose values it reads."""
         given = {memory_of(fake) for fake in fakes if isinstance(fake, Tensor)}
         names = set().union(*(self._parameters_in[memory] for memory in given & self._parameters_in.keys()))
         made = {memory_of(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)} if names else given
@@ -639,7 +639,7 @@ class Discovery(TorchFunctionMode):
         return frozenset(found)
 
     def _is_of_batch(self, tensor: Tensor) -> bool:
-        """Whether a tensor with values was made of an argument of the step."""
+        """Return whether a tensor with values was made of an argument of the step."""
         waiting, seen = [self._source(tensor)], set[int]()
         while waiting:
             source = waiting.pop()
@@ -661,7 +661,7 @@ class Discovery(TorchFunctionMode):
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor has integers or truth values, as lengths and masks do."""
+    """Return whether a tensor has integers or truth values, as lengths and masks do."""
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 

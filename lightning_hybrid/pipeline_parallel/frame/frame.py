@@ -416,7 +416,7 @@ class FrameCut:
                 )
 
     def _parameters_of(self, graph: Graph, routes: Sequence[Route], writes: Writes) -> tuple[frozenset[str], ...]:
-        """The parameters outside of units that each stage uses, and has: a write is no use, and is where these are."""
+        """Return the parameters outside of units that each stage uses; a write alone is not a use."""
         calls = graph.all_calls
         used = [
             set().union(*(calls[number].parameters for number in route.computed - writes.serving)) for route in routes

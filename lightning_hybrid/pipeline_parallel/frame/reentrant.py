@@ -45,7 +45,7 @@ def without_reentrant(is_divided: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def _no_grad() -> Iterator[None]:
-    """Switch gradients off, which is no part of the step: what requires grad may not decide which path it takes."""
+    """Switch gradients off outside of the followed path, which must not depend on `requires_grad`."""
     before = torch.is_grad_enabled()
     _set_grad_enabled(False)
     try:

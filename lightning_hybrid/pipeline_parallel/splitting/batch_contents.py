@@ -85,18 +85,18 @@ def children(tree: Any, path: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def is_irregular(tensor: Tensor) -> bool:
-    """Whether a tensor is nested or sparse."""
+    """Return whether a tensor is nested or sparse."""
     return tensor.is_nested or tensor.layout is not torch.strided
 
 
 def is_graph_batch(value: Any) -> bool:
-    """Whether an object is a `Batch` of PyTorch Geometric, or has the same methods."""
+    """Return whether an object is a `Batch` of PyTorch Geometric, or has the same methods."""
     kind = type(value)
     return callable(getattr(kind, "to_data_list", None)) and callable(getattr(kind, "from_data_list", None))
 
 
 def is_divisible(value: Any) -> bool:
-    """Whether an object itself says how it is divided into samples: a `PackedSequence` or a batch of graphs."""
+    """Return whether an object itself says how it is divided into samples: a `PackedSequence` or a batch of graphs."""
     return isinstance(value, PackedSequence) or is_graph_batch(value)
 
 
@@ -108,7 +108,7 @@ def count_own_samples(value: Any) -> int:
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether a value is an object that is moved to devices by its method `to`, and is not a known container."""
+    """Return whether a value is an object that is moved to devices by its method `to`, and is not a known container."""
     kind = type(value)
     return (
         kind not in (int, float, str, bool, type(None), bytes)
@@ -209,7 +209,7 @@ def find_offsets(found: Sequence[Entry]) -> list[Entry]:
 
 
 def is_list_of_samples(batch: Any) -> bool:
-    """Whether a batch is a list of records of which each looks like one sample: it has a number for its label."""
+    """Return whether a batch is a list of records that look like samples: each has a number for its label."""
     if type(batch) not in (list, tuple) or len(batch) < 2 or len({type(record) for record in batch}) > 1:
         return False
     return all(

@@ -227,7 +227,7 @@ def _unlisted(tree: Any, path: str, name: str, total: int | None, samples: Any) 
 
 
 def _is_listed(field: Any, total: int | None) -> bool:
-    """Whether a field goes by samples, where lists tell how many there are."""
+    """Return whether a field goes by samples, where lists tell how many there are."""
     return (type(field) in (list, tuple) or isinstance(field, Tensor)) and _length(field) == total
 
 

@@ -99,7 +99,7 @@ class SplitWatch:
 
 
 def length_text(length: int, module: str) -> str:
-    """What to say of a tensor that a :class:`LengthWatch` has found.
+    """Return the warning about a tensor that a :class:`LengthWatch` has found.
 
     Args:
         length: Of the tensor.

@@ -194,7 +194,7 @@ def _microbatches(batch: Any, columns: Sequence[Sequence[Any]], counts: Sequence
 
 
 def _keys_of(batch: Any) -> list[Key]:
-    """What names each of the parts of a batch."""
+    """Return the keys of the parts of a batch."""
     if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
         return list(range(len(batch)))
     return list(batch) if isinstance(batch, Mapping) else [name for _, name, _ in _parts(batch)]
@@ -229,7 +229,7 @@ def _sliced(tensor: Tensor, counts: Sequence[int], dim: int = 0) -> list[Tensor]
 
 @dataclass(frozen=True)
 class _Rows:
-    """What `split_rows` returns: no function, which would become a method of the class that it is assigned in."""
+    """The callable of `split_rows`; a function would become a method of the class that it is assigned in."""
 
     offsets: tuple[Key, ...]
 
@@ -300,7 +300,7 @@ def _even_bounds(offsets: Sequence[int], number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Graphs:
-    """What `split_graphs` returns."""
+    """The callable of `split_graphs`."""
 
     batch: Key
     edge_index: Key
@@ -360,7 +360,7 @@ class _Graphs:
 
 @dataclass(frozen=True)
 class _Targets:
-    """What `split_targets` returns."""
+    """The callable of `split_targets`."""
 
     targets: Key
     lengths: Key
@@ -394,7 +394,7 @@ class _Targets:
 
 @dataclass(frozen=True)
 class _Samples:
-    """What `split_samples` returns."""
+    """The callable of `split_samples`."""
 
     def __call__(self, batch: Any, num_microbatches: int) -> Microbatches:
         if type(batch) not in (list, tuple) or len({type(sample) for sample in batch}) > 1:

@@ -1,4 +1,4 @@
-"""Whether a loss over microbatches is the loss over their batch: two microbatches joined against the same two alone.
+"""The comparison of a loss over microbatches with the loss over their batch: two joined against the same two alone.
 
 The loss ``L(J)`` of two microbatches A and B joined to one batch J is compared with ``L(A)`` and ``L(B)``, with weights
 ``w`` that add up to 1 (shares of the samples, or of `microbatch_weight`)::
@@ -56,7 +56,7 @@ LogKind = Literal["mean", "weighted", "sum"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the comparison found.
+    """The finding of a comparison.
 
     Attributes:
         kind: ``"mean"``, ``"sum"`` or ``"other"`` as above; ``"unknown"`` if the numbers do not tell, such as two

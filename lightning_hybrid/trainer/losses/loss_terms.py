@@ -146,14 +146,14 @@ def _is_close(a: float, b: float) -> bool:
 
 
 def _are_classes(labels: Any, *, shift: bool) -> TypeGuard[Tensor]:
-    """Whether a leaf of a batch may be targets; those that are shifted are sequences."""
+    """Return whether a leaf of a batch may be targets; those that are shifted are sequences."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
         return False
     return labels.ndim > int(shift)
 
 
 def _holds(leaf: int, shift: bool) -> Callable[[Any, LossTerms], bool]:
-    """Whether the targets of a batch are this leaf of it, in any order."""
+    """Return whether the targets of a batch are this leaf of it, in any order."""
 
     def holds(batch: Any, found: LossTerms) -> bool:
         labels, term = flatten(batch)[0][leaf], found.terms[0]
