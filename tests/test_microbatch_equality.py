@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -254,6 +255,49 @@ def test_the_comparison_can_be_switched_off(ranks: Pools) -> None:
     (found,) = ranks(2, lightning=True).run(fit, layout, [contrastive])[0]
     assert not found["texts"]
     assert found["losses"] != pytest.approx(fit(None, [contrastive])[0]["losses"], rel=1e-3)
+
+
+class OwnGradients(Model):
+    """A penalty on the gradient with respect to the batch, a hook on an activation, and a transform of `torch.func`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        h = self.first(x)
+        h.register_hook(lambda gradient: gradient)
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        z = self.last(h)
+        (gradient,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+
+        def loss_of(weights: dict[str, Tensor]) -> Tensor:
+            return F.cross_entropy(torch.func.functional_call(self.last, weights, (h.detach(),)), batch[1])
+
+        found = torch.func.grad(loss_of)(dict(self.last.named_parameters()))
+        assert all(each.isfinite().all() for each in found.values())
+        return self.loss(z, batch[1]) + gradient.square().sum(1).mean()
+
+
+def test_steps_with_gradients_of_their_own_are_compared(ranks: Pools) -> None:
+    (expected,) = fit(None, [mean_of_samples], OwnGradients)
+    ((found,),) = ranks(1, lightning=True).run(fit, {"num_microbatches": 4}, [mean_of_samples], OwnGradients)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+    assert not found["texts"]
+
+
+def recomputed(z: Tensor, y: Tensor) -> Tensor:
+    """A loss whose second term is computed again in backward."""
+
+    def loss(a: Tensor, b: Tensor) -> Tensor:
+        return F.cross_entropy(2 * a, b)
+
+    return F.cross_entropy(z, y) + torch.utils.checkpoint.checkpoint(loss, z, y, use_reentrant=False)
+
+
+def test_losses_that_are_recomputed_are_compared(ranks: Pools) -> None:
+    (expected,) = fit(None, [recomputed])
+    ((found,),) = ranks(1, lightning=True).run(fit, {"num_microbatches": 4}, [recomputed])
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+    assert not found["texts"]
 
 
 def mean_of_samples(z: Tensor, y: Tensor) -> Tensor:

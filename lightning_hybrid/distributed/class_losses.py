@@ -81,4 +81,4 @@ def normalizer_of(target: Tensor, weight: Tensor | None, ignore_index: int) -> T
     counted = target != ignore_index
     if weight is None:
         return counted.sum()
-    return weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
+    return weight[target.long().masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -114,6 +116,7 @@ class HookWatch:
         self._layer, self._taps = layer, frozenset(taps)
         self._changing: set[Tap] = set()
         self._called: set[Tap] = set()
+        self._keeping: set[Tap] = set()
         self._seen: list[tuple[Tap, weakref.ref[Tensor], int]] = []
 
     @contextmanager
@@ -125,8 +128,13 @@ class HookWatch:
     def _watched(self, tap: Tap, hook: Hook) -> Hook:
         def watched(module: nn.Module, *given: Any) -> Any:
             self._called.add(tap)
-            self._seen += [(tap, weakref.ref(leaf), leaf._version) for leaf in flatten(given)[0] if _is_tensor(leaf)]
+            tensors = [leaf for leaf in flatten(given)[0] if _is_tensor(leaf)]
+            self._seen += [(tap, weakref.ref(leaf), leaf._version) for leaf in tensors]
+            before = list(map(sys.getrefcount, tensors))
             result = hook(module, *given)
+            # Of a tensor that the layer returns, only this tells that the hook has kept it.
+            if any(map(operator.gt, map(sys.getrefcount, tensors), before)):
+                self._keeping.add(tap)
             if result is not None:
                 self._changing.add(tap)
             return result
@@ -139,13 +147,13 @@ class HookWatch:
         return self._called - self._changing - stale
 
     def escaped(self, is_known: Callable[[Tensor], bool]) -> set[Tap]:
-        """Return those of them that have seen a tensor that is still there, once the layer has returned.
+        """Return those of them that have kept a tensor, or seen one that is still there once the layer has returned.
 
         Args:
             is_known: Whether a tensor is there for another reason: the layer was given it, or returned it.
         """
         alive = {tap for tap, reference, _ in self._seen if _is_alive(reference(), is_known)}
-        return alive & self.called()
+        return (alive | self._keeping) & self.called()
 
 
 def _foreign(module: nn.Module) -> list[tuple[int, Hook]]:

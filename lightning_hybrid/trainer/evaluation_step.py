@@ -10,8 +10,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.body import BodyCut
+from lightning_hybrid.pipeline_parallel.frame.plan import shard_text
 from lightning_hybrid.pipeline_parallel.schedules import build_forward
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import JoinError, find_batch_size, join, signature, slicing
 from lightning_hybrid.trainer.results.logging import merge_logs
@@ -132,6 +134,10 @@ class EvaluationStep:
         context.desync.note_batch(_NAMES[coordinates[0]], version, [part])
         plan = context.frame.find_plan(user_step, arguments, *coordinates, key=(version, part))
         assert plan is not None
+        if plan.of_layers:
+            if not self._grad_sync.zero.keeps_layers:
+                raise WrongUseError(shard_text(plan))
+            self._grad_sync.zero.unshard_layers()
         fetched = context.frame.fetch_parameters(user_step.__name__, [plan])
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:

@@ -356,7 +356,7 @@ class StepFrame:
         self.microbatch = None
         return plan
 
-    def fetch_parameters(self, step: str, plans: Sequence[FramePlan]) -> dict[str, Tensor]:
+    def fetch_parameters(self, step: str, plans: Sequence[FramePlan], *, warns: bool = True) -> dict[str, Tensor]:
         """Values of parameters for stages that come before those that have them; only a step without gradients may.
 
         Of whatever travels, in this way or with what stages send to each other, the user is told once.
@@ -364,12 +364,14 @@ class StepFrame:
         Args:
             step: The name of the step.
             plans: What the stages do, for each microbatch; nothing where steps are not followed.
+            warns: If False, the user is told nothing: the plans are not those of a step of training.
 
         Returns:
             The values by name, on every rank of the model group.
         """
         mesh = self._mesh
-        self._warn_of_travels(step, [travel for plan in plans for travel in plan.travels])
+        if warns:
+            self._warn_of_travels(step, [travel for plan in plans for travel in plan.travels])
         fetched: dict[str, Tensor] = {}
         for name, stage in {name: stage for plan in plans for name, stage in plan.fetched.items()}.items():
             parameter, source = self._module.get_parameter(name), mesh.model_group_rank(stage % self._num_ranks, 0)

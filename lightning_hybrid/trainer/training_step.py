@@ -21,9 +21,10 @@ from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.class_losses import observed
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.engine import Compute, Profile
-from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, skipped_writes
+from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, shard_text, skipped_writes
 from lightning_hybrid.pipeline_parallel.links.step_schedules import StepSchedules
 from lightning_hybrid.pipeline_parallel.links.traffic import TrafficWatch
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
@@ -37,9 +38,11 @@ from lightning_hybrid.pipeline_parallel.splitting.microbatch import (
 from lightning_hybrid.pipeline_parallel.splitting.split_watch import SplitWatch
 from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
 from lightning_hybrid.trainer.losses.comparison import (
+    HALF_ROUNDING,
     LARGE_COEFFICIENT,
     SMALL,
     Verdict,
+    coarsest,
     joined_parts,
     joined_verdict,
     judge,
@@ -121,8 +124,8 @@ class TrainingStep:
         self._is_auto = config.auto_microbatches
         self._compares = config.compare_microbatches and num_microbatches > 1 and config.loss_reduction == "mean"
         self._comparisons = _COMPARISONS  # that may still be made
-        self._compared: dict[Hashable, LabelCount | None] = {}  # by the structure of the batch
-        self._iterations = PowerIterations(context.layers if any(context.layers.values()) else {0: [context.module]})
+        self._compared: dict[Hashable, Verdict] = {}  # by the structure of the batch
+        self._iterations = PowerIterations(self._modules_of_stages())
         self._label_count: LabelCount | None = None
         self._log_kinds: Mapping[str, str] = {}  # of logged values that are not means over samples
 
@@ -208,6 +211,16 @@ class TrainingStep:
                 self._reduce(accumulated, windowed=windowed)
         return value
 
+    def _modules_of_stages(self) -> dict[int, list[nn.Module]]:
+        """Return the layers of each stage of this rank, and the modules around them at the ends of the model."""
+        context = self._context
+        of_layers = {part for layers in context.layers.values() for layer in layers for part in layer.modules()}
+        around = [part for part in context.module.modules() if part not in of_layers and not list(part.children())]
+        found = {stage: list(layers) for stage, layers in context.layers.items()}
+        for stage in {0, context.num_stages - 1} & found.keys():
+            found[stage] += around
+        return found
+
     def _merge_logs(
         self, records: Sequence[Sequence[Log]], counts: Sequence[int], weights: LossWeights | None
     ) -> list[Log]:
@@ -284,7 +297,7 @@ class TrainingStep:
         """
         context, zero, user_step = self._context, self._grad_sync.zero, self._context.module.training_step
         frame, casts = context.frame, self._casts
-        fetched = frame.fetch_parameters("training_step", plans) if plans else {}
+        fetched = frame.fetch_parameters("training_step", plans, warns=not draws_alike) if plans else {}
         skipped = [()] * len(plans) if draws_alike else skipped_writes(plans)
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
@@ -378,38 +391,41 @@ class TrainingStep:
         """
         context, module = self._context, self._context.module
         structure = "the first" if context.mesh.data_parallel_size > 1 else structure_of(arguments[0])
-        self._label_count = self._compared.get(structure)
-        if structure in self._compared or not self._comparisons:
-            return False
-        if context.mesh.data_parallel_min(num_microbatches) < 2:
-            self._comparisons -= context.mesh.data_parallel_size > 1  # replicas agree by a message
+        known = self._compared.get(structure)
+        self._label_count = None if known is None else known.labels
+        self._loss_reduction = "sum" if known is not None and known.kind == "sum" else "mean"
+        if known is not None or not self._comparisons:
             return False
         user_split = getattr(module, "split_batch", None)
-        found: tuple[list[Any], list[int]] = [], []
-        if not takes_from_iterators(module):
-            found = joined_parts(arguments[0], num_microbatches, user_split)
-        compare = partial(self._rehearse, *found, arguments, step, precision)
+        batches, counts = list[Any](), list[int]()
+        if num_microbatches > 1 and not takes_from_iterators(module):
+            batches, counts = joined_parts(arguments[0], num_microbatches, user_split)
+        # Forwards may gather shards of replicas, so that all ranks run as many.
+        number = min(all_gather_values(len(batches), context.mesh.decision_group))
+        self._comparisons -= number > 0 or context.mesh.data_parallel_size > 1
+        if number == 0:
+            return False
+        compare = partial(self._rehearse, batches[:number], counts[:number], arguments, step, precision)
         verdict = self._verdict(compare)
-        self._comparisons -= 1
         if verdict.kind == "unknown":
             return False
-        self._compared[structure] = None
+        self._compared[structure] = verdict
         if verdict.kind != "other":
             self._log_kinds = {**self._log_kinds, **verdict.logs}
         if verdict.kind == "mean":
-            self._label_count = self._compared[structure] = verdict.labels
+            self._label_count = verdict.labels
             self._labels = None if verdict.labels is not None else self._labels
             if len(self._compared) == 1:
                 self._state_router_loss(verdict, compare)
             return False
         if verdict.kind == "sum":
-            self._compares, self._loss_reduction, self._labels = False, "sum", None
+            self._loss_reduction, self._labels = "sum", None
             rank_zero_info(
                 "The loss of two microbatches joined is the sum of their losses, so losses and gradients of"
                 ' microbatches are summed, as with HybridStrategy(loss_reduction="sum").'
             )
             return True
-        self._compares, self._labels = False, None
+        self._comparisons, self._labels = 0, None
         cause = (
             "it couples the samples of a batch, such as a contrastive loss or statistics over samples, or is a mean"
             " over something else than samples"
@@ -465,63 +481,66 @@ class TrainingStep:
         Returns:
             What this rank finds of each pair; nothing where the loss is on other ranks, or nothing can be compared.
         """
-        if not batches:
-            return []
         context, grad_sync = self._context, self._grad_sync
         of_step, context.counts = context.counts, ()
         given, batches = batches, list(map(self._to_device, batches))
-        dtypes: list[torch.dtype] = []
+        dtypes = [each.dtype for each in grad_sync.local_parameters() if each.is_floating_point()]
+        of_attributes: list[Tensor] = []
         terms = [LossTerms() for _ in batches]
 
         def loss_of(number: int, value: Any) -> Tensor:
             loss = _loss_of(value)
             terms[number].close(loss)
             kind = loss.device.type
-            dtypes.append(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else loss.dtype)
+            dtypes.append(loss.dtype)
+            if torch.is_autocast_enabled(kind):
+                dtypes.append(torch.get_autocast_dtype(kind))
             return loss.detach().double()
 
         plans: list[FramePlan] = []
         with (
-            untouched_attributes(context.module) as one_run,
+            untouched_attributes(context.module, of_attributes) as one_run,
             context.guard(),
-            torch.no_grad(),
             grad_sync.step(),
             context.step(num_microbatches=len(batches), counts=counts) as records,
             context.metrics.only_seen(),
             nullcontext() if self._casts is None else self._casts.schedule(),
         ):
             if context.frame.is_followed:
-                with torch.enable_grad():  # the plans of the step itself, where shapes are the same
-                    plans = self._frame_plans(batches, arguments[1:], step, precision, draws_alike=True)
-            tensors = Untouched([*grad_sync.local_parameters(), *context.module.buffers()])
+                plans = self._frame_plans(batches, arguments[1:], step, precision, draws_alike=True)
+            tensors = Untouched([*grad_sync.local_parameters(), *context.module.buffers(), *of_attributes])
             forward = self._make_compute(batches, arguments[1:], step, precision, loss_of, plans, draws_alike=True)
 
             def compute(stage: int, number: int, inputs: Any) -> Any:
                 terms[number] = LossTerms()
-                with one_run(), tensors.run(), observed(terms[number].observe), torch.no_grad():
-                    return forward(stage, number, inputs)
+                with one_run(), tensors.run(), observed(terms[number].observe):
+                    value = forward(stage, number, inputs)
+                leaves, spec = flatten(value)  # of their graph nothing is needed
+                return unflatten([_without_graph(leaf) for leaf in leaves], spec)
 
             keys = context.keys(("comparison", context.version(gradients=True)), signatures(batches), plans)
             losses = context.engine.run(self._find_schedule(keys, (True, True), backward=False), compute, keys)
         context.counts = of_step
         if not losses:
             return []
-        values = [float(loss) for loss in losses]
+        if context.device.type == "cuda" and torch.float32 in dtypes:
+            dtypes.append(torch.float16)  # products may be computed in TF32, which has as many digits
+        values, dtype = [float(loss) for loss in losses], coarsest(dtypes)
         weigh, labels = getattr(context.module, "microbatch_weight", None), None
         if weigh is None:
-            weigh = labels = find_label_count(given, counts, values, terms, rounding_of(dtypes[0]))
+            weigh = labels = find_label_count(given, counts, values, terms, rounding_of(dtype))
         with context.guard():
             sizes = counts if weigh is None else [float(weigh(batch)) for batch in given]
         verdicts = []
         for of_pair in (slice(first, first + 3) for first in range(0, len(values), 3)):
             weights, shares = _parts(sizes[of_pair][1:]), _parts(counts[of_pair][1:])
-            verdict = judge(values[of_pair], weights, dtypes[0])
-            if verdict.kind == "unknown" and labels is not None and math.isfinite(verdict.joined):
+            verdict = judge(values[of_pair], weights, dtype)
+            if labels is not None and (verdict.kind == "unknown" or verdict.difference <= HALF_ROUNDING):
                 verdict = replace(verdict, kind="mean")  # it is known by its terms
             if verdict.kind == "mean":
                 verdict = replace(verdict, labels=labels)
             numbers = list(map(logged_numbers, records[of_pair]))
-            logs = judge_logs(numbers, values[of_pair], shares, weights, verdict, dtypes[0])
+            logs = judge_logs(numbers, values[of_pair], shares, weights, verdict, dtype)
             verdicts.append(replace(verdict, logs=logs))
         return [verdict for verdict in verdicts if not (tensors.has_drawn and verdict.kind == "other")]
 
@@ -548,7 +567,7 @@ class TrainingStep:
                 plan = context.frame.find_plan(user_step, given, *coordinates, key=key)
                 if plan is not None:
                     if plan.of_layers and not self._grad_sync.zero.keeps_layers:
-                        raise WrongUseError(_shard_text(plan))
+                        raise WrongUseError(shard_text(plan))
                     plans.append(plan)
                 else:
                     context.frame.note_use(user_step, given, *coordinates, key=key)
@@ -680,15 +699,6 @@ class UncutTrainingStep:
             grad_sync.zero.close()
 
 
-def _shard_text(plan: FramePlan) -> str:
-    name, call = min(plan.of_layers.items(), key=lambda entry: entry[0])
-    return (
-        f"{call} uses the parameter {name!r} of a layer outside of that layer. With zero_stage=3 replicas have a shard"
-        " of it there. Use zero_stage=2 or zero_stage=1, or write averages of weights in a hook, such as"
-        " `on_train_batch_end`."
-    )
-
-
 def _looking(anomaly: AnomalyDetector | None) -> AbstractContextManager[None]:
     return nullcontext() if anomaly is None else anomaly.batch()
 
@@ -731,6 +741,11 @@ def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) 
         " requires a gradient, or it was detached, or made anew. Return the loss that the model computed; where a batch"
         " has nothing to learn from, return it times 0. Where all is frozen, leave training out."
     )
+
+
+def _without_graph(leaf: Any) -> Any:
+    """Return a tensor without its graph, which needs gradients as before: later stages may ask for that."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _parts(sizes: Sequence[float]) -> list[float]:

@@ -55,7 +55,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     gives_back,
     users_line,
 )
-from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of, num_bytes
+from lightning_hybrid.pipeline_parallel.frame.operators import SETS_DATA, Operators, Seen, memory_of, num_bytes
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
 
 _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
@@ -256,7 +256,7 @@ class Discovery(TorchFunctionMode):
         memory = memory_of(leaves[0]) if leaves and isinstance(leaves[0], Tensor) else 0
         with self._operators.watch() as seen:
             result = func(*args, **kwargs)
-        if getattr(func, "__name__", "") == "__set__":  # `data`: no operator shows that
+        if func == SETS_DATA:  # no operator shows that
             seen.written |= {memory, memory_of(leaves[0])}
         call.draws = seen.draws
         call.counts = self._note_writes(seen.written)
@@ -469,8 +469,14 @@ class Discovery(TorchFunctionMode):
         places = {id(leaf): place for place, leaf in reversed(given) if leaf is not None and type(leaf) not in _PLAIN}
         call.spec = spec
         is_given_back = gives_back(call, outputs, places)
-        for position, leaf in enumerate(outputs):
+        firsts: dict[int, int] = {}
+        for position, leaf in enumerate(list(outputs)):
             place = places.get(id(leaf))
+            first = firsts.setdefault(id(leaf), position) if isinstance(leaf, Tensor) else position
+            if first != position and place is None:  # a hook has seen what the layer returns, or another hook sees
+                call.aliases[position], outputs[position] = first, outputs[first]
+                call.outputs.append(call.outputs[first])
+                continue
             if is_given_back and isinstance(leaf, Tensor) and memory_of(leaf) not in written:
                 # What was computed of nothing this time (a layer that is dropped) has a name of its own, and is a view.
                 place, leaf = None, (leaf if isinstance(leaf, FakeTensor) else self._stand_in(leaf)).detach()
@@ -531,7 +537,7 @@ class Discovery(TorchFunctionMode):
             call.computes_with = frozenset(names)
         known = self._parameters.keys() if written else ()
         rewritten = {key for key in known if memory_of(self._parameters[key]) in written}
-        if getattr(call.function, "__name__", "") == "__set__" and isinstance(leaves[0], Tensor):
+        if call.function == SETS_DATA and isinstance(leaves[0], Tensor):
             rewritten = {id(leaves[0])} & self._parameters.keys()
             if not rewritten:
                 raise WrongUseError(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.distributed.taps import Tap
+from lightning_hybrid.distributed.taps import Tap, is_own_hook
 from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Discovery
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, absent_text
@@ -169,7 +169,10 @@ class FrameCut:
         self, module: nn.Module, call: Callable[..., Any], replace: Callable[[nn.Module, str, Any], None]
     ) -> None:
         before, compiled = vars(module).get("forward"), vars(module).get(_COMPILED)
-        if compiled is not None and before is not None:  # by what runs a layer again: it traces that for each call
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        # What runs a layer again would be traced for each call; hooks of the user's are code around the layer, and a
+        # compiled call has them inside.
+        if compiled is not None and (before is not None or not all(map(is_own_hook, hooks))):
             replace(module, _COMPILED, None)
             compiled = None
 

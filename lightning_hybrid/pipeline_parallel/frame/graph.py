@@ -118,6 +118,7 @@ class Call:
         states: Tensors of the module (buffers, attributes) among its arguments, by their identities.
         taps: Hooks inside a unit whose calls are returned beside its result, and made by every stage; ``None`` where
             there are none.
+        aliases: Leaves of what it returns that are the same tensor as an earlier one, with that.
     """
 
     function: Callable[..., Any] | None
@@ -144,6 +145,7 @@ class Call:
     is_made_again: bool = False
     states: tuple[int, ...] = ()
     taps: Taps | None = None
+    aliases: dict[int, int] = field(default_factory=dict)
 
     def returns(self, value: Value) -> bool:
         """Whether a value is among what the call returns, and not only something that it wrote."""

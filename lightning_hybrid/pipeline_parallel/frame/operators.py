@@ -38,6 +38,9 @@ class Seen:
     statistics: set[int] = field(default_factory=set)
 
 
+#: What `tensor.data = value` calls; other setters (of `grad`, of `requires_grad`) write no numbers.
+SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+
 #: Their schemas do not say that they write their fourth and fifth argument, if the sixth says that they train.
 BATCH_NORMS = frozenset(
     {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, unflatten
 from lightning_hybrid.pipeline_parallel.frame.graph import AbsentTensor, Argument, Call, Graph, Value
+from lightning_hybrid.pipeline_parallel.frame.operators import SETS_DATA
 from lightning_hybrid.pipeline_parallel.frame.routes import Route, Travel
 from lightning_hybrid.pipeline_parallel.frame.writes import Writes, skipped
 
@@ -127,6 +128,7 @@ class Answer:
         value: What is returned, if it is a single leaf that is always the same; a container is the user's to change.
         received: (leaf, position among the inputs): what arrived from other stages.
         written: (position among the arguments, position among the inputs): buffers whose new values arrived.
+        aliases: (leaf, earlier leaf) that are one tensor.
     """
 
     leaves: list[Any]
@@ -134,6 +136,7 @@ class Answer:
     value: Any
     received: tuple[tuple[int, int], ...]
     written: tuple[tuple[int, int], ...]
+    aliases: tuple[tuple[int, int], ...] = ()
 
     def __call__(self, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         """What the call returns."""
@@ -146,6 +149,8 @@ class Answer:
             leaves = [arguments[leaf.position] if type(leaf) is Argument else leaf for leaf in leaves]
         for leaf, position in self.received:
             leaves[leaf] = inputs[position]
+        for leaf, earlier in self.aliases:
+            leaves[leaf] = leaves[earlier]
         for argument, position in self.written:
             # Autograd must not notice: batch norm keeps its statistics for backward, though it needs no number of them.
             arguments[argument].data.copy_(inputs[position])
@@ -317,8 +322,18 @@ def _may_draw(call: Call) -> bool:
     return call.draws or call.function in _DROPOUTS
 
 
+def shard_text(plan: FramePlan) -> str:
+    """Return the text for a step whose code around the layers uses parameters of which replicas have shards."""
+    name, call = min(plan.of_layers.items(), key=lambda entry: entry[0])
+    return (
+        f"{call} uses the parameter {name!r} of a layer outside of that layer. With zero_stage=3 replicas have a shard"
+        " of it there. Use zero_stage=2 or zero_stage=1, or write averages of weights in a hook, such as"
+        " `on_train_batch_end`."
+    )
+
+
 def _assigns(call: Call) -> bool:
-    return getattr(call.function, "__name__", "") == "__set__"
+    return bool(call.function == SETS_DATA)
 
 
 def _assign(tensor: Tensor, value: Tensor) -> None:
@@ -346,4 +361,4 @@ def _make_answer(number: int, call: Call, received: dict[Value, int], is_written
     arriving = {} if is_written else call.written  # another stage of this rank may be some microbatches ahead
     written = tuple((place, received[value]) for place, value in arriving.items() if value in received)
     is_fixed = call.spec == LEAF and not arrived and not written and type(leaves[0]) is not Argument
-    return Answer(leaves, call.spec, leaves[0] if is_fixed else None, arrived, written)
+    return Answer(leaves, call.spec, leaves[0] if is_fixed else None, arrived, written, tuple(call.aliases.items()))

@@ -170,7 +170,7 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
     """
     found = _find_samples(batch)
     total, samples, listed = found
-    if total is None or num_microbatches == 1 or _find_misfits(batch, found) is not None:
+    if total in (None, 1) or num_microbatches == 1 or _find_misfits(batch, found) is not None:
         return [batch], [1 if total is None else total]
     counts = sizes(total, num_microbatches)
     if listed is None:

@@ -12,8 +12,9 @@ What is here knows numbers and batches; :class:`~.training_step.TrainingStep` ru
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -22,13 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.pipeline_parallel.splitting.batch_contents import is_opaque
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import split_into
 from lightning_hybrid.trainer.losses.loss_terms import LabelCount
 
 __all__ = [
+    "HALF_ROUNDING",
     "LARGE_COEFFICIENT",
     "SMALL",
     "Verdict",
+    "coarsest",
     "joined_parts",
     "joined_verdict",
     "judge",
@@ -42,7 +46,7 @@ __all__ = [
 
 #: The relative difference that rounding explains, by the precision of the computation.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
-_HALF_ROUNDING = 2e-2
+HALF_ROUNDING = 2e-2
 #: A difference of a router loss up to this part of the loss is stated, and changes nothing.
 SMALL = 0.01
 #: With such a coefficient a loss is that of the routers, by and large.
@@ -119,7 +123,13 @@ def joined_parts(
 
 def _copied(batch: Any) -> Any:
     leaves, spec = flatten(batch)
-    return unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return unflatten([_copied_leaf(leaf) for leaf in leaves], spec)
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    return copy.copy(leaf) if is_opaque(leaf) else leaf
 
 
 def judge(losses: Sequence[float], weights: Sequence[float], dtype: torch.dtype) -> Verdict:
@@ -147,8 +157,13 @@ def judge(losses: Sequence[float], weights: Sequence[float], dtype: torch.dtype)
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """Return the relative difference that rounding explains."""
-    return _ROUNDING.get(dtype, _HALF_ROUNDING)
+    """Return the relative difference that rounding explains, for a computation in this precision."""
+    return _ROUNDING.get(dtype, HALF_ROUNDING)
+
+
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the dtype with the largest rounding: that of a computation in several."""
+    return max(dtypes, key=rounding_of)
 
 
 def judge_logs(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
@@ -51,10 +52,14 @@ class LabelCount:
             return torch.tensor(find_batch_size(microbatch) or 1)
         if self.shift:
             labels = labels[..., 1:]
-        weight = None
-        if self.weight is not None:
-            weight = torch.tensor(self.weight, dtype=torch.float64, device=labels.device)
+        weight = None if self.weight is None else _weights_on(self.weight, labels.device)
         return normalizer_of(labels, weight, self.ignore_index)
+
+
+@lru_cache(maxsize=16)
+def _weights_on(weight: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return the weights of classes on a device; the host waits for the copy once."""
+    return torch.tensor(weight, dtype=torch.float64, device=device)
 
 
 @dataclass
@@ -77,16 +82,26 @@ class LossTerms:
 
     terms: list[_Term] = field(default_factory=list)
     rest: float = 0.0
+    _is_open: bool = True
 
     def observe(self, mean: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-        """Take a term out of the graph, and record what the step does with it: an observer of class losses."""
-        mean = mean.detach().requires_grad_()
+        """Take a term out of the graph, and record what the step does with it: an observer of class losses.
+
+        Terms inside of a transform of `torch.func`, which has graphs of its own, are left alone.
+        """
+        if not self._is_open:  # a checkpoint computes its loss again
+            return mean
+        try:
+            mean = mean.detach().requires_grad_()
+        except RuntimeError:
+            return mean
         self.terms.append(_Term(mean, target.detach(), weight, ignore_index))
         torch.set_grad_enabled(True)  # the caller's `no_grad` ends it
         return mean
 
     def close(self, loss: Tensor) -> None:
         """Find the coefficients, once the loss is there."""
+        self._is_open = False
         gradients: Sequence[Tensor | None] = [None] * len(self.terms)
         if loss.requires_grad and self.terms:
             gradients = torch.autograd.grad(loss, [term.value for term in self.terms], allow_unused=True)

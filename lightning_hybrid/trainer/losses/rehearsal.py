@@ -128,18 +128,26 @@ def _normalize(func: Any, args: Any) -> Any:
 
 
 @contextmanager
-def untouched_attributes(module: LightningModule) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+def untouched_attributes(
+    module: LightningModule, tensors: list[Tensor]
+) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Let a step change attributes, containers, states of metrics and generators, and put them back at the end.
 
-    What the step prints is not shown, and the Trainer does not stop on its behalf. Parameters and buffers are the
-    business of :class:`Untouched`.
+    What the step prints is not shown, and the Trainer does not stop on its behalf. Numbers in tensors are the business
+    of :class:`Untouched`. `SyncBatchNorm`, whose statistics are no operator, uses its running ones.
 
     Args:
         module: The user's module.
+        tensors: Gets the tensors in attributes, which are not copied: they may be as large as the host's memory.
 
     Yields:
         A context for each of several runs of the step: all begin with equal attributes and generators.
     """
+
+    def keep(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
     owners = list(find_owners([module]).values())
     saved = [(owner, dict(vars(owner))) for owner in owners]
     copies = Copies()
@@ -165,7 +173,10 @@ def untouched_attributes(module: LightningModule) -> Iterator[Callable[[], Abstr
         for owner, held in saved:
             for name, value in held.items():
                 if name not in _LIGHTNINGS:
-                    vars(owner)[name] = copies(value, _copy_unless_parameter)
+                    vars(owner)[name] = copies(value, keep)
+        for owner in owners:
+            if isinstance(owner, nn.SyncBatchNorm) and owner.track_running_stats:
+                owner.training = False
         yield one_run
     finally:
         for owner, held in saved:
@@ -176,7 +187,3 @@ def takes_from_iterators(module: nn.Module) -> bool:
     """Return whether the module has an iterator as an attribute: what a rehearsal took from it would be gone."""
     held = (value for owner in find_owners([module]).values() for value in vars(owner).values())
     return any(isinstance(value, Iterator) and not isinstance(value, io.IOBase) for value in held)
-
-
-def _copy_unless_parameter(tensor: Tensor) -> Tensor:
-    return tensor if isinstance(tensor, nn.Parameter) or tensor.is_meta else tensor.detach().clone()

@@ -170,3 +170,61 @@ def test_hooks_that_are_called_more_often_than_before_are_refused() -> None:
         is_late = True
         with pytest.raises(WrongUseError, match=r"^Forward hooks inside 'blocks.0' .* are called with other things"):
             cut.run(plan, 0, model, (x,), None, seed=seed, random=drawing)
+
+
+class Normed(nn.Module):
+    """Ends with a module whose output is that of the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+@pytest.mark.parametrize("names", [("norm",), ("linear", "norm")], ids=str)
+def test_a_tensor_that_a_hook_sees_and_the_layer_returns_is_one(names: tuple[str, ...]) -> None:
+    model = nn.ModuleDict({"embed": nn.Linear(WIDTH, WIDTH), "blocks": nn.ModuleList(Normed() for _ in range(4))})
+    seen: list[Tensor] = []
+
+    def step(x: Tensor) -> Tensor:
+        seen.clear()
+        x = model["embed"](x)
+        for block in model["blocks"]:  # type: ignore[union-attr]
+            x = block(x)
+        return x.pow(2).mean() + torch.stack([each.tanh().mean() for each in seen]).sum()
+
+    for block in model["blocks"]:  # type: ignore[union-attr]
+        for name in names:
+            block.get_submodule(name).register_forward_hook(lambda module, args, output: seen.append(output))
+    check(model, step, (inputs(),), 2)
+
+
+def test_hooks_on_a_compiled_layer_are_code_around_it() -> None:
+    model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    seen: list[Tensor] = []
+
+    def step(x: Tensor) -> Tensor:
+        seen.clear()
+        for layer in model:
+            x = layer(x).tanh()
+        return x.pow(2).mean() + torch.stack([each.mean() for each in seen]).sum()
+
+    for layer in model:
+        layer.compile(backend="eager")
+        layer.register_forward_hook(lambda module, args, output: seen.append(output))
+    check(model, step, (inputs(),), 2)
+
+
+def test_setters_of_other_attributes_write_no_numbers() -> None:
+    blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    model = nn.ModuleDict({"blocks": blocks, "head": nn.Linear(WIDTH, WIDTH)})
+
+    def step(x: Tensor) -> Tensor:
+        model["head"].weight.requires_grad = True
+        for block in model["blocks"]:  # type: ignore[union-attr]
+            x = block(x).tanh()
+        return model["head"](x).pow(2).mean()
+
+    check(model, step, (inputs(),), 2)
