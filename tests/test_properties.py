@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_hybrid.data_parallel.zero.param import RowShards
-from lightning_hybrid.pipeline_parallel import microbatch
 from lightning_hybrid.pipeline_parallel.partition import partition
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES, Kind, build, build_forward
+from lightning_hybrid.pipeline_parallel.splitting import microbatch
 from lightning_hybrid.tensor_parallel.plan import make_plan
 from lightning_hybrid.tensor_parallel.shard import shards_of, unshard
 from lightning_hybrid.tensor_parallel.styles import ParamSplit

@@ -40,10 +40,6 @@ REFUSED = {
 
 #: What ought to train, with what happens; (model, layout).
 FAULTS: dict[tuple[str, str], tuple[type[Exception], str]] = {
-    ("byol", "zoo_pp2"): (
-        RankError,
-        "a teacher that the step updates is refused, for another reason than the text says",
-    ),
     ("mean_teacher", "zoo_zero3"): (AssertionError, "what is assigned to `.data` of a DTensor is lost, in torch"),
     ("pixel_cnn", "zoo_zero3"): (AssertionError, "what the step writes into gathered parameters is lost with ZeRO 3"),
 }

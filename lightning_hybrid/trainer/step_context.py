@@ -365,6 +365,15 @@ class StepContext:
         return tree
 
     @contextmanager
+    def unguarded(self) -> Iterator[None]:
+        """Let a failure inside be that of whoever catches it, and not end the run."""
+        before, self._is_guarded = self._is_guarded, True
+        try:
+            yield
+        finally:
+            self._is_guarded = before
+
+    @contextmanager
     def guard(self) -> Iterator[None]:
         """Turn a failure in here into one of all ranks, with the text of the first; inside another guard, nothing."""
         if self._is_guarded:

@@ -20,7 +20,7 @@ from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.class_losses import observed
-from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.failure import WrongUseError, add_note
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.engine import Compute, Profile
@@ -69,6 +69,10 @@ from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
 
 _ROUTER_CAUSE = "the router loss of its experts is a product of means over the tokens of a batch"
+_IN_COMPARISON = (
+    "This happened in the comparison of microbatches with their batch. HybridStrategy(compare_microbatches=False)"
+    " leaves it out."
+)
 _TRAINING = 0  # tells the random numbers of training from those of evaluation
 _COMPARISONS = 4  # of microbatches with their batch: where a first one does not tell, or batches have other structures
 
@@ -298,7 +302,7 @@ class TrainingStep:
         context, zero, user_step = self._context, self._grad_sync.zero, self._context.module.training_step
         frame, casts = context.frame, self._casts
         fetched = frame.fetch_parameters("training_step", plans, warns=not draws_alike) if plans else {}
-        skipped = [()] * len(plans) if draws_alike else skipped_writes(plans)
+        skipped = [()] * len(plans) if draws_alike or not plans else skipped_writes(plans)
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             if zero.is_active:
@@ -309,7 +313,8 @@ class TrainingStep:
             if plan is not None and plan.of_layers:
                 zero.unshard_layers()
             run_layers = partial(context.run_layers, stage, context.streams.layers(stage, *coordinates))
-            self._iterations.begin(stage, 0 if draws_alike else microbatch)
+            if self._iterations.stages:
+                self._iterations.begin(stage, 0 if draws_alike else microbatch)
             with precision(), nullcontext() if casts is None else casts.forward(stage):
                 if frame.body_cut is not None and stage > 0 and not is_last:
                     return run_layers(inputs)
@@ -456,9 +461,21 @@ class TrainingStep:
             expected = verdict.joined + (found.expected - found.joined) / factor
             rank_zero_warn(small_text(replace(verdict, expected=expected), _ROUTER_CAUSE))
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank takes part in the forwards of this one."""
+        return self._context.mesh.model_group.size() == 1 and not self._grad_sync.zero.is_active
+
     def _verdict(self, compare: Callable[[], list[Verdict]]) -> Verdict:
         """Return the verdict of all ranks: the largest difference that one of them has found."""
-        found = all_gather_values(compare(), self._context.mesh.decision_group)
+        own = list[Verdict]()
+        try:
+            own = compare()
+        except Exception as error:
+            if not self._is_alone:  # otherwise the step itself says what is wrong, if it cannot run either
+                add_note(error, _IN_COMPARISON)
+                raise
+        found = all_gather_values(own, self._context.mesh.decision_group)
         return joined_verdict([verdict for of_rank in found for verdict in of_rank])
 
     def _rehearse(
@@ -482,7 +499,6 @@ class TrainingStep:
             What this rank finds of each pair; nothing where the loss is on other ranks, or nothing can be compared.
         """
         context, grad_sync = self._context, self._grad_sync
-        of_step, context.counts = context.counts, ()
         given, batches = batches, list(map(self._to_device, batches))
         dtypes = [each.dtype for each in grad_sync.local_parameters() if each.is_floating_point()]
         of_attributes: list[Tensor] = []
@@ -500,7 +516,7 @@ class TrainingStep:
         plans: list[FramePlan] = []
         with (
             untouched_attributes(context.module, of_attributes) as one_run,
-            context.guard(),
+            context.unguarded() if self._is_alone else context.guard(),
             grad_sync.step(),
             context.step(num_microbatches=len(batches), counts=counts) as records,
             context.metrics.only_seen(),
@@ -515,12 +531,11 @@ class TrainingStep:
                 terms[number] = LossTerms()
                 with one_run(), tensors.run(), observed(terms[number].observe):
                     value = forward(stage, number, inputs)
-                leaves, spec = flatten(value)  # of their graph nothing is needed
+                leaves, spec = flatten(value)  # nothing is needed of their graph, which the step may have used
                 return unflatten([_without_graph(leaf) for leaf in leaves], spec)
 
             keys = context.keys(("comparison", context.version(gradients=True)), signatures(batches), plans)
             losses = context.engine.run(self._find_schedule(keys, (True, True), backward=False), compute, keys)
-        context.counts = of_step
         if not losses:
             return []
         if context.device.type == "cuda" and torch.float32 in dtypes:

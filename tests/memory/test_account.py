@@ -94,7 +94,7 @@ def run(cls: type[LightningModule], devices: int, arguments: dict[str, Any], pre
         trainer = Trainer(
             accelerator="cpu",
             devices=devices,
-            strategy=HybridStrategy(**arguments),
+            strategy=HybridStrategy(**arguments, compare_microbatches=False),
             callbacks=[meter],
             precision=precision,  # type: ignore[arg-type]
             max_steps=2,

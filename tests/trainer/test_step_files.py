@@ -35,11 +35,14 @@ def entries_of_a_step() -> Counter[str]:
     return entries
 
 
-def test_a_step_enters_at_most_twenty_files(ranks: Pools) -> None:
-    """Whoever reads a step must find the way: more files are a reason to look at who calls whom."""
+def test_a_step_enters_few_files(ranks: Pools) -> None:
+    """Whoever reads a step must find the way: more files are a reason to look at who calls whom.
+
+    20 files and 150 entries were enough before batches were looked at for what cannot be split.
+    """
     for entries in ranks(2, lightning=True).run(entries_of_a_step):
-        assert 10 < len(entries) <= 20, entries
-        assert entries.total() <= 150, entries
+        assert 10 < len(entries) <= 23, entries
+        assert entries.total() <= 185, entries
 
 
 class Seen(nn.Linear):

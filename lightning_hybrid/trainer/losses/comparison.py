@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.splitting.batch_contents import is_opaque
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import split_into
@@ -128,7 +129,7 @@ def _copied(batch: Any) -> Any:
 
 def _copied_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf.clone()
+        return leaf if isinstance(leaf, LazyTensor) else leaf.clone()  # to copy it would be to read it
     return copy.copy(leaf) if is_opaque(leaf) else leaf
 
 

@@ -97,7 +97,7 @@ class LossTerms:
             return mean
         self.terms.append(_Term(mean, target.detach(), weight, ignore_index))
         torch.set_grad_enabled(True)  # the caller's `no_grad` ends it
-        return mean
+        return mean.clone()  # steps add to their loss in place, which a leaf refuses
 
     def close(self, loss: Tensor) -> None:
         """Find the coefficients, once the loss is there."""
@@ -127,8 +127,8 @@ def find_label_count(
         rounding: The relative error of a loss.
 
     Returns:
-        How the targets of a batch are counted; ``None`` if the loss is something else, or one target for each sample
-        that counts like every other one.
+        How the targets of a batch are counted; ``None`` if the loss is something else, or all samples have equally many
+        targets, which all count.
     """
     first = found[0].terms
     if not first or any(len(each.terms) != len(first) for each in found):
@@ -143,10 +143,9 @@ def find_label_count(
         if len(weights) > 1:
             return None
     term = first[0]
-    if term.weight is None and all(
-        int((each.terms[0].target != term.ignore_index).sum()) == each.terms[0].target.numel() == count
-        for each, count in zip(found, counts, strict=True)
-    ):
+    targets = [each.terms[0].target for each in found]
+    shares = {target.numel() / count for target, count in zip(targets, counts, strict=True)}
+    if term.weight is None and len(shares) == 1 and not any((each == term.ignore_index).any() for each in targets):
         return None
     weight = None if term.weight is None else tuple(term.weight.detach().double().tolist())
     for leaf in range(len(flatten(batches[0])[0])):

@@ -20,11 +20,15 @@ class PowerIterations:
 
     Args:
         layers: By stage, where spectral norm is looked for.
+
+    Attributes:
+        stages: Those that have some.
     """
 
     def __init__(self, layers: Mapping[int, Iterable[nn.Module]]) -> None:
         found = {stage: list(_vectors(of_stage)) for stage, of_stage in layers.items()}
         self._vectors = {stage: vectors for stage, vectors in found.items() if vectors}
+        self.stages = frozenset(self._vectors)
         self._first: dict[int, list[Tensor]] = {}
 
     @torch.no_grad()

@@ -150,7 +150,8 @@ def log_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]
 
 def logged_numbers(logs: Sequence[Log]) -> dict[str, float]:
     """Return the numbers that a microbatch logged, by name, without metrics."""
-    return {log.name: float(log.value) for log in logs if log.metric is None and log.of_batch is None}
+    plain = [log for log in logs if log.metric is None and log.of_batch is None]
+    return {log.name: float(log.value) for log in plain if not isinstance(log.value, Tensor) or log.value.numel() == 1}
 
 
 def merge_logs(
