@@ -517,7 +517,7 @@ def test_a_body_that_is_not_called_once_in_validation_is_refused_on_every_rank(r
 
 
 def test_a_body_call_is_refused_in_every_model_group(ranks: Pools) -> None:
-    _, text = check_refused(ranks, BadCall, "twice", size=4)
+    _, text = check_refused(ranks, BadCall, "twice", size=4, layout={"pipeline_parallel_size": 2, "body": "body"})
     assert "2 times" in text
 
 
