@@ -468,11 +468,11 @@ class TrainingStep:
 
     def _verdict(self, compare: Callable[[], list[Verdict]]) -> Verdict:
         """Return the verdict of all ranks: the largest difference that one of them has found."""
-        own = list[Verdict]()
+        own, is_alone = list[Verdict](), self._is_alone  # a failure destroys the groups that tell
         try:
             own = compare()
         except Exception as error:
-            if not self._is_alone:  # otherwise the step itself says what is wrong, if it cannot run either
+            if not is_alone:  # otherwise the step itself says what is wrong, if it cannot run either
                 add_note(error, _IN_COMPARISON)
                 raise
         found = all_gather_values(own, self._context.mesh.decision_group)
