@@ -32,6 +32,7 @@ LONGER: dict[str, str] = {
     "trainer/step_context.py::__init__": "an attribute a line",
     "trainer/training_step.py": "a step and its comparison with one microbatch share their pieces",
     "trainer/training_step.py::__call__": "a step, one thing after the other",
+    "trainer/training_step.py::_compare": "what follows from each verdict, one after the other",
     "trainer/training_step.py::_rehearse": "the same without a trace",
     "trainer/lightning_internals.py": "everything private of Lightning is in one file, half of it says why",
 }
