@@ -463,7 +463,7 @@ class TrainingStep:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether no other rank takes part in the forwards of this one."""
+        """Return whether no other rank takes part in the forwards of this one."""
         return self._context.mesh.model_group.size() == 1 and not self._grad_sync.zero.is_active
 
     def _verdict(self, compare: Callable[[], list[Verdict]]) -> Verdict:
