@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,14 +11,12 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
-from lightning_hybrid.distributed.agreement import all_gather_values
-from lightning_hybrid.distributed.class_losses import observed
-from lightning_hybrid.distributed.failure import WrongUseError, add_note
+from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.engine import Compute, Profile
@@ -37,23 +33,6 @@ from lightning_hybrid.pipeline_parallel.splitting.microbatch import (
 )
 from lightning_hybrid.pipeline_parallel.splitting.split_watch import SplitWatch
 from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
-from lightning_hybrid.trainer.losses.comparison import (
-    HALF_ROUNDING,
-    LARGE_COEFFICIENT,
-    SMALL,
-    Verdict,
-    coarsest,
-    joined_parts,
-    joined_verdict,
-    judge,
-    judge_logs,
-    rounding_of,
-    router_losses_scaled,
-    small_text,
-    structure_of,
-    warning_text,
-)
-from lightning_hybrid.trainer.losses.loss_terms import LabelCount, LossTerms, find_label_count
 from lightning_hybrid.trainer.losses.loss_weights import (
     AccumulationWindow,
     LabelWatch,
@@ -62,19 +41,13 @@ from lightning_hybrid.trainer.losses.loss_weights import (
     weighted_sum,
 )
 from lightning_hybrid.trainer.losses.power_iterations import PowerIterations
-from lightning_hybrid.trainer.losses.rehearsal import Untouched, takes_from_iterators, untouched_attributes
+from lightning_hybrid.trainer.microbatch_comparison import MicrobatchComparison
 from lightning_hybrid.trainer.precision import SharedCasts
-from lightning_hybrid.trainer.results.logging import Log, logged_numbers, merge_logs
+from lightning_hybrid.trainer.results.logging import Log, merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
 
-_ROUTER_CAUSE = "the router loss of its experts is a product of means over the tokens of a batch"
-_IN_COMPARISON = (
-    "This happened in the comparison of microbatches with their batch. HybridStrategy(compare_microbatches=False)"
-    " leaves it out."
-)
 _TRAINING = 0  # tells the random numbers of training from those of evaluation
-_COMPARISONS = 4  # of microbatches with their batch: where a first one does not tell, or batches have other structures
 
 
 class TrainingStep:
@@ -111,7 +84,6 @@ class TrainingStep:
         self.schedules = StepSchedules(config, context.mesh, context.engine, context.device)
         self._traffic = TrafficWatch(context.mesh, context.engine, config.rank_order)
         self._num_microbatches = num_microbatches = config.num_microbatches
-        self._loss_reduction = config.loss_reduction
         self._window = AccumulationWindow(context.device)
         self._casts = SharedCasts(context.device.type, grad_sync.local_parameters) if shares_casts else None
         self._batch_norms = batch_norms(context.module) if num_microbatches > 1 else []
@@ -125,13 +97,8 @@ class TrainingStep:
         self._warns = bool(self._batch_norms)
         self._split_watch = SplitWatch(type(context.module).__name__)
         self._labels = LabelWatch(context.module) if num_microbatches > 1 and config.loss_reduction == "mean" else None
-        self._is_auto = config.auto_microbatches
-        self._compares = config.compare_microbatches and num_microbatches > 1 and config.loss_reduction == "mean"
-        self._comparisons = _COMPARISONS  # that may still be made
-        self._compared: dict[Hashable, Verdict] = {}  # by the structure of the batch
+        self._comparison = MicrobatchComparison(context, grad_sync, config)
         self._iterations = PowerIterations(self._modules_of_stages())
-        self._label_count: LabelCount | None = None
-        self._log_kinds: Mapping[str, str] = {}  # of logged values that are not means over samples
 
     def __call__(
         self,
@@ -167,8 +134,11 @@ class TrainingStep:
             self._settle(split[0][0], arguments[1:], step, precision, backward=backward)
         if context.frame.places and not self._is_placed:
             self._place(split[0], arguments[1:], step, precision, backward=backward)
-        if backward and self._compares and self._compare(len(split[1]), arguments, step, precision):
+        parts: Sequence[Hashable] = signatures(split[0])
+        is_due = backward and self._comparison.is_due(parts[0])
+        if is_due and self._compare(len(parts), parts[0], arguments, step, precision):
             split = self._split(arguments[0])
+            parts = signatures(split[0])
         microbatches, counts = split
         if self._labels is not None and not self._labels(microbatches, counts):
             self._labels = None
@@ -191,7 +161,6 @@ class TrainingStep:
 
         grad_sync.reduces = reduce
         version = context.version(gradients=backward)
-        parts: Sequence[Hashable] = signatures(microbatches)
         context.desync.note_batch("training_step", version, parts, counts)
         with context.guard(), torch.set_grad_enabled(backward), grad_sync.step():
             with (
@@ -230,7 +199,9 @@ class TrainingStep:
     ) -> list[Log]:
         """Return the logs of the batch, made of those of its microbatches."""
         is_told = getattr(self._context.module, "microbatch_weight", None) is not None
-        return merge_logs(records, counts, self._num_microbatches, weights, None if is_told else self._log_kinds)
+        return merge_logs(
+            records, counts, self._num_microbatches, weights, None if is_told else self._comparison.log_kinds
+        )
 
     def _look_at_links(self, *, is_first: bool) -> None:
         """What first steps tell about the links between machines."""
@@ -376,188 +347,91 @@ class TrainingStep:
     def _compare(
         self,
         num_microbatches: int,
+        signature: Hashable,
         arguments: Sequence[Any],
         step: int,
         precision: Callable[[], AbstractContextManager[None]],
     ) -> bool:
-        """Compare the loss of two microbatches joined with those of each alone; all ranks come to one verdict.
-
-        It is done at the first step, and without replicas again for batches of another structure, which several
-        replicas would meet at different steps.
+        """Compare the microbatches of a batch with the batch, and return whether it is split in another way now.
 
         Args:
-            num_microbatches: The number of microbatches of this batch.
+            num_microbatches: Their number.
+            signature: Of a microbatch.
             arguments: As of the step.
             step: The number of the batch since training began.
             precision: The precision plugin's context.
-
-        Returns:
-            Whether batches are split in another way from now on.
         """
-        context, module = self._context, self._context.module
-        structure = "the first" if context.mesh.data_parallel_size > 1 else structure_of(arguments[0])
-        known = self._compared.get(structure)
-        self._label_count = None if known is None else known.labels
-        self._loss_reduction = "sum" if known is not None and known.kind == "sum" else "mean"
-        if known is not None or not self._comparisons:
-            return False
-        user_split = getattr(module, "split_batch", None)
-        batches, counts = list[Any](), list[int]()
-        if num_microbatches > 1 and not takes_from_iterators(module):
-            batches, counts = joined_parts(arguments[0], num_microbatches, user_split)
-        # Forwards may gather shards of replicas, so that all ranks run as many.
-        number = min(all_gather_values(len(batches), context.mesh.decision_group))
-        self._comparisons -= number > 0 or context.mesh.data_parallel_size > 1
-        if number == 0:
-            return False
-        compare = partial(self._rehearse, batches[:number], counts[:number], arguments, step, precision)
-        verdict = self._verdict(compare)
-        if verdict.kind == "unknown":
-            return False
-        self._compared[structure] = verdict
-        if verdict.kind != "other":
-            self._log_kinds = {**self._log_kinds, **verdict.logs}
-        if verdict.kind == "mean":
-            self._label_count = verdict.labels
-            self._labels = None if verdict.labels is not None else self._labels
-            if len(self._compared) == 1:
-                self._state_router_loss(verdict, compare)
-            return False
-        if verdict.kind == "sum":
-            self._loss_reduction, self._labels = "sum", None
-            rank_zero_info(
-                "The loss of two microbatches joined is the sum of their losses, so losses and gradients of"
-                ' microbatches are summed, as with HybridStrategy(loss_reduction="sum").'
-            )
-            return True
-        self._comparisons, self._labels = 0, None
-        cause = (
-            "it couples the samples of a batch, such as a contrastive loss or statistics over samples, or is a mean"
-            " over something else than samples"
-        )
-        with router_losses_scaled(module, 0.0) as factor:
-            if factor is not None and self._verdict(compare).kind == "mean":
-                cause = _ROUTER_CAUSE
-                if verdict.difference < SMALL:
-                    rank_zero_warn(small_text(verdict, cause))
-                    return False
-        rank_zero_warn(
-            warning_text(
-                verdict, num_microbatches, cause, switches=self._is_auto, num_stages=context.mesh.pipeline_parallel_size
-            )
-        )
-        if self._is_auto:
+        comparison = self._comparison
+
+        def forward(
+            batches: Sequence[Any],
+            counts: Sequence[int],
+            loss_of: Callable[[int, Tensor], Tensor],
+            run: Callable[[int, Callable[[], Any]], Any],
+        ) -> tuple[Sequence[Tensor], Sequence[Sequence[Log]]]:
+            return self._forward(batches, counts, arguments[1:], step, precision, loss_of, run)
+
+        is_split_anew = comparison(arguments[0], num_microbatches, signature, forward)
+        if comparison.explains:
+            self._labels = None
+        if comparison.takes_one:
             self._num_microbatches = 1
             self._agrees = self._limits = self._warns = False
-        return self._is_auto
+        return is_split_anew
 
-    def _state_router_loss(self, verdict: Verdict, compare: Callable[[], list[Verdict]]) -> None:
-        """State the difference that a router loss makes, where rounding of the whole loss hides it."""
-        with router_losses_scaled(self._context.module, LARGE_COEFFICIENT) as factor:
-            if factor is None:
-                return
-            found = self._verdict(compare)
-        if found.kind == "other" and math.isfinite(found.difference):
-            expected = verdict.joined + (found.expected - found.joined) / factor
-            rank_zero_warn(small_text(replace(verdict, expected=expected), _ROUTER_CAUSE))
-
-    @property
-    def _is_alone(self) -> bool:
-        """Return whether no other rank takes part in the forwards of this one."""
-        return self._context.mesh.model_group.size() == 1 and not self._grad_sync.zero.is_active
-
-    def _verdict(self, compare: Callable[[], list[Verdict]]) -> Verdict:
-        """Return the verdict of all ranks: the largest difference that one of them has found."""
-        own, is_alone = list[Verdict](), self._is_alone  # a failure destroys the groups that tell
-        try:
-            own = compare()
-        except Exception as error:
-            if not is_alone:  # otherwise the step itself says what is wrong, if it cannot run either
-                add_note(error, _IN_COMPARISON)
-                raise
-        found = all_gather_values(own, self._context.mesh.decision_group)
-        return joined_verdict([verdict for of_rank in found for verdict in of_rank])
-
-    def _rehearse(
+    def _forward(
         self,
         batches: Sequence[Any],
         counts: Sequence[int],
-        arguments: Sequence[Any],
+        others: Sequence[Any],
         step: int,
         precision: Callable[[], AbstractContextManager[None]],
-    ) -> list[Verdict]:
-        """Run two microbatches joined and each alone, forward only and without a trace, through the pipeline.
+        loss_of: Callable[[int, Tensor], Tensor],
+        run: Callable[[int, Callable[[], Any]], Any],
+    ) -> tuple[Sequence[Tensor], Sequence[Sequence[Log]]]:
+        """Run batches forward only, each as a step by itself that draws the same random numbers.
 
         Args:
-            batches: From :func:`~.losses.comparison.joined_parts`: three for each pair of microbatches.
+            batches: The batches.
             counts: Their numbers of samples.
-            arguments: As of the step.
+            others: Arguments of the user's `training_step`, beside the batch.
             step: The number of the batch since training began.
             precision: The precision plugin's context.
+            loss_of: Takes the number of a batch and its loss; returns the one to return.
+            run: Calls each forward of each stage, perhaps twice; takes the number of a batch and the forward.
 
         Returns:
-            What this rank finds of each pair; nothing where the loss is on other ranks, or nothing can be compared.
+            The losses, on the last stage; and what each batch logged.
         """
-        context, grad_sync = self._context, self._grad_sync
-        given, batches = batches, list(map(self._to_device, batches))
-        dtypes = [each.dtype for each in grad_sync.local_parameters() if each.is_floating_point()]
-        of_attributes: list[Tensor] = []
-        terms = [LossTerms() for _ in batches]
-
-        def loss_of(number: int, value: Any) -> Tensor:
-            loss = _loss_of(value)
-            terms[number].close(loss)
-            kind = loss.device.type
-            dtypes.append(loss.dtype)
-            if torch.is_autocast_enabled(kind):
-                dtypes.append(torch.get_autocast_dtype(kind))
-            return loss.detach().double()
-
-        plans: list[FramePlan] = []
+        context, plans = self._context, list[FramePlan]()
+        batches = list(map(self._to_device, batches))
         with (
-            untouched_attributes(context.module, of_attributes) as one_run,
-            context.unguarded() if self._is_alone else context.guard(),
-            grad_sync.step(),
+            self._grad_sync.step(),
             context.step(num_microbatches=len(batches), counts=counts) as records,
             context.metrics.only_seen(),
             nullcontext() if self._casts is None else self._casts.schedule(),
         ):
             if context.frame.is_followed:
-                plans = self._frame_plans(batches, arguments[1:], step, precision, draws_alike=True)
-            tensors = Untouched([*grad_sync.local_parameters(), *context.module.buffers(), *of_attributes])
-            forward = self._make_compute(batches, arguments[1:], step, precision, loss_of, plans, draws_alike=True)
+                plans = self._frame_plans(batches, others, step, precision, draws_alike=True)
+
+            def loss_of_value(number: int, value: Any) -> Tensor:
+                return loss_of(number, _loss_of(value))
+
+            forward = self._make_compute(batches, others, step, precision, loss_of_value, plans, draws_alike=True)
 
             def compute(stage: int, number: int, inputs: Any) -> Any:
-                terms[number] = LossTerms()
-                with one_run(), tensors.run(), observed(terms[number].observe):
-                    value = forward(stage, number, inputs)
-                leaves, spec = flatten(value)  # nothing is needed of their graph, which the step may have used
-                return unflatten([_without_graph(leaf) for leaf in leaves], spec)
+                num_records = len(records)
+
+                def forward_of_stage() -> Any:
+                    del records[num_records:]  # of a first call
+                    return forward(stage, number, _map_tensors(Tensor.clone, inputs))  # a step may change them
+
+                # Nothing is needed of the graph of what it returns, which the step may have used.
+                return _map_tensors(_without_graph, run(number, forward_of_stage))
 
             keys = context.keys(("comparison", context.version(gradients=True)), signatures(batches), plans)
             losses = context.engine.run(self._find_schedule(keys, (True, True), backward=False), compute, keys)
-        if not losses:
-            return []
-        if context.device.type == "cuda" and torch.float32 in dtypes:
-            dtypes.append(torch.float16)  # products may be computed in TF32, which has as many digits
-        values, dtype = [float(loss) for loss in losses], coarsest(dtypes)
-        weigh, labels = getattr(context.module, "microbatch_weight", None), None
-        if weigh is None:
-            weigh = labels = find_label_count(given, counts, values, terms, rounding_of(dtype))
-        with context.guard():
-            sizes = counts if weigh is None else [float(weigh(batch)) for batch in given]
-        verdicts = []
-        for of_pair in (slice(first, first + 3) for first in range(0, len(values), 3)):
-            weights, shares = _parts(sizes[of_pair][1:]), _parts(counts[of_pair][1:])
-            verdict = judge(values[of_pair], weights, dtype)
-            if labels is not None and (verdict.kind == "unknown" or verdict.difference <= HALF_ROUNDING):
-                verdict = replace(verdict, kind="mean")  # it is known by its terms
-            if verdict.kind == "mean":
-                verdict = replace(verdict, labels=labels)
-            numbers = list(map(logged_numbers, records[of_pair]))
-            logs = judge_logs(numbers, values[of_pair], shares, weights, verdict, dtype)
-            verdicts.append(replace(verdict, logs=logs))
-        return [verdict for verdict in verdicts if not (tensors.has_drawn and verdict.kind == "other")]
+        return losses, records
 
     def _frame_plans(
         self,
@@ -628,8 +502,8 @@ class TrainingStep:
                 that have a loss.
         """
         context = self._context
-        weigh = getattr(context.module, "microbatch_weight", None) or self._label_count  # may come during a run
-        if weigh is None or self._loss_reduction == "sum" or not (context.is_last or accumulates):
+        weigh = getattr(context.module, "microbatch_weight", None) or self._comparison.labels  # may come during a run
+        if weigh is None or self._comparison.loss_reduction == "sum" or not (context.is_last or accumulates):
             return None
         with context.guard():
             return LossWeights.of(weigh, microbatches, context.mesh, context.device)
@@ -646,7 +520,7 @@ class TrainingStep:
         """
         if weights is not None:
             return weights.shares, weights.factors(self._window.add(weights.total) if windowed else None)
-        shares = [1.0 if self._loss_reduction == "sum" else count / sum(counts) for count in counts]
+        shares = [1.0 if self._comparison.loss_reduction == "sum" else count / sum(counts) for count in counts]
         return shares, shares
 
 
@@ -758,14 +632,15 @@ def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) 
     )
 
 
-def _without_graph(leaf: Any) -> Any:
+def _map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return a tree with other tensors."""
+    leaves, spec = flatten(tree)
+    return unflatten([change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
     """Return a tensor without its graph, which needs gradients as before: later stages may ask for that."""
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def _parts(sizes: Sequence[float]) -> list[float]:
-    """Return the shares of some sizes; zeros if there is nothing to share."""
-    return [size / sum(sizes) if sum(sizes) else 0.0 for size in sizes]
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _loss_of(output: Any) -> Tensor:

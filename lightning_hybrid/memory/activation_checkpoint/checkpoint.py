@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -75,7 +75,7 @@ class _Layer:
         self.device = device
         self.selective = selective
         self._submodules = list(module.modules())
-        self._side_effects: dict[tuple[bool, ...], _SideEffects] = {}
+        self._side_effects: dict[tuple[Hashable, ...], _SideEffects] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the layer's class does: the one that it has now, as a layer may be of another for a while."""
@@ -127,8 +127,9 @@ class _Layer:
     def side_effects(self, side_effects: _SideEffects) -> None:
         self._side_effects[self._mode()] = side_effects
 
-    def _mode(self) -> tuple[bool, ...]:
-        return tuple([submodule.training for submodule in self._submodules])
+    def _mode(self) -> tuple[Hashable, ...]:
+        # Under a dispatch mode, such as a comparison's, a layer may leave alone what it changes otherwise.
+        return type(_current_mode()), *[submodule.training for submodule in self._submodules]
 
     def buffers(self) -> list[tuple[nn.Module, str]]:
         """The owners and names of its buffers."""
@@ -208,3 +209,8 @@ try:
     _PLAIN = (*_PLAIN, FakeTensor)  # of dry runs
 except ImportError:
     pass
+_current_mode: Callable[[], Any]
+try:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode as _current_mode
+except ImportError:  # then there are no modes of this package either
+    _current_mode = type(None)

@@ -1,6 +1,6 @@
 """Losses that are means over targets: recognized in the step, and counted in the batch from then on.
 
-In three forwards of a step (see :mod:`.comparison`) every call of a mean cross entropy is a *term* of the loss::
+In three forwards of a step (see :mod:`.verdict`) every call of a mean cross entropy is a *term* of the loss::
 
     loss = a1 * term1 + a2 * term2 + ... + rest
 

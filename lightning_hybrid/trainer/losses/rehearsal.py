@@ -22,7 +22,7 @@ from lightning_hybrid.pipeline_parallel.frame.operators import (
 )
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, find_owners, restore
 
-__all__ = ["Untouched", "takes_from_iterators", "untouched_attributes"]
+__all__ = ["GraphNeeded", "Untouched", "graph_without_values", "takes_from_iterators", "untouched_attributes"]
 
 aten = torch.ops.aten
 #: What a draw of floating-point numbers gives in a rehearsal.
@@ -181,6 +181,40 @@ def untouched_attributes(
     finally:
         for owner, held in saved:
             restore(vars(owner), held)
+
+
+class GraphNeeded(Exception):  # noqa: N818  # it is no error, but asks for another run
+    """The step computes gradients itself, for which autograd must save tensors."""
+
+
+@contextmanager
+def graph_without_values(keeps: Callable[[], bool]) -> Iterator[None]:
+    """Let autograd record operators without saving their tensors: a forward then holds no activations.
+
+    Whether results need gradients is as always, which a step may ask for.
+
+    Args:
+        keeps: Whether tensors that autograd saves now are kept.
+
+    Raises:
+        GraphNeeded: If a gradient is computed inside that needs a tensor which was not kept.
+    """
+
+    def pack(tensor: Tensor) -> Tensor | None:
+        return tensor.detach() if keeps() else None
+
+    def unpack(saved: Tensor | None) -> Tensor:
+        if saved is None:
+            raise GraphNeeded
+        return saved
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):  # transforms of `torch.func` refuse hooks
+            raise
+        raise GraphNeeded from error
 
 
 def takes_from_iterators(module: nn.Module) -> bool:

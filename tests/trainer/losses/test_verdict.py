@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.trainer.losses.comparison import (
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import signatures
+from lightning_hybrid.trainer.losses.rehearsal import Untouched
+from lightning_hybrid.trainer.losses.verdict import (
     Verdict,
     joined_parts,
     joined_verdict,
@@ -17,7 +19,6 @@ from lightning_hybrid.trainer.losses.comparison import (
     structure_of,
     warning_text,
 )
-from lightning_hybrid.trainer.losses.rehearsal import Untouched
 
 
 @pytest.mark.parametrize(
@@ -85,9 +86,20 @@ def test_few_samples_are_compared_in_several_pairs(samples: int, microbatches: i
 
 
 def test_a_structure_has_no_lengths() -> None:
-    assert structure_of((torch.zeros(3, 4), "a")) == structure_of((torch.ones(7, 2), "b"))
-    assert structure_of((torch.zeros(3, 4),)) != structure_of((torch.zeros(3),))
-    assert structure_of((torch.zeros(3),)) != structure_of((torch.zeros(3, dtype=torch.int64),))
+    of_texts, of_others, matrix, vector, integers = map(
+        structure_of,
+        signatures(
+            [
+                (torch.zeros(3, 4), "a"),
+                (torch.ones(7, 2), "b"),
+                (torch.zeros(3, 4),),
+                (torch.zeros(3),),
+                (torch.zeros(3, dtype=torch.int64),),
+            ]
+        ),
+    )
+    assert of_texts == of_others
+    assert len({matrix, vector, integers}) == 3
 
 
 def test_the_warning_tells_the_difference_the_cost_and_the_remedy() -> None:

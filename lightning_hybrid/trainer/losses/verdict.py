@@ -7,7 +7,7 @@ The loss ``L(J)`` of two microbatches A and B joined to one batch J is compared 
     L(J) = L(A) + L(B)                  a sum over samples: microbatches are summed
     otherwise                           the loss couples the samples, or is a mean over something else
 
-What is here knows numbers and batches; :class:`~.training_step.TrainingStep` runs the three forwards.
+This module knows numbers and batches; :class:`~.microbatch_comparison.MicrobatchComparison` runs the forwards.
 """
 
 from __future__ import annotations
@@ -89,10 +89,14 @@ class Verdict:
         return gap / abs(self.joined) if self.joined else math.inf if gap else 0.0
 
 
-def structure_of(batch: Any) -> Hashable:
-    """Return the kind of a batch: containers, dtypes and numbers of dimensions, without lengths."""
-    leaves, spec = flatten(batch)
-    return spec, tuple((leaf.dtype, leaf.ndim) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+def structure_of(signature: Any) -> Hashable:
+    """Return the kind of a batch: containers, dtypes and numbers of dimensions, without lengths.
+
+    Args:
+        signature: From :func:`~.splitting.microbatch.signature`.
+    """
+    spec, leaves = signature
+    return spec, tuple((len(leaf[0]), *leaf[1:]) if len(leaf) == 3 else leaf[:1] for leaf in leaves)
 
 
 def joined_parts(

@@ -1,0 +1,314 @@
+"""The comparison of a training step with its microbatches joined: when it is made, and what follows from it.
+
+::
+
+    batch of a new structure      two microbatches joined, and each alone, forward only and without a trace
+           |                                  |
+           |                      Verdict of each rank  -->  all ranks: one Verdict
+           v                                  |
+    mean ----> microbatches are averaged, by their samples or by their targets (LabelCount)
+    sum  ----> microbatches are summed
+    other ---> one microbatch ("auto"), or a warning (a number that was set)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.distributed.agreement import all_gather_values
+from lightning_hybrid.distributed.class_losses import observed
+from lightning_hybrid.distributed.failure import WrongUseError, add_note
+from lightning_hybrid.trainer.losses.loss_terms import LabelCount, LossTerms, find_label_count
+from lightning_hybrid.trainer.losses.rehearsal import (
+    GraphNeeded,
+    Untouched,
+    graph_without_values,
+    takes_from_iterators,
+    untouched_attributes,
+)
+from lightning_hybrid.trainer.losses.verdict import (
+    HALF_ROUNDING,
+    LARGE_COEFFICIENT,
+    SMALL,
+    Verdict,
+    coarsest,
+    joined_parts,
+    joined_verdict,
+    judge,
+    judge_logs,
+    rounding_of,
+    router_losses_scaled,
+    small_text,
+    structure_of,
+    warning_text,
+)
+from lightning_hybrid.trainer.results.logging import Log, logged_numbers
+from lightning_hybrid.trainer.step_context import StepContext
+
+__all__ = ["Forward", "MicrobatchComparison"]
+
+_COUPLED = (
+    "it couples the samples of a batch, such as a contrastive loss or statistics over samples, or is a mean over"
+    " something else than samples"
+)
+_ROUTERS = "the router loss of its experts is a product of means over the tokens of a batch"
+_NOTE = (
+    "This happened in the comparison of microbatches with their batch. HybridStrategy(compare_microbatches=False)"
+    " leaves it out."
+)
+_MOST = 4  # comparisons: where a first one does not tell, or batches have other structures
+
+
+class Forward(Protocol):
+    """The forward of the user's step over several batches, each as a step by itself that draws the same numbers."""
+
+    def __call__(
+        self,
+        batches: Sequence[Any],
+        counts: Sequence[int],
+        loss_of: Callable[[int, Tensor], Tensor],
+        run: Callable[[int, Callable[[], Any]], Any],
+    ) -> tuple[Sequence[Tensor], Sequence[Sequence[Log]]]:
+        """Run it through the pipeline.
+
+        Args:
+            batches: The batches.
+            counts: Their numbers of samples.
+            loss_of: Takes the number of a batch and its loss; returns the one to return.
+            run: Calls each forward of each stage, perhaps twice; takes the number of the batch.
+
+        Returns:
+            The losses, on the last stage; and what each batch logged.
+        """
+
+
+class MicrobatchComparison:
+    """The comparison of the loss of two microbatches joined with those of each alone; all ranks come to one verdict.
+
+    It is made at the first step, and without replicas again for batches of another structure, which several replicas
+    would meet at different steps.
+
+    Args:
+        context: What steps need.
+        grad_sync: Sums and averages the gradients.
+        config: The arguments of the strategy.
+
+    Attributes:
+        loss_reduction: Whether the losses of the microbatches of the present batch are averaged or summed.
+        labels: How its targets are counted, if its loss is a mean over them.
+        log_kinds: Logged values that are not means over samples, by name.
+        explains: Whether it is known what the loss counts, so that nobody need look at labels.
+        takes_one: Whether batches run as one microbatch from now on.
+    """
+
+    def __init__(self, context: StepContext, grad_sync: GradientSync, config: HybridConfig) -> None:
+        self._context, self._grad_sync = context, grad_sync
+        self._is_auto = config.auto_microbatches
+        self._given = config.loss_reduction
+        self.loss_reduction = self._given
+        self.labels: LabelCount | None = None
+        self.log_kinds: Mapping[str, str] = {}
+        self.explains = self.takes_one = False
+        is_needed = config.compare_microbatches and config.num_microbatches > 1 and config.loss_reduction == "mean"
+        self._left = _MOST if is_needed else 0
+        self._verdicts: dict[Hashable, Verdict] = {}  # by the structure of the batch
+        self._needs_graph = False  # as the step computes gradients itself
+        self._last: tuple[Hashable, Verdict | None] = (), None  # of the last batch: its signature, and what is known
+
+    def is_due(self, signature: Hashable) -> bool:
+        """Look up what is known of a batch, and return whether a comparison would tell more.
+
+        Args:
+            signature: Of a microbatch.
+        """
+        if not self._left and not self._verdicts:
+            return False
+        if signature != self._last[0]:
+            structure = "any" if self._context.mesh.data_parallel_size > 1 else structure_of(signature)
+            self._last = signature, self._verdicts.get(structure)
+        known = self._last[1]
+        if known is None:
+            self.labels, self.loss_reduction = None, self._given
+            return self._left > 0
+        self.labels, self.loss_reduction = known.labels, "sum" if known.kind == "sum" else self._given
+        return False
+
+    def __call__(self, batch: Any, num_microbatches: int, signature: Hashable, forward: Forward) -> bool:
+        """Compare the microbatches of a batch with the batch.
+
+        Args:
+            batch: The batch.
+            num_microbatches: The number of its microbatches.
+            signature: Of a microbatch.
+            forward: Runs batches through the pipeline.
+
+        Returns:
+            Whether batches are split in another way from now on.
+        """
+        context, module = self._context, self._context.module
+        batches, counts = list[Any](), list[int]()
+        if num_microbatches > 1 and not takes_from_iterators(module):
+            batches, counts = joined_parts(batch, num_microbatches, getattr(module, "split_batch", None))
+        # Forwards may gather shards of replicas, so that all ranks run as many.
+        number = min(all_gather_values(len(batches), context.mesh.decision_group))
+        self._left -= number > 0 or context.mesh.data_parallel_size > 1
+        if number == 0:
+            return False
+        weigh, sizes = getattr(module, "microbatch_weight", None), None
+        if weigh is not None:
+            with context.guard():
+                sizes = [float(weigh(each)) for each in batches[:number]]
+        compare = partial(self._rehearse, batches[:number], counts[:number], sizes, forward)
+        verdict = self._verdict(compare)
+        if verdict.kind == "unknown":
+            return False
+        structure = "any" if context.mesh.data_parallel_size > 1 else structure_of(signature)
+        self._verdicts[structure] = verdict
+        self._last = (), None
+        if verdict.kind == "other":
+            return self._judge_other(verdict, num_microbatches, compare)
+        self.log_kinds = {**self.log_kinds, **verdict.logs}
+        self.labels = verdict.labels
+        self.explains = self.explains or verdict.labels is not None or verdict.kind == "sum"
+        if verdict.kind == "sum":
+            self.loss_reduction = "sum"
+            rank_zero_info(
+                "The loss of two microbatches joined is the sum of their losses, so losses and gradients of"
+                ' microbatches are summed, as with HybridStrategy(loss_reduction="sum").'
+            )
+        elif len(self._verdicts) == 1:
+            self._state_router_loss(verdict, compare)
+        return verdict.kind == "sum"
+
+    def _judge_other(self, verdict: Verdict, number: int, compare: Callable[[], list[Verdict]]) -> bool:
+        """Find the cause of a difference and state it; return whether batches run as one microbatch from now on."""
+        self._left, self.explains = 0, True
+        cause = _COUPLED
+        with router_losses_scaled(self._context.module, 0.0) as factor:
+            if factor is not None and self._verdict(compare).kind == "mean":
+                cause = _ROUTERS
+        if cause == _ROUTERS and verdict.difference < SMALL:
+            rank_zero_warn(small_text(verdict, cause))
+            return False
+        self.takes_one = self._is_auto
+        num_stages = self._context.mesh.pipeline_parallel_size
+        rank_zero_warn(warning_text(verdict, number, cause, switches=self._is_auto, num_stages=num_stages))
+        return self._is_auto
+
+    def _state_router_loss(self, verdict: Verdict, compare: Callable[[], list[Verdict]]) -> None:
+        """State the difference that a router loss makes, where rounding of the whole loss hides it."""
+        with router_losses_scaled(self._context.module, LARGE_COEFFICIENT) as factor:
+            if factor is None:
+                return
+            found = self._verdict(compare)
+        if found.kind == "other" and math.isfinite(found.difference):
+            expected = verdict.joined + (found.expected - found.joined) / factor
+            rank_zero_warn(small_text(replace(verdict, expected=expected), _ROUTERS))
+
+    @property
+    def _is_alone(self) -> bool:
+        """Return whether no other rank takes part in the forwards of this one."""
+        return self._context.mesh.model_group.size() == 1 and not self._grad_sync.zero.is_active
+
+    def _verdict(self, compare: Callable[[], list[Verdict]]) -> Verdict:
+        """Return the verdict of all ranks: the largest difference that one of them has found."""
+        own, is_alone = list[Verdict](), self._is_alone  # a failure destroys the groups that tell
+        try:
+            own = compare()
+        except Exception as error:
+            if not is_alone:  # otherwise the step itself says what is wrong, if it cannot run either
+                if not isinstance(error.__cause__, WrongUseError):  # which the step would meet too
+                    add_note(error, _NOTE)
+                raise
+        found = all_gather_values(own, self._context.mesh.decision_group)
+        return joined_verdict([verdict for of_rank in found for verdict in of_rank])
+
+    def _rehearse(
+        self,
+        batches: Sequence[Any],
+        counts: Sequence[int],
+        sizes: Sequence[float] | None,
+        forward: Forward,
+    ) -> list[Verdict]:
+        """Run two microbatches joined and each alone, forward only and without a trace, through the pipeline.
+
+        Args:
+            batches: From :func:`~.losses.verdict.joined_parts`: three for each pair of microbatches.
+            counts: Their numbers of samples.
+            sizes: By the module's `microbatch_weight`, if it has one.
+            forward: Runs them.
+
+        Returns:
+            What this rank finds of each pair; nothing where the loss is on other ranks, or nothing can be compared.
+        """
+        context = self._context
+        parameters = list(self._grad_sync.local_parameters())
+        dtypes = [each.dtype for each in parameters if each.is_floating_point()]
+        of_attributes: list[Tensor] = []
+        terms = [LossTerms() for _ in batches]
+
+        def loss_of(number: int, value: Tensor) -> Tensor:
+            terms[number].close(value)
+            dtypes.append(value.dtype)
+            if torch.is_autocast_enabled(value.device.type):
+                dtypes.append(torch.get_autocast_dtype(value.device.type))
+            return value.detach().double()
+
+        with (
+            untouched_attributes(context.module, of_attributes) as one_run,
+            context.unguarded() if self._is_alone else context.guard(),
+        ):
+            tensors = Untouched([*parameters, *context.module.buffers(), *of_attributes])
+
+            def attempt(number: int, forward_of_stage: Callable[[], Any]) -> Any:
+                found = terms[number] = LossTerms()
+                # The step after a term of the loss is recorded.
+                lean = nullcontext() if self._needs_graph else graph_without_values(lambda: bool(found.terms))
+                with one_run(), tensors.run(), observed(found.observe), lean:
+                    return forward_of_stage()
+
+            def run(number: int, forward_of_stage: Callable[[], Any]) -> Any:
+                try:
+                    return attempt(number, forward_of_stage)
+                except GraphNeeded:
+                    self._needs_graph = True
+                return attempt(number, forward_of_stage)
+
+            losses, records = forward(batches, counts, loss_of, run)
+        if not losses:
+            return []
+        if context.device.type == "cuda" and torch.float32 in dtypes:
+            dtypes.append(torch.float16)  # products may be computed in TF32, which has as many digits
+        values, dtype = [float(loss) for loss in losses], coarsest(dtypes)
+        labels: LabelCount | None = None
+        if sizes is None:
+            labels = find_label_count(batches, counts, values, terms, rounding_of(dtype))
+            sizes = counts if labels is None else [float(labels(batch)) for batch in batches]
+        verdicts = []
+        for of_pair in (slice(first, first + 3) for first in range(0, len(values), 3)):
+            weights, shares = _parts(sizes[of_pair][1:]), _parts(counts[of_pair][1:])
+            verdict = judge(values[of_pair], weights, dtype)
+            if labels is not None and (verdict.kind == "unknown" or verdict.difference <= HALF_ROUNDING):
+                verdict = replace(verdict, kind="mean")  # it is known by its terms
+            if verdict.kind == "mean":
+                verdict = replace(verdict, labels=labels)
+            numbers = list(map(logged_numbers, records[of_pair]))
+            logs = judge_logs(numbers, values[of_pair], shares, weights, verdict, dtype)
+            verdicts.append(replace(verdict, logs=logs))
+        return [verdict for verdict in verdicts if not (tensors.has_drawn and verdict.kind == "other")]
+
+
+def _parts(sizes: Sequence[float]) -> list[float]:
+    """Return the shares of some sizes; zeros if there is nothing to share."""
+    return [size / sum(sizes) if sum(sizes) else 0.0 for size in sizes]
