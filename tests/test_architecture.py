@@ -30,10 +30,8 @@ LONGER: dict[str, str] = {
     "strategy/strategy.py::__init__": "an argument a line",
     "strategy/strategy.py": "all that Lightning asks of a strategy, a method each, and the texts of arguments",
     "trainer/step_context.py::__init__": "an attribute a line",
-    "trainer/training_step.py": "a step and its comparison with one microbatch share their pieces",
+    "trainer/training_step.py": "a step, and the forwards of its comparison, share their pieces",
     "trainer/training_step.py::__call__": "a step, one thing after the other",
-    "trainer/training_step.py::_compare": "what follows from each verdict, one after the other",
-    "trainer/training_step.py::_rehearse": "the same without a trace",
     "trainer/lightning_internals.py": "everything private of Lightning is in one file, half of it says why",
 }
 

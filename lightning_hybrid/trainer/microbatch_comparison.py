@@ -295,18 +295,40 @@ class MicrobatchComparison:
         if sizes is None:
             labels = find_label_count(batches, counts, values, terms, rounding_of(dtype))
             sizes = counts if labels is None else [float(labels(batch)) for batch in batches]
-        verdicts = []
-        for of_pair in (slice(first, first + 3) for first in range(0, len(values), 3)):
-            weights, shares = _parts(sizes[of_pair][1:]), _parts(counts[of_pair][1:])
-            verdict = judge(values[of_pair], weights, dtype)
-            if labels is not None and (verdict.kind == "unknown" or verdict.difference <= HALF_ROUNDING):
-                verdict = replace(verdict, kind="mean")  # it is known by its terms
-            if verdict.kind == "mean":
-                verdict = replace(verdict, labels=labels)
-            numbers = list(map(logged_numbers, records[of_pair]))
-            logs = judge_logs(numbers, values[of_pair], shares, weights, verdict, dtype)
-            verdicts.append(replace(verdict, logs=logs))
+        numbers = list(map(logged_numbers, records))
+        verdicts = _judge_pairs(values, counts, sizes, labels, numbers, dtype)
         return [verdict for verdict in verdicts if not (tensors.has_drawn and verdict.kind == "other")]
+
+
+def _judge_pairs(
+    losses: Sequence[float],
+    counts: Sequence[int],
+    sizes: Sequence[float],
+    labels: LabelCount | None,
+    numbers: Sequence[Mapping[str, float]],
+    dtype: torch.dtype,
+) -> list[Verdict]:
+    """Judge each pair of microbatches.
+
+    Args:
+        losses: Of three batches for each pair: joined, and each alone.
+        counts: Their numbers of samples.
+        sizes: The numbers by which they weigh.
+        labels: How their targets are counted, if the loss is a mean over them.
+        numbers: The numbers that each logged, by name.
+        dtype: Of the computation.
+    """
+    verdicts = []
+    for of_pair in (slice(first, first + 3) for first in range(0, len(losses), 3)):
+        weights, shares = _parts(sizes[of_pair][1:]), _parts(counts[of_pair][1:])
+        verdict = judge(losses[of_pair], weights, dtype)
+        if labels is not None and (verdict.kind == "unknown" or verdict.difference <= HALF_ROUNDING):
+            verdict = replace(verdict, kind="mean")  # it is known by its terms
+        if verdict.kind == "mean":
+            verdict = replace(verdict, labels=labels)
+        logs = judge_logs(numbers[of_pair], losses[of_pair], shares, weights, verdict, dtype)
+        verdicts.append(replace(verdict, logs=logs))
+    return verdicts
 
 
 def _parts(sizes: Sequence[float]) -> list[float]:

@@ -38,11 +38,12 @@ def entries_of_a_step() -> Counter[str]:
 def test_a_step_enters_few_files(ranks: Pools) -> None:
     """Whoever reads a step must find the way: more files are a reason to look at who calls whom.
 
-    20 files and 150 entries were enough before batches were looked at for what cannot be split.
+    20 files and 150 entries were enough before batches were looked at for what cannot be split, and losses for how they
+    follow from those of microbatches.
     """
     for entries in ranks(2, lightning=True).run(entries_of_a_step):
         assert 10 < len(entries) <= 23, entries
-        assert entries.total() <= 185, entries
+        assert entries.total() <= 160, entries
 
 
 class Seen(nn.Linear):

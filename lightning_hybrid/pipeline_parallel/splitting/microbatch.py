@@ -168,6 +168,9 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
     Returns:
         The microbatches, and the number of samples of each.
     """
+    uniform = _split_uniform(batch, num_microbatches)
+    if uniform is not None:
+        return uniform
     found = _find_samples(batch)
     total, samples, listed = found
     if total in (None, 1) or num_microbatches == 1 or _find_misfits(batch, found) is not None:
@@ -179,6 +182,29 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
     columns = [_slices(each, counts) if _is_listed(each, total) else _split(each, counts, None) for each in fields]
     level = _level(spec, len(fields))
     return [unflatten(list(row), level) for row in zip(*columns, strict=True)], counts
+
+
+def _split_uniform(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]] | None:
+    """Split a batch of tensors that all have the same length, about which nothing is to be found out.
+
+    Args:
+        batch: A nested container of values.
+        num_microbatches: The requested number of microbatches.
+
+    Returns:
+        As :func:`split_batch`; ``None`` for any other batch, and where there are so few samples that a dimension of a
+        graph's edges, or a list of tensors, could be as long.
+    """
+    leaves, spec = flatten(batch)
+    is_plain = all(isinstance(leaf, Tensor) and leaf.ndim and not is_irregular(leaf) for leaf in leaves)
+    lengths = {len(leaf) for leaf in leaves} if is_plain else set()
+    total = lengths.pop() if len(lengths) == 1 else 0
+    if num_microbatches == 1 or total <= max(2, len(leaves)):
+        return None
+    counts = sizes(total, num_microbatches)
+    return [
+        unflatten(list(parts), spec) for parts in zip(*(leaf.split(counts) for leaf in leaves), strict=True)
+    ], counts
 
 
 def find_misfits(batch: Any) -> list[Entry] | None:
