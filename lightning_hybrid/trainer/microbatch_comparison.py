@@ -14,8 +14,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -52,6 +52,13 @@ from lightning_hybrid.trainer.losses.verdict import (
     small_text,
     structure_of,
     warning_text,
+)
+from lightning_hybrid.trainer.losses.written_states import (
+    Change,
+    WrittenStates,
+    are_of_the_batch,
+    find_differences,
+    state_text,
 )
 from lightning_hybrid.trainer.results.logging import Log, logged_numbers
 from lightning_hybrid.trainer.step_context import StepContext
@@ -123,6 +130,8 @@ class MicrobatchComparison:
         is_needed = config.compare_microbatches and config.num_microbatches > 1 and config.loss_reduction == "mean"
         self._left = _MOST if is_needed else 0
         self._verdicts: dict[Hashable, Verdict] = {}  # by the structure of the batch
+        self._changes: list[dict[str, Change]] = []  # of states, with two microbatches joined and with each alone
+        self._rounding = 0.0
         self._needs_graph = False  # as the step computes gradients itself
         self._last: tuple[Hashable, Verdict | None] = (), None  # of the last batch: its signature, and what is known
 
@@ -171,6 +180,8 @@ class MicrobatchComparison:
                 sizes = [float(weigh(each)) for each in batches[:number]]
         compare = partial(self._rehearse, batches[:number], counts[:number], sizes, forward)
         verdict = self._verdict(compare)
+        if verdict.kind != "other" and self._compare_states(batches[1:3], counts[1:3], num_microbatches, forward):
+            return True
         if verdict.kind == "unknown":
             return False
         structure = "any" if context.mesh.data_parallel_size > 1 else structure_of(signature)
@@ -190,6 +201,54 @@ class MicrobatchComparison:
         elif len(self._verdicts) == 1:
             self._state_router_loss(verdict, compare)
         return verdict.kind == "sum"
+
+    def _compare_states(self, batches: Sequence[Any], counts: Sequence[int], number: int, forward: Forward) -> bool:
+        """Compare what forwards write with microbatches and with both joined, and state a difference.
+
+        Args:
+            batches: Two microbatches.
+            counts: Their numbers of samples.
+            number: The number of microbatches of the batch.
+            forward: Runs them.
+
+        Returns:
+            Whether batches run as one microbatch from now on.
+        """
+        group = self._context.mesh.decision_group
+        rounding = max(all_gather_values(self._rounding, group))
+        if not any(all_gather_values(are_of_the_batch(self._changes, rounding), group)):
+            return False
+        with self._without_trace() as (one_run, tensors, states):
+
+            def run(number: int, forward_of_stage: Callable[[], Any]) -> Any:
+                lean = nullcontext() if self._needs_graph else graph_without_values(bool)
+                with one_run(restores=False), tensors.run(restores=False), lean:
+                    return forward_of_stage()
+
+            forward(batches, counts, lambda number, loss: loss.detach(), run)
+            own = find_differences(self._changes[0], states.read(tensors.former), rounding)
+        found = {each.path: each for of_rank in all_gather_values(own, group) for each in of_rank}
+        if not found:
+            return False
+        self.takes_one = self._is_auto
+        self._left = 0 if self.takes_one else self._left
+        rank_zero_warn(state_text(list(found.values()), number, switches=self._is_auto))
+        return self._is_auto
+
+    @contextmanager
+    def _without_trace(self) -> Iterator[tuple[Callable[..., AbstractContextManager[None]], Untouched, WrittenStates]]:
+        """Let forwards run inside that leave the module as it was; yield contexts for each of them, and its states."""
+        context, of_attributes = self._context, list[Tensor]()
+        with (
+            untouched_attributes(context.module, of_attributes) as one_run,
+            context.unguarded() if self._is_alone else context.guard(),
+        ):
+            parameters = self._grad_sync.local_parameters
+            tensors = Untouched(lambda: [*parameters(), *context.module.buffers(), *of_attributes])
+            try:
+                yield one_run, tensors, WrittenStates(context.module)
+            finally:
+                tensors.restore()
 
     def _judge_other(self, verdict: Verdict, number: int, compare: Callable[[], list[Verdict]]) -> bool:
         """Find the cause of a difference and state it; return whether batches run as one microbatch from now on."""
@@ -253,10 +312,9 @@ class MicrobatchComparison:
             What this rank finds of each pair; nothing where the loss is on other ranks, or nothing can be compared.
         """
         context = self._context
-        parameters = list(self._grad_sync.local_parameters())
-        dtypes = [each.dtype for each in parameters if each.is_floating_point()]
-        of_attributes: list[Tensor] = []
+        dtypes = [each.dtype for each in self._grad_sync.local_parameters() if each.is_floating_point()]
         terms = [LossTerms() for _ in batches]
+        self._changes = changes = [dict[str, Change](), {}, {}]
 
         def loss_of(number: int, value: Tensor) -> Tensor:
             terms[number].close(value)
@@ -265,18 +323,17 @@ class MicrobatchComparison:
                 dtypes.append(torch.get_autocast_dtype(value.device.type))
             return value.detach().double()
 
-        with (
-            untouched_attributes(context.module, of_attributes) as one_run,
-            context.unguarded() if self._is_alone else context.guard(),
-        ):
-            tensors = Untouched([*parameters, *context.module.buffers(), *of_attributes])
+        with self._without_trace() as (one_run, tensors, states):
 
             def attempt(number: int, forward_of_stage: Callable[[], Any]) -> Any:
                 found = terms[number] = LossTerms()
                 # The step after a term of the loss is recorded.
                 lean = nullcontext() if self._needs_graph else graph_without_values(lambda: bool(found.terms))
                 with one_run(), tensors.run(), observed(found.observe), lean:
-                    return forward_of_stage()
+                    value = forward_of_stage()
+                    if number < len(changes):
+                        changes[number] |= states.read(tensors.former)
+                return value
 
             def run(number: int, forward_of_stage: Callable[[], Any]) -> Any:
                 try:
@@ -286,10 +343,11 @@ class MicrobatchComparison:
                 return attempt(number, forward_of_stage)
 
             losses, records = forward(batches, counts, loss_of, run)
-        if not losses:
-            return []
         if context.device.type == "cuda" and torch.float32 in dtypes:
             dtypes.append(torch.float16)  # products may be computed in TF32, which has as many digits
+        self._rounding = rounding_of(coarsest(dtypes)) if dtypes else 0.0
+        if not losses:
+            return []
         values, dtype = [float(loss) for loss in losses], coarsest(dtypes)
         labels: LabelCount | None = None
         if sizes is None:

@@ -108,6 +108,34 @@ def _inside(value: Any) -> Iterator[Any]:
             waiting += value.values() if isinstance(value, dict) else value
 
 
+def containers_in(owners: Sequence[Any]) -> list[Any]:
+    """The containers in the attributes of modules and objects, those of the buffers among them."""
+    buffers = [owner._buffers for owner in owners if isinstance(owner, nn.Module)]
+    held = (inner for owner in owners for _, value in _attributes(owner) for inner in _inside(value))
+    return buffers + [inner for inner in held if type(inner) in _CONTAINERS]
+
+
+def refill(container: Any, before: Any) -> None:
+    """Make a container what it was, in place.
+
+    Args:
+        container: The container.
+        before: A copy of it.
+    """
+    same = (
+        container == before
+        if isinstance(before, set)
+        else len(container) == len(before) and all(map(operator.is_, _entries(container), _entries(before)))
+    )
+    if not same:
+        container.clear()
+        getattr(container, "extend" if isinstance(before, (list, deque)) else "update")(before)
+
+
+def _entries(container: Any) -> Iterator[Any]:
+    return (part for entry in container.items() for part in entry) if isinstance(container, dict) else iter(container)
+
+
 class Copies:
     """Copies of what attributes hold; what is the same object in two places is so among the copies too."""
 
@@ -184,8 +212,7 @@ class Contents:
         for table, before in self._tables:
             restore(table, before)
         for container, before in self._containers:
-            container.clear()
-            getattr(container, "extend" if isinstance(before, (list, deque)) else "update")(before)
+            refill(container, before)
 
     def replace_new(self, tensor: Callable[[Tensor], Tensor]) -> None:
         """Let something else stand for each tensor that has come into them since.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
@@ -20,7 +21,7 @@ from lightning_hybrid.pipeline_parallel.frame.operators import (
     memory_of,
     written_tensors,
 )
-from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, find_owners, restore
+from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, containers_in, find_owners, refill, restore
 
 __all__ = ["GraphNeeded", "Untouched", "graph_without_values", "takes_from_iterators", "untouched_attributes"]
 
@@ -40,35 +41,51 @@ class Untouched(DispatchMode):  # type: ignore[misc]
         a single number             as drawn: a path may depend on it
         other draws                 constants: 0.5, the lowest integer, positions in their order
         batch norm in training      normalizes by its running statistics, which stay
-        a write to a tensor         keeps a copy before the first one; `restore` puts it back
+        a write to a tensor         keeps a copy before the first one, which `restore` puts back
 
     So a step gives the same loss each time, and its loss over a batch is comparable with those over the parts of it.
 
     Args:
-        tensors: Parameters and buffers.
+        tensors: Returns parameters, buffers and tensors in attributes; called in the first run, as ZeRO moves those
+            when a step begins.
 
     Attributes:
         has_drawn: Whether something has been drawn that has no constant in its place, and may be one of a sample.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         super().__init__()
-        self._tensors = {memory_of(tensor): tensor for tensor in tensors if not tensor.is_meta}
+        self._find, self._tensors = tensors, dict[int, Tensor]()
         self._before: dict[int, Tensor] = {}
         self.has_drawn = False
 
     @contextmanager
-    def run(self) -> Iterator[None]:
-        """Run operators under this mode; at the end the tensors are as they were."""
+    def run(self, *, restores: bool = True) -> Iterator[None]:
+        """Run operators under this mode.
+
+        Args:
+            restores: Whether the tensors are as they were at the end.
+        """
+        if not self._tensors:
+            self._tensors = {memory_of(tensor): tensor for tensor in self._find() if not tensor.is_meta}
         try:
             with self:
                 yield
         finally:
-            with torch.no_grad():
-                for memory, value in self._before.items():
-                    if _has_memory(self._tensors[memory]):
-                        self._tensors[memory].detach().copy_(value)
-            self._before.clear()
+            if restores:
+                self.restore()
+
+    def restore(self) -> None:
+        """Put back the tensors that were written."""
+        with torch.no_grad():
+            for memory, value in self._before.items():
+                if _has_memory(self._tensors[memory]):
+                    self._tensors[memory].detach().copy_(value)
+        self._before.clear()
+
+    def former(self, tensor: Tensor) -> Tensor | None:
+        """Return a copy of a tensor from before it was written; ``None`` if it was not."""
+        return self._before.get(memory_of(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, or what stands for it."""
@@ -130,7 +147,7 @@ def _normalize(func: Any, args: Any) -> Any:
 @contextmanager
 def untouched_attributes(
     module: LightningModule, tensors: list[Tensor]
-) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+) -> Iterator[Callable[..., AbstractContextManager[None]]]:
     """Let a step change attributes, containers, states of metrics and generators, and put them back at the end.
 
     What the step prints is not shown, and the Trainer does not stop on its behalf. Numbers in tensors are the business
@@ -141,7 +158,8 @@ def untouched_attributes(
         tensors: Gets the tensors in attributes, which are not copied: they may be as large as the host's memory.
 
     Yields:
-        A context for each of several runs of the step: all begin with equal attributes and generators.
+        A context for each of several runs of the step: all begin with equal generators, and with equal attributes
+        unless one is entered with ``restores=False``.
     """
 
     def keep(tensor: Tensor) -> Tensor:
@@ -157,14 +175,18 @@ def untouched_attributes(
     stops = trainer.should_stop
 
     @contextmanager
-    def one_run() -> Iterator[None]:
+    def one_run(*, restores: bool = True) -> Iterator[None]:
         before = [dict(vars(owner)) for owner in owners]
+        contents = [(container, copy.copy(container)) for container in containers_in(owners)]
         try:
             with redirect_stdout(io.StringIO()):
                 yield
         finally:
-            for owner, held in zip(owners, before, strict=True):
-                restore(vars(owner), held)
+            if restores:
+                for owner, held in zip(owners, before, strict=True):
+                    restore(vars(owner), held)
+                for container, held in contents:
+                    refill(container, held)
             for generator, state in states:
                 set_generator_state(generator, state)
             trainer.should_stop = stops

@@ -1,0 +1,175 @@
+"""State that forwards write from the batch: codebooks, running statistics of a user's own layer, quantiles.
+
+::
+
+    two microbatches joined         s --> s(J)
+    each alone, from the same s     s --> s(A),  s --> s(B)
+    one after the other             s --> s(A) --> s(AB), as in a step
+
+If s(J) is s(A) and s(B), nothing is written from the batch. Otherwise s(AB) is computed, and must be s(J): as for a sum
+over samples, or the largest one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_hybrid.distributed.module_names import join_names
+from lightning_hybrid.pipeline_parallel.frame.stage_states import find_owners, tables_of
+
+__all__ = ["Change", "Difference", "WrittenStates", "are_of_the_batch", "find_differences", "state_text"]
+
+_ROUNDINGS = 16  # by which sums may differ
+_MOST_NAMED = 4
+
+
+class _Place(NamedTuple):
+    path: str
+    table: dict[str, Any]
+    name: str
+    value: Tensor  # when it was found
+
+
+class Change(NamedTuple):
+    """A state before and after a forward.
+
+    Attributes:
+        before: float64.
+        after: float64, of the same shape.
+        epsilon: The rounding of its dtype; 0 for integers.
+    """
+
+    before: Tensor
+    after: Tensor
+    epsilon: float
+
+
+class Difference(NamedTuple):
+    """A state that ends elsewhere with microbatches.
+
+    Attributes:
+        path: Of the buffer or attribute.
+        size: The largest difference of its numbers, relative to the largest change in a step.
+    """
+
+    path: str
+    size: float
+
+
+class WrittenStates:
+    """Buffers, and tensors in attributes, of a module and the objects in it; parameters and metrics are left out.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        owners = {path: owner for path, owner in find_owners([module]).items() if not isinstance(owner, Metric)}
+        self._places = [
+            _Place(join_names(path, name), table, name, value)
+            for path, owner in owners.items()
+            for table in tables_of(owner)
+            for name, value in table.items()
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and _has_numbers(value)
+        ]
+
+    def read(self, former: Callable[[Tensor], Tensor | None]) -> dict[str, Change]:
+        """Return the changes of those that have been written, or replaced by tensors of the same shape, by path.
+
+        Args:
+            former: Returns the numbers that a tensor had before it was written in place, if it was.
+        """
+        found = {}
+        for place in self._places:
+            now, before = place.table.get(place.name), former(place.value)
+            if before is None:
+                before = place.value
+                if now is before:
+                    continue
+            if isinstance(now, Tensor) and now.shape == before.shape and _has_numbers(now):
+                epsilon = torch.finfo(now.dtype).eps if now.is_floating_point() else 0.0
+                found[place.path] = Change(before.detach().double(), now.detach().double().clone(), epsilon)
+        return found
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and not tensor.is_meta and tensor.layout is torch.strided and not tensor.is_complex()
+
+
+def are_of_the_batch(changes: Sequence[Mapping[str, Change]], rounding: float) -> bool:
+    """Return whether states are written from the batch.
+
+    Args:
+        changes: With two microbatches joined, with the first and with the second, all from the same states.
+        rounding: The relative difference that rounding explains.
+    """
+    for path in {path for of_run in changes for path in of_run}:
+        joined, *alone = [of_run.get(path) for of_run in changes]
+        if joined is None:
+            return True
+        bound = _bound(joined, rounding)
+        if any(each is None or _gap(joined.after, each.after) > bound for each in alone):
+            return True
+    return False
+
+
+def find_differences(joined: Mapping[str, Change], parts: Mapping[str, Change], rounding: float) -> list[Difference]:
+    """Return the states that are others after two microbatches than after both joined.
+
+    Args:
+        joined: The changes with both joined.
+        parts: The changes with one after the other.
+        rounding: The relative difference that rounding explains.
+    """
+    found = []
+    for path in sorted(joined.keys() & parts.keys()):
+        gap, change = _gap(joined[path].after, parts[path].after), _gap(joined[path].before, joined[path].after)
+        if not gap <= _bound(joined[path], rounding):
+            found.append(Difference(path, gap / change if change else math.inf))
+    return found
+
+
+def _bound(change: Change, rounding: float) -> float:
+    """Return the largest difference that rounding explains: of the change, and of its sum with the state before."""
+    before, after, epsilon = change
+    return rounding * _gap(before, after) + _ROUNDINGS * epsilon * max(_size(before), _size(after))
+
+
+def _gap(first: Tensor, second: Tensor) -> float:
+    return _size(first - second)
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def state_text(found: Sequence[Difference], number: int, *, switches: bool) -> str:
+    """Return the warning about states that end elsewhere with microbatches.
+
+    Args:
+        found: The states.
+        number: The number of microbatches.
+        switches: Whether batches run as one microbatch from now on.
+    """
+    names = ", ".join(repr(each.path) for each in found[:_MOST_NAMED])
+    names += f" and {len(found) - _MOST_NAMED} others" if len(found) > _MOST_NAMED else ""
+    largest = max(each.size for each in found)
+    text = (
+        f"Forwards write {names} from the batch. After two microbatches the state differs from that after both joined,"
+        f" by {100 * largest:.2g}% of its change."
+    )
+    if switches:
+        return (
+            f"{text} Each batch now runs as one microbatch instead of {number}, so that training equals one process."
+            f" `num_microbatches={number}` keeps microbatches, each of which updates the state."
+        )
+    return (
+        f"{text} With {number} microbatches, as set, each of them updates the state. Set `num_microbatches=1` for the"
+        " numbers of one process."
+    )
