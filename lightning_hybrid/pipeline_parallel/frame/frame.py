@@ -321,22 +321,35 @@ class FrameCut:
     def _discover(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
         """Follow a step; again where the first time has shown which tensors of the module are absent values too.
 
-        Or which hooks inside units let something out of them, so that every stage has to call them.
+        Or which hooks inside units let something out of them, so that every stage has to call them. Or that no unit is
+        called after the first call whose shapes lengths decide: it is the last stage's then, and the plan that of all
+        lengths.
         """
+        passes_lengths = self._tries_zeros
         states: frozenset[int] = frozenset()
         taps: frozenset[tuple[int, Tap]] = frozenset()
         while True:
             parameters = {id(parameter): name for name, parameter in self._module.named_parameters()}
             discovery = Discovery(
-                self._device, self._units, seed, parameters, states, tries_zeros=self._tries_zeros, taps=taps
+                self._device,
+                self._units,
+                seed,
+                parameters,
+                states,
+                tries_zeros=self._tries_zeros,
+                passes_lengths=passes_lengths,
+                taps=taps,
             )
             try:
                 graph, kept = self._follow(discovery, step, arguments)
             except Exception:
-                if not discovery.escaped or not self._taps_hooks:
+                if not (discovery.escaped and self._taps_hooks) and not discovery.has_passed_in_vain:
                     raise
             if discovery.escaped and self._taps_hooks:
                 taps |= discovery.escaped
+                continue
+            if discovery.has_passed_in_vain:
+                passes_lengths = False
                 continue
             read = {state for call in graph.calls if not call.is_absent for state in call.states}
             if not kept and not (graph.state_writes.keys() & read) - states:

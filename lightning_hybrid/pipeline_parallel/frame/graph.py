@@ -97,8 +97,8 @@ class Call:
         operands: The absent values that it needs, each once.
         parameters: The names of the parameters that it is given.
         has_data: Whether it needs tensors that are on every rank, beside these.
-        outputs: The leaves of what it returns: :class:`AbsentTensor`, :class:`Argument`, or a value that is no tensor.
-            Nothing where no operand is absent: then it is computed everywhere.
+        outputs: The leaves of what it returns: :class:`AbsentTensor`, :class:`Argument`, or a value: what is no tensor,
+            or lengths. Nothing where no operand is absent: then it is computed everywhere.
         spec: The tree of what it returns.
         is_absent: Whether its results depend on parameters or units.
         draws: Whether it draws random numbers.
@@ -304,6 +304,8 @@ def users_line() -> str:
 
 #: Results of these are cut off from the graph, whatever they are made from.
 DETACHES = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_}) | getters("data")
+#: The positions of results that are made of lengths alone, whatever the values are; by the names of functions.
+OF_LENGTHS: dict[str, tuple[int, ...]] = {"_pack_padded_sequence": (1,), "_pad_packed_sequence": (1,)}
 #: These differentiate.
 DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 #: These read numbers without an operator that says so.

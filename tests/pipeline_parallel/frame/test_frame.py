@@ -12,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -1608,6 +1609,86 @@ def test_layers_may_pack_texts_by_their_lengths(total: bool) -> None:
     for lengths in ([8, 7, 9, 5], [6, 8, 5, 7], [6, 8, 5, 7]):
         plans.append(check(model, step, (torch.randn(4, 9, WIDTH), torch.tensor(lengths)), 2, cut).plan.number)
     assert plans == ([0, 0, 0] if total else [0, 1, 1])
+
+
+def packed_between(self: Model, x: Tensor, lengths: Tensor) -> Tensor:
+    """Lengths that unpacking gives are known too, and are the user's to write."""
+    for layer in self.blocks[:3]:
+        x = layer(x)
+    for lstm in self.lstms:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        x, lengths = pad_packed_sequence(lstm(packed)[0], batch_first=True)
+        lengths -= 1
+    x = x.sum(1) / lengths[:, None]
+    for layer in self.blocks[3:]:
+        x = layer(x)
+    return x.pow(2).mean()
+
+
+def masked_between(self: Model, x: Tensor, lengths: Tensor) -> Tensor:
+    """Layers see the words of all texts in one row."""
+    mask = torch.arange(x.shape[1]) < lengths[:, None]
+    for layer in self.blocks[:3]:
+        x = layer(x)
+    words = x[mask]
+    for layer in self.blocks[3:]:
+        words = layer(words)
+    return (x.masked_scatter(mask[..., None], words) + words.new_zeros(x.shape).index_put((mask,), words)).pow(2).mean()
+
+
+def repeated_between(self: Model, x: Tensor, lengths: Tensor) -> Tensor:
+    """Each sound is as long as the batch says, as in FastSpeech."""
+    for layer in self.blocks[:3]:
+        x = layer(x)
+    x = x[:, 0].repeat_interleave(lengths, 0)
+    for layer in self.blocks[3:]:
+        x = layer(x)
+    return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("step", [packed_between, masked_between, repeated_between])
+def test_lengths_of_the_batch_may_decide_shapes_between_layers(step: Callable[..., Tensor], num_stages: int) -> None:
+    """Other lengths are another path: what is between the stages has another shape."""
+    model = Model()
+    model.lstms = nn.ModuleList(nn.LSTM(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True) for _ in range(2))
+    cut, plans = cut_of(model, num_stages, [(f"blocks.{at}", each) for at, each in enumerate(model.blocks)]), []
+    for lengths in ([8, 7, 9, 5], [6, 8, 5, 7], [6, 8, 5, 7], [3, 4, 4, 4], [4, 4, 4, 4], [8, 7, 9, 5]):
+        batch = torch.randn(4, 9, WIDTH), torch.tensor(lengths)
+        plans.append(check(model, partial(step, model), batch, num_stages, cut).plan.number)
+    assert plans == [0, 1, 1, 2, 3, 0]
+
+
+def test_lengths_that_decide_shapes_behind_the_layers_need_no_path_of_their_own() -> None:
+    def step(x: Tensor, lengths: Tensor) -> Tensor:
+        x = model.body(x)
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(packed, batch_first=True)[0].pow(2).mean()
+
+    model = Model()
+    cut, plans = cut_of(model, 2), []
+    for lengths in ([8, 7, 9, 5], [6, 8, 5, 7]):
+        plans.append(check(model, step, (torch.randn(4, 9, WIDTH), torch.tensor(lengths)), 2, cut).plan.number)
+    assert plans == [0, 0]
+
+
+def shape_of_values(self: Model, x: Tensor, lengths: Tensor) -> Tensor:
+    x = self.blocks[0](x)[:, 0]
+    x = x[x.sum(-1) > 0]
+    return self.blocks[1](x).sum()
+
+
+def lengths_of_values(self: Model, x: Tensor, lengths: Tensor) -> Tensor:
+    x = self.blocks[0](x)[:, 0]
+    x = x.repeat_interleave((x.sum(-1).abs() + lengths).long(), 0)
+    return self.blocks[1](x).sum()
+
+
+@pytest.mark.parametrize("step", [shape_of_values, lengths_of_values])
+def test_shapes_that_absent_values_decide_are_refused(step: Callable[..., Tensor]) -> None:
+    model, batch = Model(2), (torch.randn(4, 9, WIDTH), torch.tensor([8, 7, 9, 5]))
+    with pytest.raises(WrongUseError, match=r"'blocks.1' is called after .* has asked for the number"):
+        check(model, partial(step, model), batch, 2)
 
 
 def test_an_attempt_without_values_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
