@@ -99,6 +99,8 @@ class Discovery(TorchFunctionMode):
         passes_lengths: Whether so may a function around the units whose shapes are decided by tensors with values. Else
             the step belongs to the last stage from there on.
         taps: Hooks inside units that are called as code around them, by the positions of the units.
+        num_layers: The number of units that are layers of the body; those behind them are given their parameters and
+            buffers as arguments.
 
     Attributes:
         graph: What has been found.
@@ -117,9 +119,10 @@ class Discovery(TorchFunctionMode):
         tries_zeros: bool = True,
         passes_lengths: bool = True,
         taps: Collection[tuple[int, Tap]] = (),
+        num_layers: int | None = None,
     ) -> None:
         super().__init__()
-        self._units = list(units)
+        self._units, self._num_layers = list(units), len(units) if num_layers is None else num_layers
         self._trains = [any(each.requires_grad for each in unit.parameters()) for _, unit in units]
         self.graph = Graph()
         self.is_answering = False
@@ -253,9 +256,7 @@ class Discovery(TorchFunctionMode):
         leaves += parameters
         number = len(self.graph.calls)
         self.graph.calls.append(call)
-        states = [self._originals[id(leaf)][1] for leaf in leaves if id(leaf) in self._originals]
-        call.states = tuple(map(id, states))
-        self.graph.states.update(zip(call.states, states, strict=True))
+        self._note_states(call, leaves)
         if any(isinstance(leaf, Tensor) and self._is_absent(leaf) for leaf in leaves):
             if func in DERIVATIVES:
                 raise WrongUseError(
@@ -275,6 +276,12 @@ class Discovery(TorchFunctionMode):
         self._remember(number, call, leaves, spec, result, seen)
         return result
 
+    def _note_states(self, call: Call, leaves: Sequence[Any]) -> None:
+        """Note which tensors of the module are among the arguments of a call."""
+        states = [self._originals[id(leaf)][1] for leaf in leaves if id(leaf) in self._originals]
+        call.states = tuple(map(id, states))
+        self.graph.states.update(zip(call.states, states, strict=True))
+
     def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Follow a call of a unit.
 
@@ -288,6 +295,7 @@ class Discovery(TorchFunctionMode):
         call = Call(None, index, repr(self._units[index][0]), users_line())
         number = len(self.graph.calls)
         self.graph.calls.append(call)
+        self._note_states(call, leaves)
         hooks = find_taps(self._units[index][1])
         taps = Taps(self._units[index][1], [tap for tap in hooks if (index, tap) in self._taps])
         watch = HookWatch(self._units[index][1], [tap for tap in hooks if (index, tap) not in self._taps])
@@ -388,7 +396,9 @@ class Discovery(TorchFunctionMode):
                 aliases = self._aliases(leaves[place])
                 for position, alias in enumerate(aliases):
                     self._name(alias, Value(number, _ALIASES + 100 * place + position))
-                call.is_in_place |= bool(aliases) or (requires_grad and memory_of(fake) not in seen.statistics)
+                is_own = call.unit is not None and call.unit >= self._num_layers  # has no gradient
+                has_grad = requires_grad and not is_own and memory_of(fake) not in seen.statistics
+                call.is_in_place |= bool(aliases) or has_grad
         self._name_own(number, call, seen.written)
         call.fills = self._note_writes(lost)
         outputs = self._name_results(number, call, leaves, fakes, result, seen.written, requires_grad=requires_grad)

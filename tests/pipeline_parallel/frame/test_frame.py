@@ -29,6 +29,7 @@ from lightning_hybrid.distributed.watch.watched_thread import read_stack
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
 from lightning_hybrid.pipeline_parallel.frame.routes import Travel
+from lightning_hybrid.pipeline_parallel.partition import uniform
 from tests.frame_modules import Block, Coupling, Decoder
 from tests.modules import VOCABULARY, WIDTH
 from tests.pipeline_parallel.frame.stages import check, cut_of, drawing, play, seed, without_values
@@ -1181,6 +1182,65 @@ def test_a_buffer_that_another_stage_reads_in_the_next_step_is_refused() -> None
 
     for step in (written, replaced):
         refused(model, "writes a buffer or an attribute of the module on stage 1, and `?add", step)
+
+
+class Centering(nn.Module):
+    """Subtracts a running mean, which it moves afterwards; another module holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.scale = nn.Module(), nn.Linear(WIDTH, WIDTH)
+        self.state.register_buffer("mean", torch.zeros(WIDTH))
+        self.has_gradient = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.scale(x - self.state.mean)
+        if self.training:
+            self.state.mean.lerp_((x if self.has_gradient else x.detach()).mean(0).to(x), 0.5)
+        return y
+
+
+class Between(Model):
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.between = Centering()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, layer in enumerate(self.blocks):
+            x = layer(self.between(x) if at == 3 else x)
+        return x.pow(2).mean() + self.between.state.mean.sum()
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+def test_a_module_that_keeps_a_buffer_is_computed_where_the_layer_before_it_is(num_stages: int) -> None:
+    """It is one unit: the innermost module that has the buffer and is called. What it keeps is there afterwards."""
+    model, one = Between(), Between()
+    one.load_state_dict(model.state_dict())
+    cut = cut_of(model, num_stages, [(f"blocks.{at}", each) for at, each in enumerate(model.blocks)])
+    for training in (False, True, True, False):
+        x = inputs()
+        for each in (model, one):
+            each.train(training)
+            each.zero_grad()
+        loss = one(x)
+        loss.backward()
+        played = play(cut, model, model.forward, (x,), num_stages, key=training)
+        torch.testing.assert_close(played.value, loss)
+        torch.testing.assert_close(model.between.state.mean, one.between.state.mean)
+        for name, parameter in one.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(played.gradients[name], parameter.grad)
+    made = [[call.name for call, action in zip(played.plan.graph.calls, part.actions, strict=True) if not action.answer]
+            for part in played.plan.parts]  # fmt: skip
+    assert ["'between'" in names for names in made] == [2 in stage for stage in uniform(6, num_stages)]
+    assert not vars(model.between).get("forward")
+
+
+def test_a_buffer_that_keeps_a_graph_is_refused() -> None:
+    model = Between()
+    model.between.has_gradient = True
+    with pytest.raises(WrongUseError, match="'mean' of Centering is a part of the graph of gradients"):
+        play(cut_of(model, 2), model, model.forward, (inputs(),), 2)
 
 
 @pytest.mark.parametrize("reads", ["to compute", "to decide"])
