@@ -66,6 +66,26 @@ class AssignedCodebook(AveragedCodebook):
         return x + (quantised - x).detach(), F.mse_loss(x, quantised), nearest
 
 
+class RestartedCodebook(AveragedCodebook):
+    """The first batch makes its codes, and codes that stand for little are samples of the batch again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("is_made", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.training and not self.is_made:
+            self.codes.copy_(x.detach()[: len(self.codes)])
+            self.is_made.fill_(True)
+        result = super().forward(x)
+        if self.training:
+            is_rare = self.counts < 0.8
+            if is_rare.any():
+                self.codes[is_rare] = x.detach()[: int(is_rare.sum())]
+                self.counts[is_rare] = 1.0
+        return result
+
+
 class LearnedCodebook(nn.Module):
     """A vector quantiser whose codes are parameters; gradients go straight through."""
 
@@ -158,6 +178,11 @@ class Assigned(Averaged):
         return AssignedCodebook()
 
 
+class Restarted(Averaged):
+    def make_between(self) -> nn.Module:
+        return RestartedCodebook()
+
+
 class Learned(Averaged):
     def make_between(self) -> nn.Module:
         return LearnedCodebook()
@@ -200,7 +225,7 @@ class Normed(Standardised):
         return nn.BatchNorm1d(WIDTH)
 
 
-MODULES = [Averaged, Assigned, Learned, Projected, Residual, Standardised, Normed]
+MODULES = [Averaged, Assigned, Restarted, Learned, Projected, Residual, Standardised, Normed]
 
 
 def fitted(module: type[Coder], layout: dict[str, Any] | None, batch_size: int = 8, **trainer: Any) -> dict[str, Any]:

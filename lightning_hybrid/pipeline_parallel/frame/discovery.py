@@ -54,6 +54,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     find_checkpoint,
     function_name,
     gives_back,
+    running_modules,
     users_line,
 )
 from lightning_hybrid.pipeline_parallel.frame.operators import SETS_DATA, Operators, Seen, memory_of, num_bytes
@@ -281,6 +282,7 @@ class Discovery(TorchFunctionMode):
         states = [self._originals[id(leaf)][1] for leaf in leaves if id(leaf) in self._originals]
         call.states = tuple(map(id, states))
         self.graph.states.update(zip(call.states, states, strict=True))
+        call.inside = running_modules() if states else ()
 
     def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Follow a call of a unit.
@@ -379,7 +381,8 @@ class Discovery(TorchFunctionMode):
         if failure is not None:
             given = {id(fake): leaves[place] for place, fake in real.items()}
             if call.unit is not None:
-                result, seen = self._run_on_zeros(number, self._units[call.unit][1], fakes, given, run, objects)
+                unit, is_own = self._units[call.unit][1], call.unit >= self._num_layers
+                result, seen = self._run_on_zeros(number, unit, fakes, given, run, objects, is_own=is_own)
             else:
                 try:
                     result, seen = self._run_on_lengths(number, call, fakes, given, run)
@@ -415,22 +418,27 @@ class Discovery(TorchFunctionMode):
         given: Mapping[int, Tensor],
         run: Callable[[list[Any]], Any],
         objects: Contents,
+        *,
+        is_own: bool,
     ) -> tuple[Any, Seen]:
         """Run a unit on zeros, and on the values of operands that every stage has.
 
         Where shapes of its results are others with ones in these, another batch with other lengths has another plan.
+        Shapes of what a module returns that is no layer of the body must not depend on other values.
         Arguments are those of :func:`run_on_zeros`; `given` are the operands by the fake tensors that stand for them.
         """
 
-        def attempt(value: Callable[[Tensor], Tensor]) -> tuple[Any, Seen]:
+        def attempt(value: Callable[[Tensor], Tensor], fill: Callable[..., Tensor] = torch.zeros) -> tuple[Any, Seen]:
             known = {key: value(tensor.detach()) for key, tensor in given.items()}
-            return run_on_zeros(unit.modules(), fakes, run, self._operators, self.fake, objects, known)
+            return run_on_zeros(unit.modules(), fakes, run, self._operators, self.fake, objects, known, fill=fill)
 
         whole = [tensor for tensor in given.values() if _is_whole(tensor)]
         shapes: list[Any] = []
         with suppress(Exception):  # ones may be wrong where the numbers of the batch are right
             if whole:
                 shapes = _shapes(attempt(lambda each: torch.ones_like(each) if _is_whole(each) else each.clone())[0])
+        if is_own and _shapes(attempt(torch.clone, _counted)[0]) != _shapes(attempt(torch.clone)[0]):
+            raise WrongUseError(f"The shapes of what {type(unit).__name__} returns depend on the values it is given.")
         result, seen = attempt(torch.clone)
         if whole and shapes != _shapes(result):
             _, spec = flatten((tuple(whole), {}))
@@ -648,6 +656,7 @@ class Discovery(TorchFunctionMode):
         del self.graph.calls[number:]
         self.graph.wanted += list(operands)
         reads = type(error).__name__.startswith("DataDependent")  # of torch's fake tensors: the call itself says it
+        self.graph.needed_in = running_modules()
         self.graph.needed = str(call) if reads else f"{call} ({type(error).__name__}: {error})"
         raise ValueNeeded from error
 

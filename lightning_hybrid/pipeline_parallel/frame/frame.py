@@ -135,6 +135,7 @@ class FrameCut:
         self._states: StatesOfStages | None = None  # of the step that runs, if a rank has several stages
         self._invariant: defaultdict[int, InvariantCalls] | None = None  # by plan, if the step that runs repeats
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+        self._free = set[nn.Module]()  # need numbers, and no unit is called after them
 
     @contextmanager
     def __call__(self, *, repeats: bool = True) -> Iterator[None]:
@@ -157,12 +158,16 @@ class FrameCut:
                 yield
         finally:
             self._states = self._invariant = None
-            for table, name, before in reversed(self._replaced):
-                if before is None:
-                    del table[name]
-                else:
-                    table[name] = before
-            self._replaced.clear()
+            self._put_back(0)
+
+    def _put_back(self, count: int) -> None:
+        """Give modules the attributes that they had, except for the first ones that were replaced."""
+        while len(self._replaced) > count:
+            table, name, before = self._replaced.pop()
+            if before is None:
+                del table[name]
+            else:
+                table[name] = before
 
     def _replace(self, module: nn.Module, name: str, value: Any) -> None:
         """Give a module another attribute, until the cut is left."""
@@ -298,15 +303,15 @@ class FrameCut:
         before()
         plan = None
         while plan is None:
-            graph = self._discover(step, arguments, seed)
+            graph = self._discover_all(step, arguments, seed)
             self._compare(graph.texts())
             graph.read(self.all_holders.keys())
             try:
                 plan = self._make_plan(graph)
             except StateError as error:
-                if not self._pin(graph, error.state):
+                if not self._pin_writer(graph, error.state):
                     raise
-                known = self._plans.setdefault(key, []) if self._remembers else []
+        known = self._plans.setdefault(key, []) if self._remembers else []  # of what has become a unit there are none
         _log.debug(
             "`%s` was followed in %.0f ms: %d calls, tensors between stages %s",
             getattr(step, "__name__", type(step).__name__),
@@ -317,7 +322,50 @@ class FrameCut:
         self._remember(known, plan, getattr(step, "__name__", type(step).__name__))
         return plan
 
-    def _pin(self, graph: Graph, state: int) -> bool:
+    def _discover_all(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
+        """Follow a step; behind a module that needs numbers too, where units are called there.
+
+        Such a module becomes a unit by itself: a codebook that looks for codes that nobody uses.
+        """
+        graph = self._discover(step, arguments, seed)
+        while graph.needed is not None:
+            names = {part: name for name, part in self._module.named_modules()}
+            module = next((part for part in graph.needed_in if self._can_pin(part)), None)
+            if module is None or module in self._free or module not in names:
+                return graph
+            num_replaced = len(self._replaced)
+            stage = self._pin(names[module], module, graph.calls)
+            with contextlib.suppress(Exception):  # of the user's code too: with zeros it may do anything
+                beyond = self._discover(step, arguments, seed)
+                first = next(at for at, call in enumerate(beyond.calls) if call.unit == len(self._units) - 1)
+                if any(call.unit is not None for call in beyond.calls[first + 1 :]):
+                    rank_zero_info(
+                        f"{names[module]!r} needs numbers of what layers make: all of it is on stage {stage}."
+                    )
+                    self._plans.clear()
+                    graph = beyond
+                    continue
+            self._free.add(module)
+            del self._stage_of[len(self._units) - 1], self._units[-1]
+            self._put_back(num_replaced)
+        return graph
+
+    def _can_pin(self, module: nn.Module) -> bool:
+        """Whether a module may become a unit: it is none yet, and has none in it."""
+        others = {part for _, part in (*self._units, *self._leaf_modules)}
+        is_called = type(module).forward is not nn.Module.forward
+        return is_called and module is not self._module and others.isdisjoint(module.modules())
+
+    def _pin(self, name: str, module: nn.Module, before: Sequence[Call]) -> int:
+        """Make a module a unit, on the stage of the last layer among some calls, which is returned."""
+        self._stage_of[len(self._units)] = stage = max(
+            (self._stage_of[call.unit] for call in before if call.unit is not None), default=0
+        )
+        self._units.append((name, module))
+        self._redirect_pinned(len(self._units) - 1)
+        return stage
+
+    def _pin_writer(self, graph: Graph, state: int) -> bool:
         """Make a module that writes a buffer of its own a unit: where the layer is that is called before it.
 
         It is the innermost one that has the buffer and is called: a codebook, running statistics of a kind of its own.
@@ -331,26 +379,18 @@ class FrameCut:
         Returns:
             Whether there is such a module.
         """
-        name = buffer = next((name for name, each in self._module.named_buffers() if id(each) == state), "")
-        others = {part for _, part in (*self._units[: self._num_layers], *self._leaf_modules)}
-        pinned = {part for _, part in self._units[self._num_layers :]}
-        while name:
-            name = name.rpartition(".")[0]
-            module = self._module.get_submodule(name)
-            if module is self._module or not others.isdisjoint(module.modules()):
-                return False
-            if module not in pinned and type(module).forward is not nn.Module.forward:
-                break
-        else:
-            return False
+        buffer = next((name for name, each in self._module.named_buffers() if id(each) == state), None)
         first = next(number for number, call in enumerate(graph.calls) if state in call.states)
-        before = [self._stage_of[call.unit] for call in graph.calls[:first] if call.unit is not None]
-        self._stage_of[len(self._units)] = stage = max(before, default=0)
-        rank_zero_info(f"{name!r} writes {buffer!r}, which it needs in the next step: all of it is on stage {stage}.")
-        self._units.append((name, module))
-        self._redirect_pinned(len(self._units) - 1)
-        self._plans.clear()
-        return True
+        names = {part: name for name, part in self._module.named_modules()}
+        for module in graph.calls[first].inside if buffer is not None else ():
+            if self._can_pin(module) and any(each is graph.states[state] for each in module.buffers()):
+                stage = self._pin(names[module], module, graph.calls[:first])
+                self._plans.clear()
+                rank_zero_info(
+                    f"{names[module]!r} needs what it writes into {buffer!r}: all of it is on stage {stage}."
+                )
+                return True
+        return False
 
     def _remember(self, known: list[FramePlan], plan: FramePlan, step: str) -> None:
         """Keep a plan; the oldest ones go where there are many."""

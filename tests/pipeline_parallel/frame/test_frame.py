@@ -1236,6 +1236,71 @@ def test_a_module_that_keeps_a_buffer_is_computed_where_the_layer_before_it_is(n
     assert not vars(model.between).get("forward")
 
 
+class Clipping(nn.Module):
+    """Decides by the numbers that it is given; they may decide the shape of what it returns too."""
+
+    def __init__(self, *, keeps_all: bool = True) -> None:
+        super().__init__()
+        self.scale, self.keeps_all = nn.Linear(WIDTH, WIDTH), keeps_all
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        largest = x.abs().max().item()
+        self.seen.append(largest)
+        x = self.scale(x / largest if largest > 0.1 else x)
+        return x if self.keeps_all else x[x[:, 0] > 0]
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+def test_a_module_between_layers_may_need_numbers(num_stages: int) -> None:
+    """It is one unit, on one stage."""
+    model = Model()
+    model.between = Clipping()
+
+    def step(x: Tensor) -> Tensor:
+        for at, layer in enumerate(model.blocks):
+            x = layer(model.between(x) if at == 3 else x)
+        return x.pow(2).mean()
+
+    cut = cut_of(model, num_stages, [(f"blocks.{at}", each) for at, each in enumerate(model.blocks)])
+    for scale in (1, 0.001):
+        check(model, step, (scale * inputs(),), num_stages, cut)
+    model.between.seen.clear()
+    play(cut, model, step, (inputs(),), num_stages)
+    assert len(model.between.seen) == 1
+
+
+def test_a_module_behind_the_layers_that_needs_numbers_stays_free() -> None:
+    """What comes after the last layer may have other shapes in each step."""
+    model = Model()
+    model.between = Clipping(keeps_all=False)
+
+    def step(x: Tensor) -> Tensor:
+        return model.between(model.body(x)).pow(2).sum()
+
+    cut, plans = cut_of(model, 2, [(f"blocks.{at}", each) for at, each in enumerate(model.blocks)]), []
+    for _ in range(3):
+        plans.append(check(model, step, (inputs(16),), 2, cut).plan)
+    assert [plan.number for plan in plans] == [0, 0, 0]
+    assert plans[0].graph.needed is not None
+
+
+def test_a_module_between_layers_whose_shapes_depend_on_values_is_refused() -> None:
+    model = Model()
+    model.between = Clipping(keeps_all=False)
+
+    def step(x: Tensor) -> Tensor:
+        x = model.between(model.blocks[0](x))
+        for layer in model.blocks[1:]:
+            x = layer(x)
+        return x.pow(2).mean()
+
+    cut = cut_of(model, 2, [(f"blocks.{at}", each) for at, each in enumerate(model.blocks)])
+    with pytest.raises(WrongUseError, match="has asked for the number of a value"):
+        check(model, step, (inputs(),), 2, cut)
+    assert "forward" not in vars(model.between)
+
+
 def test_a_buffer_that_keeps_a_graph_is_refused() -> None:
     model = Between()
     model.between.has_gradient = True
