@@ -166,12 +166,12 @@ class ChainCalls(FrameCut):
         finally:
             self._is_inside = False
 
-    def _redirect(self, module: nn.Module, call: Callable[..., Any], replace: Callable[..., None]) -> None:
+    def _redirect(self, module: nn.Module, call: Callable[..., Any]) -> None:
         def counted(*given: Any) -> Any:
             self._single += not self._is_inside
             return call(*given)
 
-        super()._redirect(module, counted, replace)
+        super()._redirect(module, counted)
 
 
 class CodeBefore(TorchFunctionMode):

@@ -42,6 +42,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     DETACHES,
     GIVES_MEMORY,
     MOST_KEPT,
+    OF_LENGTHS,
     READS,
     AbsentTensor,
     Argument,
@@ -53,6 +54,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     find_checkpoint,
     function_name,
     gives_back,
+    running_modules,
     users_line,
 )
 from lightning_hybrid.pipeline_parallel.frame.operators import SETS_DATA, Operators, Seen, memory_of, num_bytes
@@ -95,7 +97,11 @@ class Discovery(TorchFunctionMode):
         names: The name of each parameter of the module, by its identity.
         absent_states: Tensors of the module, by their identities, that the step writes with absent values.
         tries_zeros: Whether a unit that needs numbers may run on zeros.
+        passes_lengths: Whether so may a function around the units whose shapes are decided by tensors with values. Else
+            the step belongs to the last stage from there on.
         taps: Hooks inside units that are called as code around them, by the positions of the units.
+        num_layers: The number of units that are layers of the body; those behind them are given their parameters and
+            buffers as arguments.
 
     Attributes:
         graph: What has been found.
@@ -112,10 +118,12 @@ class Discovery(TorchFunctionMode):
         absent_states: Collection[int] = (),
         *,
         tries_zeros: bool = True,
+        passes_lengths: bool = True,
         taps: Collection[tuple[int, Tap]] = (),
+        num_layers: int | None = None,
     ) -> None:
         super().__init__()
-        self._units = list(units)
+        self._units, self._num_layers = list(units), len(units) if num_layers is None else num_layers
         self._trains = [any(each.requires_grad for each in unit.parameters()) for _, unit in units]
         self.graph = Graph()
         self.is_answering = False
@@ -126,6 +134,8 @@ class Discovery(TorchFunctionMode):
         self._stand_ins: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._names: dict[int, tuple[weakref.ref[Tensor], Value]] = {}
         self._absent_states, self._tries_zeros = absent_states, tries_zeros
+        self._passes_lengths = passes_lengths
+        self._passed: int | None = None  # the number of the first such call
         self._taps, self._watches = taps, dict[int, HookWatch]()
         self.escaped: set[tuple[int, Tap]] = set()
         self._checkpoints: dict[int, tuple[Any, int]] = {}
@@ -206,6 +216,11 @@ class Discovery(TorchFunctionMode):
         """Whether a tensor is there on every stage."""
         return not isinstance(tensor, FakeTensor) and self._name_of(tensor) is None
 
+    @property
+    def has_passed_in_vain(self) -> bool:
+        """Whether no unit was called after the first call whose shapes are decided by tensors with values."""
+        return self._passed is not None and all(call.unit is None for call in self.graph.calls[self._passed :])
+
     # Calls of torch functions.
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -242,9 +257,7 @@ class Discovery(TorchFunctionMode):
         leaves += parameters
         number = len(self.graph.calls)
         self.graph.calls.append(call)
-        states = [self._originals[id(leaf)][1] for leaf in leaves if id(leaf) in self._originals]
-        call.states = tuple(map(id, states))
-        self.graph.states.update(zip(call.states, states, strict=True))
+        self._note_states(call, leaves)
         if any(isinstance(leaf, Tensor) and self._is_absent(leaf) for leaf in leaves):
             if func in DERIVATIVES:
                 raise WrongUseError(
@@ -264,6 +277,13 @@ class Discovery(TorchFunctionMode):
         self._remember(number, call, leaves, spec, result, seen)
         return result
 
+    def _note_states(self, call: Call, leaves: Sequence[Any]) -> None:
+        """Note which tensors of the module are among the arguments of a call."""
+        states = [self._originals[id(leaf)][1] for leaf in leaves if id(leaf) in self._originals]
+        call.states = tuple(map(id, states))
+        self.graph.states.update(zip(call.states, states, strict=True))
+        call.inside = running_modules() if states else ()
+
     def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Follow a call of a unit.
 
@@ -277,6 +297,7 @@ class Discovery(TorchFunctionMode):
         call = Call(None, index, repr(self._units[index][0]), users_line())
         number = len(self.graph.calls)
         self.graph.calls.append(call)
+        self._note_states(call, leaves)
         hooks = find_taps(self._units[index][1])
         taps = Taps(self._units[index][1], [tap for tap in hooks if (index, tap) in self._taps])
         watch = HookWatch(self._units[index][1], [tap for tap in hooks if (index, tap) not in self._taps])
@@ -352,16 +373,21 @@ class Discovery(TorchFunctionMode):
         # Not inside of the fake mode: what a layer makes without operands (a table in a cache) has to be real.
         with torch.no_grad(), without_torchs_errors(), self._operators.watch() as seen:
             try:
-                result, needs_numbers = run(fakes), False
+                result, failure = run(fakes), None
             except Exception as error:
-                if call.unit is None:
-                    self._stop(number, call, operands, error)
-                if not self._tries_zeros:
+                if call.unit is not None and not self._tries_zeros:
                     raise
-                result, needs_numbers = None, True
-        if needs_numbers and call.unit is not None:
+                result, failure = None, error
+        if failure is not None:
             given = {id(fake): leaves[place] for place, fake in real.items()}
-            result, seen = self._run_on_zeros(number, self._units[call.unit][1], fakes, given, run, objects)
+            if call.unit is not None:
+                unit, is_own = self._units[call.unit][1], call.unit >= self._num_layers
+                result, seen = self._run_on_zeros(number, unit, fakes, given, run, objects, is_own=is_own)
+            else:
+                try:
+                    result, seen = self._run_on_lengths(number, call, fakes, given, run)
+                except Exception:
+                    self._stop(number, call, operands, failure)
         call.draws = seen.draws
         self._check_checkpoint(call)
         requires_grad &= torch.is_grad_enabled() and call.function not in DETACHES
@@ -373,7 +399,9 @@ class Discovery(TorchFunctionMode):
                 aliases = self._aliases(leaves[place])
                 for position, alias in enumerate(aliases):
                     self._name(alias, Value(number, _ALIASES + 100 * place + position))
-                call.is_in_place |= bool(aliases) or (requires_grad and memory_of(fake) not in seen.statistics)
+                is_own = call.unit is not None and call.unit >= self._num_layers  # has no gradient
+                has_grad = requires_grad and not is_own and memory_of(fake) not in seen.statistics
+                call.is_in_place |= bool(aliases) or has_grad
         self._name_own(number, call, seen.written)
         call.fills = self._note_writes(lost)
         outputs = self._name_results(number, call, leaves, fakes, result, seen.written, requires_grad=requires_grad)
@@ -390,22 +418,27 @@ class Discovery(TorchFunctionMode):
         given: Mapping[int, Tensor],
         run: Callable[[list[Any]], Any],
         objects: Contents,
+        *,
+        is_own: bool,
     ) -> tuple[Any, Seen]:
         """Run a unit on zeros, and on the values of operands that every stage has.
 
         Where shapes of its results are others with ones in these, another batch with other lengths has another plan.
+        Shapes of what a module returns that is no layer of the body must not depend on other values.
         Arguments are those of :func:`run_on_zeros`; `given` are the operands by the fake tensors that stand for them.
         """
 
-        def attempt(value: Callable[[Tensor], Tensor]) -> tuple[Any, Seen]:
+        def attempt(value: Callable[[Tensor], Tensor], fill: Callable[..., Tensor] = torch.zeros) -> tuple[Any, Seen]:
             known = {key: value(tensor.detach()) for key, tensor in given.items()}
-            return run_on_zeros(unit, fakes, run, self._operators, self.fake, objects, known)
+            return run_on_zeros(unit.modules(), fakes, run, self._operators, self.fake, objects, known, fill=fill)
 
         whole = [tensor for tensor in given.values() if _is_whole(tensor)]
         shapes: list[Any] = []
         with suppress(Exception):  # ones may be wrong where the numbers of the batch are right
             if whole:
                 shapes = _shapes(attempt(lambda each: torch.ones_like(each) if _is_whole(each) else each.clone())[0])
+        if is_own and _shapes(attempt(torch.clone, _counted)[0]) != _shapes(attempt(torch.clone)[0]):
+            raise WrongUseError(f"The shapes of what {type(unit).__name__} returns depend on the values it is given.")
         result, seen = attempt(torch.clone)
         if whole and shapes != _shapes(result):
             _, spec = flatten((tuple(whole), {}))
@@ -414,6 +447,49 @@ class Discovery(TorchFunctionMode):
                 read_values, [*map(self._source, whole)], spec, draws=False, touched=touched, written=frozenset()
             )
             self._outcomes[number] = outcome_of(read_values(*whole))
+        return result, seen
+
+    def _run_on_lengths(
+        self,
+        number: int,
+        call: Call,
+        fakes: list[Any],
+        given: Mapping[int, Tensor],
+        run: Callable[[list[Any]], Any],
+    ) -> tuple[Any, Seen]:
+        """Run a function around the units whose shapes depend on lengths or on a mask that every stage has.
+
+        A batch with other ones has another plan. Arguments are those of :meth:`_run_on_zeros`.
+
+        Raises:
+            ValueError: If something depends on values that are absent.
+        """
+        whole = {place: given[id(fake)] for place, fake in enumerate(fakes) if id(fake) in given}
+        whole = {place: tensor for place, tensor in whole.items() if _is_whole(tensor)}
+        absent = [fake for fake in fakes if isinstance(fake, FakeTensor) and id(fake) not in given]
+        if not (self._passes_lengths and whole) or any(map(_is_whole, absent)):
+            raise ValueError("the numbers of absent values are needed")
+        assert call.function is not None
+        keeps = OF_LENGTHS.get(function_name(call.function), ())
+
+        def attempt(fill: Callable[..., Tensor]) -> tuple[Any, Seen]:
+            known = {key: tensor.detach().clone() for key, tensor in given.items()}
+            return run_on_zeros((), fakes, run, self._operators, self.fake, Contents(()), known, fill=fill, keeps=keeps)
+
+        (result, seen), (other, _) = attempt(torch.zeros), attempt(_counted)
+        outputs = flatten(result)[0]
+        if not all(isinstance(leaf, Tensor) for leaf in outputs) or _shapes(result) != _shapes(other):
+            raise ValueError("the numbers of absent values are needed")
+        self._passed = number if self._passed is None else self._passed
+        tensors = tuple(whole.values())
+        touched, sources = frozenset(map(memory_of, tensors)), [*map(self._source, tensors)]
+        reads = _reading_lengths(run, fakes, list(whole), keeps)
+        self._real_calls[number] = RealCall(
+            reads, sources, flatten((tensors, {}))[1], draws=False, touched=touched, written=frozenset()
+        )
+        self._outcomes[number] = outcome_of(reads(*tensors))
+        for leaf, position in enumerate(keeps):
+            self._made[id(outputs[position])] = weakref.ref(outputs[position]), Made(number, leaf)
         return result, seen
 
     def _lose(self, written: set[int]) -> set[int]:
@@ -472,6 +548,9 @@ class Discovery(TorchFunctionMode):
         firsts: dict[int, int] = {}
         for position, leaf in enumerate(list(outputs)):
             place = places.get(id(leaf))
+            if self._is_made(leaf, number):  # lengths
+                call.outputs.append(leaf)
+                continue
             first = firsts.setdefault(id(leaf), position) if isinstance(leaf, Tensor) else position
             if first != position and place is None:  # a hook has seen what the layer returns, or another hook sees
                 call.aliases[position], outputs[position] = first, outputs[first]
@@ -505,6 +584,11 @@ class Discovery(TorchFunctionMode):
         has_values = any(isinstance(leaf, AbsentTensor) for leaf in call.outputs)
         call.is_effect = call.unit is None and not has_values and not call.written
         return unflatten(outputs, spec)
+
+    def _is_made(self, leaf: Any, number: int) -> bool:
+        """Whether a leaf of what an absent call returns is a tensor with values, which every stage has."""
+        made = self._made.get(id(leaf))
+        return made is not None and made[0]() is leaf and made[1].call == number
 
     def _is_written_real(self, given: Any, fake: Any, written: set[int]) -> bool:
         """Whether an argument is a tensor with values, and has been written."""
@@ -572,6 +656,7 @@ class Discovery(TorchFunctionMode):
         del self.graph.calls[number:]
         self.graph.wanted += list(operands)
         reads = type(error).__name__.startswith("DataDependent")  # of torch's fake tensors: the call itself says it
+        self.graph.needed_in = running_modules()
         self.graph.needed = str(call) if reads else f"{call} ({type(error).__name__}: {error})"
         raise ValueNeeded from error
 
@@ -669,6 +754,39 @@ class Discovery(TorchFunctionMode):
 def _is_whole(tensor: Tensor) -> bool:
     """Return whether a tensor has integers or truth values, as lengths and masks do."""
     return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _reading_lengths(
+    run: Callable[[list[Any]], Any], fakes: Sequence[Any], places: Sequence[int], keeps: Sequence[int]
+) -> Callable[..., Any]:
+    """Return a function of lengths: the results of a call that are made of them alone, and the numbers of lengths.
+
+    Args:
+        run: Makes the call, with the leaves of its arguments.
+        fakes: These.
+        places: Where lengths are among them.
+        keeps: Where such results are among those of the call.
+    """
+    if not keeps:
+        return read_values
+    others = [None if isinstance(leaf, Tensor) else leaf for leaf in fakes]
+    looks = {place: (leaf.shape, leaf.dtype) for place, leaf in enumerate(fakes) if isinstance(leaf, Tensor)}
+
+    def function(*lengths: Tensor) -> Any:
+        leaves = list(others)
+        for place, (shape, dtype) in looks.items():
+            leaves[place] = torch.zeros(shape, dtype=dtype)
+        for place, each in zip(places, lengths, strict=True):
+            leaves[place] = each
+        made = flatten(run(leaves))[0]
+        return [made[position] for position in keeps], read_values(*lengths)
+
+    return function
+
+
+def _counted(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor whose numbers are all different, and none of them zero."""
+    return torch.arange(1, shape.numel() + 1, dtype=dtype, device=device).view(shape)
 
 
 def _shapes(result: Any) -> list[torch.Size]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,15 +85,18 @@ def without_torchs_errors() -> Iterator[None]:
 
 
 def run_on_zeros(
-    unit: nn.Module,
+    modules: Iterable[nn.Module],
     fakes: list[Any],
     run: Callable[[list[Any]], Any],
     operators: Operators,
     fake: Callable[[Tensor], Tensor],
     objects: Contents,
     known: Mapping[int, Tensor],
+    *,
+    fill: Callable[..., Tensor] = torch.zeros,
+    keeps: Collection[int] = (),
 ) -> tuple[Any, Seen]:
-    """What a unit returns that looks at numbers: its own code runs, on zeros of the same shapes.
+    """What a unit or a function returns that looks at numbers: its own code runs, on zeros of the same shapes.
 
     Operands that every stage has keep their values: a layer may fail with zeros for lengths or indices.
 
@@ -101,13 +104,15 @@ def run_on_zeros(
     keys, still hold what an attempt without values has put there: it is taken out of them before, and zeros afterwards.
 
     Args:
-        unit: The unit, with fake parameters, buffers and attributes.
+        modules: Those of the unit, with fake parameters, buffers and attributes.
         fakes: The leaves of its arguments.
         run: Calls it with such leaves.
         operators: Watches what it does.
         fake: Makes a fake tensor that looks like one with values.
         objects: What objects among its arguments held before it was first tried.
         known: Copies of the operands that have values, by the identities of the fake tensors that stand for them.
+        fill: Makes what is taken for values that are absent, as `torch.zeros` does.
+        keeps: The positions of results that keep their values.
 
     Returns:
         What it returns, out of fake tensors, arguments among them; and what its operators have done to the fake ones.
@@ -119,11 +124,11 @@ def run_on_zeros(
             return value
         if id(value) not in zeros:
             made = known.get(id(value))
-            made = torch.zeros(value.shape, dtype=value.dtype, device=value.device) if made is None else made
+            made = fill(value.shape, dtype=value.dtype, device=value.device) if made is None else made
             zeros[id(value)] = value, nn.Parameter(made) if isinstance(value, nn.Parameter) else made
         return zeros[id(value)][1]
 
-    tables = [table for part in unit.modules() for table in (vars(part), part._parameters, part._buffers)]
+    tables = [table for part in modules for table in (vars(part), part._parameters, part._buffers)]
     saved = [(table, dict(table)) for table in tables]
     objects.put_back()
     try:
@@ -143,5 +148,8 @@ def run_on_zeros(
         return made if isinstance(made, FakeTensor) else fake_of[id(made)] if id(made) in fake_of else fake(made)
 
     objects.replace_new(without_values)
-    outputs = [without_values(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs]
+    outputs = [
+        without_values(leaf) if isinstance(leaf, Tensor) and position not in keeps else leaf
+        for position, leaf in enumerate(outputs)
+    ]
     return unflatten(outputs, spec), seen

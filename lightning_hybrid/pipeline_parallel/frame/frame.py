@@ -15,7 +15,7 @@ from itertools import count, groupby
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
@@ -24,6 +24,7 @@ from lightning_hybrid.distributed.taps import Tap, is_own_hook
 from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Discovery
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, absent_text
+from lightning_hybrid.pipeline_parallel.frame.functional_call import call_with_states
 from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, find_kept, make_part
 from lightning_hybrid.pipeline_parallel.frame.reentrant import without_reentrant
@@ -31,6 +32,7 @@ from lightning_hybrid.pipeline_parallel.frame.routes import (
     KEEP_TEXT,
     OrderError,
     Route,
+    StateError,
     find_routes,
     find_travels,
     lives_on_text,
@@ -114,7 +116,7 @@ class FrameCut:
         self._once = once
         self._around_discovery = around_discovery
         self._module = module
-        self._units, self._leaf_modules = list(units), list(leaf_modules)
+        self._units, self._num_layers, self._leaf_modules = list(units), len(units), list(leaf_modules)
         self._stage_of = {unit: stage for stage, positions in enumerate(stages) for unit in positions}
         self._num_stages, self._num_ranks = len(stages), num_ranks
         of_units = {part for _, unit in units for part in unit.modules()}
@@ -132,6 +134,8 @@ class FrameCut:
         self._mode: Discovery | Running | None = None
         self._states: StatesOfStages | None = None  # of the step that runs, if a rank has several stages
         self._invariant: defaultdict[int, InvariantCalls] | None = None  # by plan, if the step that runs repeats
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+        self._free = set[nn.Module]()  # need numbers, and no unit is called after them
 
     @contextmanager
     def __call__(self, *, repeats: bool = True) -> Iterator[None]:
@@ -141,39 +145,47 @@ class FrameCut:
             repeats: Whether the user's step runs several times, for a microbatch each.
         """
         self._invariant = defaultdict(InvariantCalls) if repeats and self._remembers else None
-        replaced: list[tuple[dict[str, Any], str, Any]] = []
-
-        def replace(module: nn.Module, name: str, value: Any) -> None:
-            table = vars(module)
-            replaced.append((table, name, table.get(name)))
-            table[name] = value
-
         try:
             for module in self._compiled_around:
-                replace(module, _COMPILED, None)
-            for index, (_, unit) in enumerate(self._units):
-                self._redirect(unit, lambda mode, *call, index=index: mode.call_unit(index, *call), replace)
+                self._replace(module, _COMPILED, None)
+            for index, (_, unit) in enumerate(self._units[: self._num_layers]):
+                self._redirect(unit, lambda mode, *call, index=index: mode.call_unit(index, *call))
+            for index in range(self._num_layers, len(self._units)):
+                self._redirect_pinned(index)
             for name, module in self._leaf_modules:
-                self._redirect(module, lambda mode, *call, at=(name, module): mode.call_module(*at, *call), replace)
+                self._redirect(module, lambda mode, *call, at=(name, module): mode.call_module(*at, *call))
             with without_reentrant(lambda: self._mode is not None):
                 yield
         finally:
             self._states = self._invariant = None
-            for table, name, before in reversed(replaced):
-                if before is None:
-                    del table[name]
-                else:
-                    table[name] = before
+            self._put_back(0)
 
-    def _redirect(
-        self, module: nn.Module, call: Callable[..., Any], replace: Callable[[nn.Module, str, Any], None]
-    ) -> None:
+    def _put_back(self, count: int) -> None:
+        """Give modules the attributes that they had, except for the first ones that were replaced."""
+        while len(self._replaced) > count:
+            table, name, before = self._replaced.pop()
+            if before is None:
+                del table[name]
+            else:
+                table[name] = before
+
+    def _replace(self, module: nn.Module, name: str, value: Any) -> None:
+        """Give a module another attribute, until the cut is left."""
+        table = vars(module)
+        self._replaced.append((table, name, table.get(name)))
+        table[name] = value
+
+    def _redirect_pinned(self, index: int) -> None:
+        module = self._units[index][1]
+        self._redirect(module, lambda mode, *call: call_with_states(partial(mode.call_unit, index), module, *call))
+
+    def _redirect(self, module: nn.Module, call: Callable[..., Any]) -> None:
         before, compiled = vars(module).get("forward"), vars(module).get(_COMPILED)
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         # What runs a layer again would be traced for each call; hooks of the user's are code around the layer, and a
         # compiled call has them inside.
         if compiled is not None and (before is not None or not all(map(is_own_hook, hooks))):
-            replace(module, _COMPILED, None)
+            self._replace(module, _COMPILED, None)
             compiled = None
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -194,7 +206,7 @@ class FrameCut:
 
         redirected.is_redirected = True  # type: ignore[attr-defined]
         # A compiled call traces `forward`, which therefore stays as it is.
-        replace(module, "forward" if compiled is None else _COMPILED, redirected)
+        self._replace(module, "forward" if compiled is None else _COMPILED, redirected)
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
@@ -224,7 +236,10 @@ class FrameCut:
         """The stages of all parameters that not every stage has, those of units among them, by name."""
         if self._all_holders is None:
             of_unit = {
-                id(part): stage for unit, stage in self._stage_of.items() for part in self._units[unit][1].modules()
+                id(part): stage
+                for unit, stage in self._stage_of.items()
+                if unit < self._num_layers  # what others have may live on several stages
+                for part in self._units[unit][1].modules()
             }
             stages: dict[int, set[int] | None] = {}
             for part in self._module.modules():
@@ -286,10 +301,17 @@ class FrameCut:
             return plan
         begin = time.perf_counter()
         before()
-        graph = self._discover(step, arguments, seed)
-        self._compare(graph.texts())
-        graph.read(self.all_holders.keys())
-        plan = self._make_plan(graph)
+        plan = None
+        while plan is None:
+            graph = self._discover_all(step, arguments, seed)
+            self._compare(graph.texts())
+            graph.read(self.all_holders.keys())
+            try:
+                plan = self._make_plan(graph)
+            except StateError as error:
+                if not self._pin_writer(graph, error.state):
+                    raise
+        known = self._plans.setdefault(key, []) if self._remembers else []  # of what has become a unit there are none
         _log.debug(
             "`%s` was followed in %.0f ms: %d calls, tensors between stages %s",
             getattr(step, "__name__", type(step).__name__),
@@ -299,6 +321,76 @@ class FrameCut:
         )
         self._remember(known, plan, getattr(step, "__name__", type(step).__name__))
         return plan
+
+    def _discover_all(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
+        """Follow a step; behind a module that needs numbers too, where units are called there.
+
+        Such a module becomes a unit by itself: a codebook that looks for codes that nobody uses.
+        """
+        graph = self._discover(step, arguments, seed)
+        while graph.needed is not None:
+            names = {part: name for name, part in self._module.named_modules()}
+            module = next((part for part in graph.needed_in if self._can_pin(part)), None)
+            if module is None or module in self._free or module not in names:
+                return graph
+            num_replaced = len(self._replaced)
+            stage = self._pin(names[module], module, graph.calls)
+            with contextlib.suppress(Exception):  # of the user's code too: with zeros it may do anything
+                beyond = self._discover(step, arguments, seed)
+                first = next(at for at, call in enumerate(beyond.calls) if call.unit == len(self._units) - 1)
+                if any(call.unit is not None for call in beyond.calls[first + 1 :]):
+                    rank_zero_info(
+                        f"{names[module]!r} needs numbers of what layers make: all of it is on stage {stage}."
+                    )
+                    self._plans.clear()
+                    graph = beyond
+                    continue
+            self._free.add(module)
+            del self._stage_of[len(self._units) - 1], self._units[-1]
+            self._put_back(num_replaced)
+        return graph
+
+    def _can_pin(self, module: nn.Module) -> bool:
+        """Whether a module may become a unit: it is none yet, and has none in it."""
+        others = {part for _, part in (*self._units, *self._leaf_modules)}
+        is_called = type(module).forward is not nn.Module.forward
+        return is_called and module is not self._module and others.isdisjoint(module.modules())
+
+    def _pin(self, name: str, module: nn.Module, before: Sequence[Call]) -> int:
+        """Make a module a unit, on the stage of the last layer among some calls, which is returned."""
+        self._stage_of[len(self._units)] = stage = max(
+            (self._stage_of[call.unit] for call in before if call.unit is not None), default=0
+        )
+        self._units.append((name, module))
+        self._redirect_pinned(len(self._units) - 1)
+        return stage
+
+    def _pin_writer(self, graph: Graph, state: int) -> bool:
+        """Make a module that writes a buffer of its own a unit: where the layer is that is called before it.
+
+        It is the innermost one that has the buffer and is called: a codebook, running statistics of a kind of its own.
+        Its parameters live where they are used, as those of code around the layers; what the other stages know of its
+        buffers comes from there.
+
+        Args:
+            graph: A step in which it was none.
+            state: The identity of the buffer.
+
+        Returns:
+            Whether there is such a module.
+        """
+        buffer = next((name for name, each in self._module.named_buffers() if id(each) == state), None)
+        first = next(number for number, call in enumerate(graph.calls) if state in call.states)
+        names = {part: name for name, part in self._module.named_modules()}
+        for module in graph.calls[first].inside if buffer is not None else ():
+            if self._can_pin(module) and any(each is graph.states[state] for each in module.buffers()):
+                stage = self._pin(names[module], module, graph.calls[:first])
+                self._plans.clear()
+                rank_zero_info(
+                    f"{names[module]!r} needs what it writes into {buffer!r}: all of it is on stage {stage}."
+                )
+                return True
+        return False
 
     def _remember(self, known: list[FramePlan], plan: FramePlan, step: str) -> None:
         """Keep a plan; the oldest ones go where there are many."""
@@ -321,22 +413,36 @@ class FrameCut:
     def _discover(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
         """Follow a step; again where the first time has shown which tensors of the module are absent values too.
 
-        Or which hooks inside units let something out of them, so that every stage has to call them.
+        Or which hooks inside units let something out of them, so that every stage has to call them. Or that no unit is
+        called after the first call whose shapes lengths decide: it is the last stage's then, and the plan that of all
+        lengths.
         """
+        passes_lengths = self._tries_zeros
         states: frozenset[int] = frozenset()
         taps: frozenset[tuple[int, Tap]] = frozenset()
         while True:
             parameters = {id(parameter): name for name, parameter in self._module.named_parameters()}
             discovery = Discovery(
-                self._device, self._units, seed, parameters, states, tries_zeros=self._tries_zeros, taps=taps
+                self._device,
+                self._units,
+                seed,
+                parameters,
+                states,
+                tries_zeros=self._tries_zeros,
+                passes_lengths=passes_lengths,
+                taps=taps,
+                num_layers=self._num_layers,
             )
             try:
                 graph, kept = self._follow(discovery, step, arguments)
             except Exception:
-                if not discovery.escaped or not self._taps_hooks:
+                if not (discovery.escaped and self._taps_hooks) and not discovery.has_passed_in_vain:
                     raise
             if discovery.escaped and self._taps_hooks:
                 taps |= discovery.escaped
+                continue
+            if discovery.has_passed_in_vain:
+                passes_lengths = False
                 continue
             read = {state for call in graph.calls if not call.is_absent for state in call.states}
             if not kept and not (graph.state_writes.keys() & read) - states:
@@ -345,7 +451,7 @@ class FrameCut:
 
     def _follow(self, discovery: Discovery, step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Graph, bool]:
         """Follow a step once; also whether it has made something for later steps, which stays."""
-        units = [unit for _, unit in self._units]
+        units = [unit for _, unit in self._units[: self._num_layers]]
         self._mode = discovery
         try:
             with (
@@ -363,7 +469,7 @@ class FrameCut:
             discovery.fakes.is_over = True
 
     def _make_plan(self, graph: Graph) -> FramePlan:
-        calls = Counter(call.unit for call in graph.calls if call.unit is not None)
+        calls = Counter(call.unit for call in graph.calls if call.unit is not None and call.unit < self._num_layers)
         if self._once is not None and calls and max(calls.values()) > 1:
             (unit, times), *_ = calls.most_common()
             raise WrongUseError(f"The layer {self._units[unit][0]!r} is called {times} times in a step, {self._once}")

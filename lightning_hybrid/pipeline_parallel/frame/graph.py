@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, is_unchanged
@@ -97,8 +97,8 @@ class Call:
         operands: The absent values that it needs, each once.
         parameters: The names of the parameters that it is given.
         has_data: Whether it needs tensors that are on every rank, beside these.
-        outputs: The leaves of what it returns: :class:`AbsentTensor`, :class:`Argument`, or a value that is no tensor.
-            Nothing where no operand is absent: then it is computed everywhere.
+        outputs: The leaves of what it returns: :class:`AbsentTensor`, :class:`Argument`, or a value: what is no tensor,
+            or lengths. Nothing where no operand is absent: then it is computed everywhere.
         spec: The tree of what it returns.
         is_absent: Whether its results depend on parameters or units.
         draws: Whether it draws random numbers.
@@ -116,6 +116,7 @@ class Call:
         has_batch: Whether it needs tensors that are on every rank and depend on the batch.
         is_made_again: Whether `torch.utils.checkpoint` makes it again in backward.
         states: Tensors of the module (buffers, attributes) among its arguments, by their identities.
+        inside: The modules whose `forward` makes the call, the innermost one first, if there are such tensors.
         taps: Hooks inside a unit whose calls are returned beside its result, and made by every stage; ``None`` where
             there are none.
         aliases: Leaves of what it returns that are the same tensor as an earlier one, with that.
@@ -144,6 +145,7 @@ class Call:
     has_batch: bool = False
     is_made_again: bool = False
     states: tuple[int, ...] = ()
+    inside: tuple[nn.Module, ...] = ()
     taps: Taps | None = None
     aliases: dict[int, int] = field(default_factory=dict)
 
@@ -173,6 +175,7 @@ class Graph:
         state_writes: Tensors of the module that the step writes with absent values, or replaces by such, by their
             identities; with what the last of them is.
         needed: What needed the number of an absent value; ``None`` if the step was followed to its end.
+        needed_in: The modules whose `forward` ran then, the innermost one first.
         states: The tensors of the module that are among the arguments of calls, by their identities.
         written_inputs: The positions of tensors among the leaves of the step's arguments that it writes.
         changed: Containers and arrays of the module that it changes, by their identities.
@@ -187,6 +190,7 @@ class Graph:
     decisions: Decisions = field(default_factory=lambda: Decisions({}, {}))
     state_writes: dict[int, Value] = field(default_factory=dict)
     needed: str | None = None
+    needed_in: tuple[nn.Module, ...] = ()
     states: dict[int, Tensor] = field(default_factory=dict)
     written_inputs: set[int] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
@@ -293,6 +297,17 @@ def find_checkpoint() -> FrameType | None:
     return frame
 
 
+def running_modules() -> tuple[nn.Module, ...]:
+    """The modules whose `forward` runs, the innermost one first."""
+    modules, frame = list[nn.Module](), inspect.currentframe()
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(module, nn.Module):
+            modules.append(module)
+        frame = frame.f_back
+    return tuple(modules)
+
+
 def users_line() -> str:
     """The line of the user's code that runs, as ``file:line``."""
     frame = inspect.currentframe()
@@ -304,6 +319,8 @@ def users_line() -> str:
 
 #: Results of these are cut off from the graph, whatever they are made from.
 DETACHES = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_}) | getters("data")
+#: The positions of results that are made of lengths alone, whatever the values are; by the names of functions.
+OF_LENGTHS: dict[str, tuple[int, ...]] = {"_pack_padded_sequence": (1,), "_pad_packed_sequence": (1,)}
 #: These differentiate.
 DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 #: These read numbers without an operator that says so.

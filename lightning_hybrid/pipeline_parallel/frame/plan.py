@@ -129,6 +129,7 @@ class Answer:
         received: (leaf, position among the inputs): what arrived from other stages.
         written: (position among the arguments, position among the inputs): buffers whose new values arrived.
         aliases: (leaf, earlier leaf) that are one tensor.
+        known: Leaves that are tensors with values; each call returns copies, which are the user's to change.
     """
 
     leaves: list[Any]
@@ -137,6 +138,7 @@ class Answer:
     received: tuple[tuple[int, int], ...]
     written: tuple[tuple[int, int], ...]
     aliases: tuple[tuple[int, int], ...] = ()
+    known: tuple[int, ...] = ()
 
     def __call__(self, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         """What the call returns."""
@@ -149,6 +151,8 @@ class Answer:
             leaves = [arguments[leaf.position] if type(leaf) is Argument else leaf for leaf in leaves]
         for leaf, position in self.received:
             leaves[leaf] = inputs[position]
+        for leaf in self.known:
+            leaves[leaf] = leaves[leaf].clone()
         for leaf, earlier in self.aliases:
             leaves[leaf] = leaves[earlier]
         for argument, position in self.written:
@@ -361,4 +365,6 @@ def _make_answer(number: int, call: Call, received: dict[Value, int], is_written
     arriving = {} if is_written else call.written  # another stage of this rank may be some microbatches ahead
     written = tuple((place, received[value]) for place, value in arriving.items() if value in received)
     is_fixed = call.spec == LEAF and not arrived and not written and type(leaves[0]) is not Argument
-    return Answer(leaves, call.spec, leaves[0] if is_fixed else None, arrived, written, tuple(call.aliases.items()))
+    known = tuple(position for position, leaf in enumerate(call.outputs) if isinstance(leaf, Tensor))
+    aliases = tuple(call.aliases.items())
+    return Answer(leaves, call.spec, leaves[0] if is_fixed else None, arrived, written, aliases, known)

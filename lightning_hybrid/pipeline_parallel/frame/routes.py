@@ -19,6 +19,14 @@ class OrderError(ValueError):
     """A unit needs what a unit of a later stage makes."""
 
 
+class StateError(WrongUseError):
+    """A tensor of the module is written on one stage and read on another one; `state` is its identity."""
+
+    def __init__(self, text: str, state: int) -> None:
+        super().__init__(text)
+        self.state = state
+
+
 @dataclass
 class Route:
     """One stage's part of a step.
@@ -294,10 +302,11 @@ class _Router:
             for stage, route in enumerate(self.routes):
                 reader = next((self._calls[n] for n in sorted(route.computed) if state in self._calls[n].states), None)
                 if reader is not None and not holders[stage]:
-                    raise WrongUseError(
+                    raise StateError(
                         f"{writer} writes a buffer or an attribute of the module on stage {holders.index(True)}, and"
                         f" {reader} reads it on stage {stage}, which would have its old value in the next step. Keep it"
-                        " inside of one layer of the body, write it before the layers, or write it in a hook."
+                        " inside of one layer of the body, write it before the layers, or write it in a hook.",
+                        state,
                     )
 
     def make_the_rest(self, stage: int) -> None:

@@ -12,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from lightning_hybrid.distributed.watch.watched_thread import read_stack
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
 from lightning_hybrid.pipeline_parallel.frame.routes import Travel
+from lightning_hybrid.pipeline_parallel.partition import uniform
 from tests.frame_modules import Block, Coupling, Decoder
 from tests.modules import VOCABULARY, WIDTH
 from tests.pipeline_parallel.frame.stages import check, cut_of, drawing, play, seed, without_values
@@ -1182,6 +1184,130 @@ def test_a_buffer_that_another_stage_reads_in_the_next_step_is_refused() -> None
         refused(model, "writes a buffer or an attribute of the module on stage 1, and `?add", step)
 
 
+class Centering(nn.Module):
+    """Subtracts a running mean, which it moves afterwards; another module holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.scale = nn.Module(), nn.Linear(WIDTH, WIDTH)
+        self.state.register_buffer("mean", torch.zeros(WIDTH))
+        self.has_gradient = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.scale(x - self.state.mean)
+        if self.training:
+            self.state.mean.lerp_((x if self.has_gradient else x.detach()).mean(0).to(x), 0.5)
+        return y
+
+
+class Between(Model):
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.between = Centering()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, layer in enumerate(self.blocks):
+            x = layer(self.between(x) if at == 3 else x)
+        return x.pow(2).mean() + self.between.state.mean.sum()
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+def test_a_module_that_keeps_a_buffer_is_computed_where_the_layer_before_it_is(num_stages: int) -> None:
+    """It is one unit: the innermost module that has the buffer and is called. What it keeps is there afterwards."""
+    model, one = Between(), Between()
+    one.load_state_dict(model.state_dict())
+    cut = cut_of(model, num_stages, [(f"blocks.{at}", each) for at, each in enumerate(model.blocks)])
+    for training in (False, True, True, False):
+        x = inputs()
+        for each in (model, one):
+            each.train(training)
+            each.zero_grad()
+        loss = one(x)
+        loss.backward()
+        played = play(cut, model, model.forward, (x,), num_stages, key=training)
+        torch.testing.assert_close(played.value, loss)
+        torch.testing.assert_close(model.between.state.mean, one.between.state.mean)
+        for name, parameter in one.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(played.gradients[name], parameter.grad)
+    made = [[call.name for call, action in zip(played.plan.graph.calls, part.actions, strict=True) if not action.answer]
+            for part in played.plan.parts]  # fmt: skip
+    assert ["'between'" in names for names in made] == [2 in stage for stage in uniform(6, num_stages)]
+    assert not vars(model.between).get("forward")
+
+
+class Clipping(nn.Module):
+    """Decides by the numbers that it is given; they may decide the shape of what it returns too."""
+
+    def __init__(self, *, keeps_all: bool = True) -> None:
+        super().__init__()
+        self.scale, self.keeps_all = nn.Linear(WIDTH, WIDTH), keeps_all
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        largest = x.abs().max().item()
+        self.seen.append(largest)
+        x = self.scale(x / largest if largest > 0.1 else x)
+        return x if self.keeps_all else x[x[:, 0] > 0]
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+def test_a_module_between_layers_may_need_numbers(num_stages: int) -> None:
+    """It is one unit, on one stage."""
+    model = Model()
+    model.between = Clipping()
+
+    def step(x: Tensor) -> Tensor:
+        for at, layer in enumerate(model.blocks):
+            x = layer(model.between(x) if at == 3 else x)
+        return x.pow(2).mean()
+
+    cut = cut_of(model, num_stages, [(f"blocks.{at}", each) for at, each in enumerate(model.blocks)])
+    for scale in (1, 0.001):
+        check(model, step, (scale * inputs(),), num_stages, cut)
+    model.between.seen.clear()
+    play(cut, model, step, (inputs(),), num_stages)
+    assert len(model.between.seen) == 1
+
+
+def test_a_module_behind_the_layers_that_needs_numbers_stays_free() -> None:
+    """What comes after the last layer may have other shapes in each step."""
+    model = Model()
+    model.between = Clipping(keeps_all=False)
+
+    def step(x: Tensor) -> Tensor:
+        return model.between(model.body(x)).pow(2).sum()
+
+    cut, plans = cut_of(model, 2, [(f"blocks.{at}", each) for at, each in enumerate(model.blocks)]), []
+    for _ in range(3):
+        plans.append(check(model, step, (inputs(16),), 2, cut).plan)
+    assert [plan.number for plan in plans] == [0, 0, 0]
+    assert plans[0].graph.needed is not None
+
+
+def test_a_module_between_layers_whose_shapes_depend_on_values_is_refused() -> None:
+    model = Model()
+    model.between = Clipping(keeps_all=False)
+
+    def step(x: Tensor) -> Tensor:
+        x = model.between(model.blocks[0](x))
+        for layer in model.blocks[1:]:
+            x = layer(x)
+        return x.pow(2).mean()
+
+    cut = cut_of(model, 2, [(f"blocks.{at}", each) for at, each in enumerate(model.blocks)])
+    with pytest.raises(WrongUseError, match="has asked for the number of a value"):
+        check(model, step, (inputs(),), 2, cut)
+    assert "forward" not in vars(model.between)
+
+
+def test_a_buffer_that_keeps_a_graph_is_refused() -> None:
+    model = Between()
+    model.between.has_gradient = True
+    with pytest.raises(WrongUseError, match="'mean' of Centering is a part of the graph of gradients"):
+        play(cut_of(model, 2), model, model.forward, (inputs(),), 2)
+
+
 @pytest.mark.parametrize("reads", ["to compute", "to decide"])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_buffer_that_is_written_where_nothing_is_followed_is_refused(reads: str, replaces: bool) -> None:
@@ -1608,6 +1734,86 @@ def test_layers_may_pack_texts_by_their_lengths(total: bool) -> None:
     for lengths in ([8, 7, 9, 5], [6, 8, 5, 7], [6, 8, 5, 7]):
         plans.append(check(model, step, (torch.randn(4, 9, WIDTH), torch.tensor(lengths)), 2, cut).plan.number)
     assert plans == ([0, 0, 0] if total else [0, 1, 1])
+
+
+def packed_between(self: Model, x: Tensor, lengths: Tensor) -> Tensor:
+    """Lengths that unpacking gives are known too, and are the user's to write."""
+    for layer in self.blocks[:3]:
+        x = layer(x)
+    for lstm in self.lstms:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        x, lengths = pad_packed_sequence(lstm(packed)[0], batch_first=True)
+        lengths -= 1
+    x = x.sum(1) / lengths[:, None]
+    for layer in self.blocks[3:]:
+        x = layer(x)
+    return x.pow(2).mean()
+
+
+def masked_between(self: Model, x: Tensor, lengths: Tensor) -> Tensor:
+    """Layers see the words of all texts in one row."""
+    mask = torch.arange(x.shape[1]) < lengths[:, None]
+    for layer in self.blocks[:3]:
+        x = layer(x)
+    words = x[mask]
+    for layer in self.blocks[3:]:
+        words = layer(words)
+    return (x.masked_scatter(mask[..., None], words) + words.new_zeros(x.shape).index_put((mask,), words)).pow(2).mean()
+
+
+def repeated_between(self: Model, x: Tensor, lengths: Tensor) -> Tensor:
+    """Each sound is as long as the batch says, as in FastSpeech."""
+    for layer in self.blocks[:3]:
+        x = layer(x)
+    x = x[:, 0].repeat_interleave(lengths, 0)
+    for layer in self.blocks[3:]:
+        x = layer(x)
+    return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("step", [packed_between, masked_between, repeated_between])
+def test_lengths_of_the_batch_may_decide_shapes_between_layers(step: Callable[..., Tensor], num_stages: int) -> None:
+    """Other lengths are another path: what is between the stages has another shape."""
+    model = Model()
+    model.lstms = nn.ModuleList(nn.LSTM(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True) for _ in range(2))
+    cut, plans = cut_of(model, num_stages, [(f"blocks.{at}", each) for at, each in enumerate(model.blocks)]), []
+    for lengths in ([8, 7, 9, 5], [6, 8, 5, 7], [6, 8, 5, 7], [3, 4, 4, 4], [4, 4, 4, 4], [8, 7, 9, 5]):
+        batch = torch.randn(4, 9, WIDTH), torch.tensor(lengths)
+        plans.append(check(model, partial(step, model), batch, num_stages, cut).plan.number)
+    assert plans == [0, 1, 1, 2, 3, 0]
+
+
+def test_lengths_that_decide_shapes_behind_the_layers_need_no_path_of_their_own() -> None:
+    def step(x: Tensor, lengths: Tensor) -> Tensor:
+        x = model.body(x)
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(packed, batch_first=True)[0].pow(2).mean()
+
+    model = Model()
+    cut, plans = cut_of(model, 2), []
+    for lengths in ([8, 7, 9, 5], [6, 8, 5, 7]):
+        plans.append(check(model, step, (torch.randn(4, 9, WIDTH), torch.tensor(lengths)), 2, cut).plan.number)
+    assert plans == [0, 0]
+
+
+def shape_of_values(self: Model, x: Tensor, lengths: Tensor) -> Tensor:
+    x = self.blocks[0](x)[:, 0]
+    x = x[x.sum(-1) > 0]
+    return self.blocks[1](x).sum()
+
+
+def lengths_of_values(self: Model, x: Tensor, lengths: Tensor) -> Tensor:
+    x = self.blocks[0](x)[:, 0]
+    x = x.repeat_interleave((x.sum(-1).abs() + lengths).long(), 0)
+    return self.blocks[1](x).sum()
+
+
+@pytest.mark.parametrize("step", [shape_of_values, lengths_of_values])
+def test_shapes_that_absent_values_decide_are_refused(step: Callable[..., Tensor]) -> None:
+    model, batch = Model(2), (torch.randn(4, 9, WIDTH), torch.tensor([8, 7, 9, 5]))
+    with pytest.raises(WrongUseError, match=r"'blocks.1' is called after .* has asked for the number"):
+        check(model, partial(step, model), batch, 2)
 
 
 def test_an_attempt_without_values_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
