@@ -55,6 +55,7 @@ from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
 from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
+from lightning_hybrid.trainer.debug.desync import StepDesync, refusing
 from lightning_hybrid.trainer.debug.nonfinite_gradients import NonfiniteGuard, SkippedSteps
 from lightning_hybrid.trainer.debug.position import find_position, place_text
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
@@ -446,9 +447,9 @@ class Run:
         self.grad_sync.zero.follow(trainer.strategy.optimizers)
         estimate = partial(self._attached.parallelizer.estimate_memory, trainer.strategy.optimizers)
         add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))
-        if self.context is not None and world.mesh.data_parallel_size > 1:
-            lightning_internals.before_epoch_reduction(trainer, self.context.desync.note_epoch_end)
-            undo.callback(lightning_internals.restore_epoch_reduction, trainer)
+        context = self.context
+        desync = StepDesync(module, world.mesh, world.desync, refusing) if context is None else context.desync
+        undo.enter_context(desync.noting_reductions(trainer))
         if nonfinite is not None:
             self.nonfinite = nonfinite
             lightning_internals.replace_after_closure(trainer.precision_plugin, nonfinite)
