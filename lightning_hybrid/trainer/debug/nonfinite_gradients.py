@@ -129,7 +129,7 @@ class NonfiniteGuard(GradientWatch):
             self.skipped += 1
 
     def finish(self) -> None:
-        """Every step has been judged before it was made."""
+        """Say nothing: every step was judged before it was made."""
 
     @property
     def _clips_by_norm(self) -> bool:
