@@ -29,6 +29,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import Strategy as TrainersStrategy
 from lightning.pytorch.trainer.connectors import signal_connector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -1002,38 +1003,52 @@ class Reducing(Small):
     def __init__(self) -> None:
         super().__init__()
         self.metric, self.of_validation = MeanMetric(), MeanMetric()
+        self.at_once: list[str] = []
         self.keys: list[list[str]] = []
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:  # in one process, Lightning reduces nothing
+            patch.setattr(type(self.trainer._accelerator_connector), "is_distributed", True)
+            super().log(*args, **kwargs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("step", loss, sync_dist=True)
         self.log("both", loss, on_epoch=True, sync_dist=True)
         self.log("own", loss, on_epoch=True)
+        self.log("alone", loss, on_epoch=True, sync_dist=True, rank_zero_only=True)
         self.metric(loss)
         self.log("metric", self.metric, on_epoch=True)
+        if self.trainer.current_epoch == 0:
+            self.log("first", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.of_validation(1.0)
         self.log("metric", self.of_validation)
 
-    def look(self) -> None:
-        results: Any = self.trainer._results
-        for key in {"training_step.step", "training_step.both"} & set(results):
-            results[key].meta.sync.should = True  # in one process, Lightning reduces nothing
-        self.keys.append(internals.reduced_at_epoch_end(self.trainer))
+    def on_validation_epoch_end(self) -> None:
+        self.log("end", 1.0, sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("end", 1.0, sync_dist=True)
+        self.log("own", 1.0)
 
 
-def test_what_replicas_reduce_at_the_end_of_an_epoch() -> None:
-    module, trainer = Reducing(), make_trainer(max_epochs=1, limit_val_batches=1)
-    internals.before_epoch_reduction(trainer, module.look)
-    trainer.fit(module, samples(), samples())
+def test_what_replicas_reduce_of_what_is_logged() -> None:
+    module, trainer = Reducing(), make_trainer(max_epochs=2, limit_train_batches=1, limit_val_batches=1)
+    update = _ResultCollection.update_metrics
+    with internals.before_log_reductions(trainer, module.at_once.append, module.keys.append):
+        trainer.fit(module, samples(), samples())
     validated = ["validation_step.metric"]  # asked for each loader, and at the end
-    expected = [validated, validated, ["training_step.both", "training_step.metric"]]
-    assert module.keys == expected
-    internals.restore_epoch_reduction(trainer)
+    trained = ["training_step.both", "training_step.metric", "training_step.first"]
+    assert module.keys == [validated, validated, trained, validated, validated, trained[:-1]]
+    of_hooks = ["on_validation_epoch_end.end", "on_train_epoch_end.end"]
+    assert module.at_once == 2 * ["training_step.step", "training_step.both", *of_hooks]
+    assert _ResultCollection.update_metrics is update
     trainer.validate(module, samples(), verbose=False)
-    assert module.keys == expected
+    assert len(module.keys) == 6
+    assert len(module.at_once) == 8
 
 
 def test_whether_anomalies_are_looked_for() -> None:

@@ -1,4 +1,4 @@
-"""Gradient norm and clipping over the model group, each parameter counted once."""
+"""Gradient norm and clipping over the model group, each parameter counted once; and what is not finite on a rank."""
 
 from __future__ import annotations
 
@@ -85,6 +85,28 @@ def clip_by_total_norm(
         alike = [local_view(parameter) for parameter in parameters if parameter.dtype == dtype]
         clip_grads_with_norm_(alike, max_norm, norm.to(_norm_dtype(dtype)))
     return norm
+
+
+@torch.no_grad()
+def find_nonfinite(parameters: Iterable[nn.Parameter]) -> list[tuple[list[nn.Parameter], Tensor]]:
+    """Find out which gradients of this rank are not finite, on their device: the host does not wait.
+
+    The sum of the magnitudes tells it: to look for the largest one takes ten times as long on a CPU.
+
+    Args:
+        parameters: This rank's parameters. Sparse gradients are passed over.
+
+    Returns:
+        For each device and dtype the parameters that have a gradient, and a flag for each: a bool tensor on the device.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], tuple[list[nn.Parameter], list[Tensor]]] = {}
+    for parameter in parameters:
+        gradient = local_gradient(parameter)
+        if gradient is not None and gradient.numel() > 0 and gradient.layout is torch.strided:
+            of_kind = alike.setdefault((gradient.device, gradient.dtype), ([], []))
+            of_kind[0].append(parameter)
+            of_kind[1].append(gradient)
+    return [(owners, ~torch.cat(_norms(gradients, 1.0)).isfinite()) for owners, gradients in alike.values()]
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:

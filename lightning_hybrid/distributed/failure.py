@@ -129,6 +129,16 @@ class FailureStore:
         """The key of something in the store that belongs to this run."""
         return f"{_KEY}/{self._run}/{name}"
 
+    def is_first_to(self, say: str) -> bool:
+        """Whether no rank has asked this before in this run: of what several find, one tells the user.
+
+        Args:
+            say: What is told.
+        """
+        with contextlib.suppress(Exception):  # the store may be gone, as the run is
+            return not self.failed and self._store.add(self.key(f"said/{say}"), 1) == 1
+        return False
+
     def begin(self) -> None:
         """The next run begins: what former ones wrote counts no longer."""
         self._run += 1

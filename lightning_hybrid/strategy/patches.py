@@ -8,7 +8,8 @@ hooks of the module, once                        divided after `configure_model`
 `ThroughputMonitor`, inference mode, example     one process is not the whole model     :class:`Patches`
 input, TensorBoard's `SummaryWriter.add_*`
 between closure and optimizer's step             gradients that are not finite          `trainer.debug`
-what is reduced at an epoch's end                replicas that log different keys       `trainer.debug`
+a hook after an optimizer's first step           what half precision is too coarse for  `trainer.debug`
+what replicas reduce of what is logged           replicas that log different keys       `trainer.debug`
 the loop's automatic optimization                gradients zeroed before the step       `trainer.optimization`
 `use_distributed_sampler`                        we divide the samples                  `trainer.dataloader`
 `_on_before_batch_transfer`                      seeded                                 `trainer.batch_hooks`

@@ -55,7 +55,9 @@ from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks, batch_reading_hooks
 from lightning_hybrid.trainer.dataloader import DataLoaderPreparer
 from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
-from lightning_hybrid.trainer.debug.nonfinite_gradients import NonfiniteGuard, SkippedSteps
+from lightning_hybrid.trainer.debug.desync import StepDesync, refusing
+from lightning_hybrid.trainer.debug.half_precision import warning_of_half_precision
+from lightning_hybrid.trainer.debug.nonfinite_gradients import GradientWatch, NonfiniteGuard, SkippedSteps
 from lightning_hybrid.trainer.debug.position import find_position, place_text
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
@@ -297,7 +299,7 @@ class Run:
         offload: Moves optimizer states and activations to the host.
         training_step: Runs training batches.
         evaluation_step: Runs evaluation batches.
-        nonfinite: Looks at gradients before an optimizer steps; ``None`` if nothing does.
+        nonfinite: Keeps an optimizer from a step with gradients that are not finite; ``None`` if nothing does.
         is_installed: Whether it has taken its places, and not given them back.
 
     Raises:
@@ -433,7 +435,7 @@ class Run:
         self.grad_sync.zero.remove()
         self.training_step = self.evaluation_step = RefusedStep()
 
-    def install(self, trainer: Trainer, nonfinite: NonfiniteGuard | None = None) -> None:
+    def install(self, trainer: Trainer, nonfinite: GradientWatch | None = None) -> None:
         """Take the places in the Trainer and the module that are needed during a run; :meth:`remove` gives them back.
 
         Args:
@@ -446,13 +448,13 @@ class Run:
         self.grad_sync.zero.follow(trainer.strategy.optimizers)
         estimate = partial(self._attached.parallelizer.estimate_memory, trainer.strategy.optimizers)
         add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))
-        if self.context is not None and world.mesh.data_parallel_size > 1:
-            lightning_internals.before_epoch_reduction(trainer, self.context.desync.note_epoch_end)
-            undo.callback(lightning_internals.restore_epoch_reduction, trainer)
+        desync = self.context.desync if self.context else StepDesync(module, world.mesh, world.desync, refusing)
+        undo.enter_context(desync.noting_reductions(trainer))
+        undo.enter_context(warning_of_half_precision(trainer, module))
         if nonfinite is not None:
+            undo.enter_context(nonfinite.in_steps(trainer))
+        if isinstance(nonfinite, NonfiniteGuard):
             self.nonfinite = nonfinite
-            lightning_internals.replace_after_closure(trainer.precision_plugin, nonfinite)
-            undo.callback(lightning_internals.restore_after_closure, trainer.precision_plugin)
             add_callbacks(trainer, SkippedSteps(nonfinite))
         self._detect_anomaly(trainer)
         if self.context is None:

@@ -51,7 +51,7 @@ from lightning_hybrid.tensor_parallel.layouts.layout import distribute
 from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import pinned
 from lightning_hybrid.trainer.debug.desync import DesyncDetector
-from lightning_hybrid.trainer.debug.nonfinite_gradients import NonfiniteGuard
+from lightning_hybrid.trainer.debug.nonfinite_gradients import GradientWatch, NonfiniteGuard, NonfiniteWarning
 from lightning_hybrid.trainer.exceptions import print_shortly, stops_together
 from lightning_hybrid.trainer.optimization import GlobalBatch, PipelineClosure, check_accumulation
 from lightning_hybrid.trainer.precision import adapt, autocasts, check_master_weights, check_optimizer, scale_half
@@ -160,8 +160,8 @@ class HybridStrategy(ReplicaCollectives):
             with a warning. If False, microbatches are averaged without a comparison.
         on_nonfinite: What happens if a gradient is not finite when an optimizer is about to step, found over all ranks:
             ``"raise"`` an error on every rank, ``"skip"`` the step, so that parameters and states of the optimizer stay
-            as they are, and log how many were skipped as ``"skipped_steps"``, or ``"ignore"`` it. With
-            ``precision="16-mixed"`` the scaler skips such steps by itself.
+            as they are, and log how many were skipped as ``"skipped_steps"``, or ``"ignore"`` it, with one warning.
+            With ``precision="16-mixed"`` the scaler skips such steps by itself.
         layout: ``"auto"`` finds the sizes of tensor, pipeline and context parallelism, `tensor_parallel_mode` with its
             depth, `context_parallel`, `num_microbatches`, `schedule`, `num_chunks`, `extra_in_flight`, `zero_stage` and
             `recompute` at the start, as far as they are left at their defaults: of the layouts that fit `memory_limit`
@@ -746,12 +746,15 @@ class HybridStrategy(ReplicaCollectives):
             self._run.nonfinite.note_norm(norm)
         return norm
 
-    def _guard_steps(self) -> NonfiniteGuard | None:
+    def _guard_steps(self) -> GradientWatch | None:
         """What looks at gradients before an optimizer steps, if anything does."""
         scaler = getattr(self.precision_plugin, "scaler", None)
         checks.check_nonfinite(self.settings.on_nonfinite, scaler)
-        if self.settings.on_nonfinite == "ignore" or scaler is not None:
+        if scaler is not None:
             return None
+        if self.settings.on_nonfinite == "ignore":
+            is_first = partial(self.world.failures.is_first_to, "nonfinite gradients")
+            return NonfiniteWarning(self._module, self.mesh.pipeline_rank, is_first)
         group = self.mesh.decision_group if self.settings.zero_stage else self.mesh.control_group
         return NonfiniteGuard(
             self.settings.on_nonfinite,

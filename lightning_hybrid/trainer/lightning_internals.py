@@ -253,44 +253,54 @@ def result_collection(loop: Any) -> dict[str, Any]:
     return results
 
 
-def reduced_at_epoch_end(trainer: Trainer) -> list[str]:
-    """The keys of what was logged in the present epoch and replicas reduce at its end, as hook and name, in order.
+@contextmanager
+def before_log_reductions(
+    trainer: Trainer, at_once: Callable[[str], None], at_epoch_end: Callable[[list[str]], None]
+) -> Iterator[None]:
+    """While entered, call functions before replicas reduce what was logged, in training and evaluation.
 
-    Touches: ``Trainer._results``, ``_ResultMetric`` (``meta``, ``is_tensor``), ``_Metadata.on_epoch``,
-        ``_Sync`` (``should``, ``rank_zero_only``).
+    A key is a hook and a name, such as ``"training_step.loss"``. Every rank calls at the same point of its program:
+    when it logs, or when an epoch ends. Progress bars read values, and so have them reduced, on rank 0 first.
 
-    Without: replicas that log different keys wait for each other, or mix values, where the epoch ends.
+    Args:
+        trainer: The Trainer.
+        at_once: Gets the key of a value that is reduced when it is logged, or that a hook outside of batches logs.
+        at_epoch_end: Gets the keys of what batches of an epoch have logged and its end reduces, in order.
+
+    Touches: ``_ResultCollection.update_metrics`` (replaced for all), ``_LoggerConnector`` (``epoch_end_reached``,
+        replaced on one object; ``_first_loop_iter``), ``Trainer._results``, ``_ResultMetric`` (``meta``, ``is_tensor``,
+        ``has_reset``), ``_Metadata`` (``on_step``, ``on_epoch``), ``_Sync`` (``should``, ``rank_zero_only``).
+
+    Without: replicas that log different keys wait for each other, or mix values.
     """
-    results: dict[str, Any] = trainer._results or {}
-    entries = ((key, entry, entry.meta.sync) for key, entry in results.items() if entry.meta.on_epoch)
-    return [key for key, entry, sync in entries if not entry.is_tensor or (sync.should and not sync.rank_zero_only)]
+    connector, update = trainer._logger_connector, _ResultCollection.update_metrics
 
-
-def before_epoch_reduction(trainer: Trainer, action: Callable[[], None]) -> None:
-    """Do something before what was logged in an epoch is reduced, in training and evaluation.
-
-    Touches: ``_LoggerConnector.epoch_end_reached`` (replaced on one object).
-
-    Without: replicas that log different keys wait for each other, or mix values, where the epoch ends. The hooks of an
-        evaluation's end come too late for that.
-    """
-    connector = trainer._logger_connector
+    def update_metrics(results: _ResultCollection, key: str, value: Any, batch_size: int) -> None:
+        if results is trainer._results:
+            entry = results[key]
+            is_by_step = entry.meta.on_step and entry.is_tensor
+            is_outside = entry.meta.on_epoch and connector._first_loop_iter is None
+            if (is_by_step or is_outside) and _is_reduced(entry):
+                at_once(key)
+        update(results, key, value, batch_size)
 
     def epoch_end_reached() -> None:
-        action()
+        logged = {key: entry for key, entry in (trainer._results or {}).items() if not entry.has_reset}
+        at_epoch_end([key for key, entry in logged.items() if entry.meta.on_epoch and _is_reduced(entry)])
         type(connector).epoch_end_reached(connector)
 
+    _ResultCollection.update_metrics = update_metrics  # type: ignore[method-assign]
     connector.__dict__["epoch_end_reached"] = epoch_end_reached
+    try:
+        yield
+    finally:
+        del connector.__dict__["epoch_end_reached"]
+        _ResultCollection.update_metrics = update  # type: ignore[method-assign]
 
 
-def restore_epoch_reduction(trainer: Trainer) -> None:
-    """Undo :func:`before_epoch_reduction`.
-
-    Touches: as there.
-
-    Without: the next run compares what ranks of a former one have logged.
-    """
-    trainer._logger_connector.__dict__.pop("epoch_end_reached", None)
+def _is_reduced(entry: _ResultMetric) -> bool:
+    sync = entry.meta.sync
+    return not entry.is_tensor or (sync.should and not sync.rank_zero_only)
 
 
 def result_states(trainer: Trainer) -> dict[str, dict[str, Any]]:

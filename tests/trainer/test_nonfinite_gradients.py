@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +13,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_hybrid.data_parallel.grad_clip import find_nonfinite
 from lightning_hybrid.strategy.checks import check_nonfinite
 from lightning_hybrid.trainer.debug.nonfinite_gradients import SKIPPED
 from tests.pool import Pools
@@ -54,11 +57,11 @@ class Spoiled(Regression):
     def __init__(self, fused: bool = False) -> None:
         super().__init__()
         self.body.insert(1, Spoiling())
-        self.fused = fused
+        self.fused, self.bad_steps = fused, BAD
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if isinstance(self.body[1], Spoiling):
-            self.body[1].bad = self.trainer.global_step in BAD
+            self.body[1].bad = self.trainer.global_step in self.bad_steps
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=self.fused)
@@ -140,6 +143,47 @@ def test_a_step_that_is_an_error_is_one_on_every_rank_and_changes_nothing(ranks:
         )
         assert expected in text
         assert_same(held, {name: weights(one)[name] for name in held})
+
+
+def warned(layout: Mapping[str, Any], bad: tuple[int, ...], arguments: Mapping[str, Any]) -> list[str]:
+    """The warnings of a run about gradients, whose optimizer uses them."""
+    module = Spoiled()
+    module.bad_steps = bad
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(layout, **arguments).fit(module, loader())
+    return [str(each.message) for each in caught if "are not finite" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("bad", "arguments"), [((1, 2), {"gradient_clip_val": 0.05}), ((2,), {"max_steps": 3})])
+def test_gradients_that_an_optimizer_uses_all_the_same_are_told_once(
+    ranks: Pools, name: str, bad: tuple[int, ...], arguments: Mapping[str, Any]
+) -> None:
+    """By one rank, which says where. The last step of a run has none after it."""
+    results = ranks(2, lightning=True).run(warned, LAYOUTS[name], bad, arguments)
+    texts = [text for of_rank in results for text in of_rank]
+    assert len(texts) == 1, texts
+    start = rf"Gradients of optimizer step {bad[0]} are not finite on pipeline rank [01]: those of embed.weight"
+    assert re.match(start, texts[0]), texts
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_that_are_finite_are_not_talked_about(ranks: Pools, name: str) -> None:
+    assert ranks(2, lightning=True).run(warned, LAYOUTS[name], (), {}) == [[], []]
+
+
+def test_gradients_that_are_not_finite_are_found_by_kind() -> None:
+    """A sum of squares would be too large for a number where gradients are large and finite."""
+    values = [torch.tensor([1e30, -1e30]), torch.tensor([1.0, torch.nan]), torch.tensor([[torch.inf]]).double()]
+    parameters = [nn.Parameter(torch.zeros_like(value)) for value in values]
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.grad = value
+    sparse, without = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    sparse.grad = torch.tensor([torch.nan, 0.0]).to_sparse()
+    found = find_nonfinite([*parameters, sparse, without])
+    assert [flags.tolist() for _, flags in found] == [[False, True], [True]]
+    assert [list(map(id, owners)) for owners, _ in found] == [list(map(id, parameters[:2])), [id(parameters[2])]]
 
 
 def test_a_scaler_makes_such_gradients_on_purpose() -> None:

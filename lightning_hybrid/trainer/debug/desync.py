@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.distributed.agreement import unequal_text
 from lightning_hybrid.distributed.debug.desync import Desync, DesyncWatch
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel, to_local
+from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import signature_text
 from lightning_hybrid.trainer.dataloader import checksum
-from lightning_hybrid.trainer.lightning_internals import reduced_at_epoch_end
+from lightning_hybrid.trainer.lightning_internals import before_log_reductions
 from lightning_hybrid.trainer.results.logging import Log
 
 _MOST = 5  # parameters in one text
 
 Shared = tuple[str, tuple[str | int, ...]]
 """A name, and which coordinates a rank must have in common with others for the value to be the same."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Make what ranks that differ are told a plain `ValueError`, where no step is cut whose ranks have to be told."""
+    try:
+        yield
+    except WrongUseError as error:
+        raise ValueError(str(error)) from error
 
 
 class StepDesync:
@@ -53,6 +63,7 @@ class StepDesync:
         self._module, self._desync, self._guard = module, desync, guard
         self._has_peers = mesh.model_group.size() > 1
         self.has_replicas = mesh.data_parallel_size > 1
+        self._last_key = ""
 
     def note_batch(self, step: str, version: Hashable, parts: Sequence[Hashable], counts: Sequence[int] = ()) -> None:
         """A batch is about to run: what decides the messages in a model group is compared over it.
@@ -84,13 +95,31 @@ class StepDesync:
         names = tuple([log.name for log in reduced if log.arguments.get("on_step") is not False])
         self._note(self._desync.replicas, "training_step", names, lambda: {"what is logged": str(list(names))})
 
-    def note_epoch_end(self) -> None:
-        """An epoch of training or evaluation ends: what is about to be reduced of it over the replicas is compared."""
-        trainer = self._module.trainer
-        names = tuple(reduced_at_epoch_end(trainer))
-        stage = "" if trainer.state.stage is None else trainer.state.stage.value
-        where = f"an epoch of {stage}"
-        self._note(self._desync.replicas, where, names, lambda: {"what was logged": str(list(names))})
+    def noting_reductions(self, trainer: Trainer) -> AbstractContextManager[None]:
+        """While entered, compare what replicas are about to reduce of what is logged, in steps, epochs and hooks."""
+        if not self.has_replicas:
+            return nullcontext()
+        return before_log_reductions(trainer, self._note_reduction, self._note_epoch_end)
+
+    def _note_reduction(self, key: str) -> None:
+        """A value is logged that replicas reduce at once, or that a hook outside of batches logs.
+
+        Args:
+            key: The hook and the name.
+        """
+        where = f"what is logged after {self._last_key!r}" if self._last_key else "what is logged first"
+        self._last_key = key
+        self._note(self._desync.replicas, where, key, lambda: {"key": key})
+
+    def _note_epoch_end(self, keys: Sequence[str]) -> None:
+        """An epoch of training or evaluation ends.
+
+        Args:
+            keys: The hook and the name of each value that is about to be reduced, in order.
+        """
+        stage, names = self._module.trainer.state.stage, list(keys)
+        where = f"an epoch of {'' if stage is None else stage.value}"
+        self._note(self._desync.replicas, where, tuple(names), lambda: {"what was logged": str(names)})
 
     def _note(self, watch: DesyncWatch, where: str, key: Hashable, describe: Callable[[], dict[str, str]]) -> None:
         if watch.keys.get(where) == key:

@@ -1,10 +1,14 @@
-"""Gradients that are not finite: found before the optimizer steps, on all ranks alike."""
+"""Gradients that are not finite: no step or an error, on all ranks alike; or a warning, which nobody waits for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import warnings
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,14 +16,42 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.distributed.dtensor import local_gradient
+from lightning_hybrid.data_parallel.grad_clip import find_nonfinite
 from lightning_hybrid.distributed.process_group import GroupRef
+from lightning_hybrid.trainer.lightning_internals import replace_after_closure, restore_after_closure
 
 _MOST = 3  # parameters in one text
 SKIPPED = "skipped_steps"
 
 
-class NonfiniteGuard:
+class GradientWatch(ABC):
+    """Looks at the gradients of each step before an optimizer uses them."""
+
+    @contextmanager
+    def in_steps(self, trainer: Trainer) -> Iterator[None]:
+        """While entered, look."""
+        replace_after_closure(trainer.precision_plugin, self)
+        try:
+            yield
+        finally:
+            restore_after_closure(trainer.precision_plugin)
+            self.finish()
+
+    @abstractmethod
+    def __call__(self, hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
+        """Look, and do what the Trainer does between backward and the step.
+
+        Args:
+            hooks_and_clipping: That.
+            optimizer: The optimizer that is about to step.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Say what is left to say at the end of a run."""
+
+
+class NonfiniteGuard(GradientWatch):
     """Looks at the gradients before an optimizer steps, where no `GradScaler` does.
 
     ::
@@ -96,6 +128,9 @@ class NonfiniteGuard:
                 parameter.grad = None  # an optimizer passes over it, and over what it keeps of it
             self.skipped += 1
 
+    def finish(self) -> None:
+        """Say nothing: every step was judged before it was made."""
+
     @property
     def _clips_by_norm(self) -> bool:
         trainer = self._module.trainer
@@ -103,23 +138,111 @@ class NonfiniteGuard:
 
     def _text(self, parameters: list[nn.Parameter]) -> str:
         """The same on every rank: what is not finite on any of them."""
-        ids = set(map(id, parameters))
-        own = []
-        for name, parameter in self._module.named_parameters():
-            gradient = local_gradient(parameter) if id(parameter) in ids else None
-            if gradient is not None and not gradient.isfinite().all():
-                own.append(name)
+        flags = [(owners, found.tolist()) for owners, found in find_nonfinite(parameters)]
+        own = _names(self._module, (each for owners, found in flags for each in itertools.compress(owners, found)))
         everyone: list[Any] = [own] * self._group().size()
         if len(everyone) > 1:
             dist.all_gather_object(everyone, own, group=self._group())
         names = list(dict.fromkeys(name for names in everyone for name in names))
-        more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-        which = f": those of {', '.join(names[:_MOST])}{more}" if names else ", or their norm is too large for a number"
+        which = f": those of {_listed(names)}" if names else ", or their norm is too large for a number"
         return (
             f"Gradients of optimizer step {self._module.trainer.global_step} are not finite{which}. Nothing has been"
             " changed by them. `Trainer(detect_anomaly=True)` names the layer where that begins;"
             " `HybridStrategy(on_nonfinite='skip')` leaves such steps out."
         )
+
+
+class _Found(NamedTuple):
+    """Which gradients of a step are not finite.
+
+    Attributes:
+        step: The number of the optimizer step.
+        parameters: That have a gradient.
+        flags: Of each, on the host once the device has come so far.
+        copied: Tells that; ``None`` where the device is the host.
+    """
+
+    step: int
+    parameters: list[nn.Parameter]
+    flags: Tensor
+    copied: torch.cuda.Event | None
+
+    @property
+    def is_there(self) -> bool:
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+
+class NonfiniteWarning(GradientWatch):
+    """Warns, once, that the optimizer has used gradients that are not finite; one rank does, which says where.
+
+    Neither the host nor another rank waits: flags are made on the device, and read after those of the next step have
+    been asked for.
+
+    Args:
+        module: The user's module, divided.
+        pipeline_rank: Of this rank.
+        is_first: Whether no other rank has warned in this run.
+    """
+
+    def __init__(self, module: LightningModule, pipeline_rank: int, is_first: Callable[[], bool]) -> None:
+        self._module, self._pipeline_rank, self._is_first = module, pipeline_rank, is_first
+        self._found: deque[_Found] = deque()
+        self._has_warned = False
+
+    def __call__(self, hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
+        """Look at the gradients, before clipping makes one number of all of them."""
+        if not self._has_warned:
+            step, former = self._module.trainer.global_step, len(self._found)
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            self._found.extend(_to_host(step, *each) for each in find_nonfinite(parameters))
+            self._read(former)
+        hooks_and_clipping()
+
+    def finish(self) -> None:
+        """Read the flags of the last step."""
+        self._read(len(self._found))
+
+    def _read(self, number: int) -> None:
+        """Read as many flags, as far as they are there."""
+        for _ in range(number):
+            if self._has_warned or not self._found[0].is_there:
+                return
+            found = self._found.popleft()
+            if found.flags.any():
+                self._warn(found)
+
+    def _warn(self, found: _Found) -> None:
+        self._has_warned = True
+        self._found.clear()
+        if not self._is_first():
+            return
+        names = _names(self._module, itertools.compress(found.parameters, found.flags.tolist()))
+        warnings.warn(
+            f"Gradients of optimizer step {found.step} are not finite on pipeline rank {self._pipeline_rank}: those of"
+            f" {_listed(names)}. The optimizer has used them. `HybridStrategy(on_nonfinite='skip')` leaves such steps"
+            " out, 'raise' ends the run; `Trainer(detect_anomaly=True)` names the layer where that begins. Later steps"
+            " are not looked at.",
+            stacklevel=2,
+        )
+
+
+def _to_host(step: int, parameters: list[nn.Parameter], flags: Tensor) -> _Found:
+    if flags.device.type != "cuda":
+        return _Found(step, parameters, flags, None)
+    host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+    host.copy_(flags, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(flags.device))
+    return _Found(step, parameters, host, copied)
+
+
+def _names(module: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
+    ids = set(map(id, parameters))
+    return [name for name, parameter in module.named_parameters() if id(parameter) in ids]
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names[:_MOST])}{f' and {len(names) - _MOST} more' if len(names) > _MOST else ''}"
 
 
 class SkippedSteps(Callback):

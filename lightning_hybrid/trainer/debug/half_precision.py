@@ -1,0 +1,74 @@
+"""What half precision is too coarse for: states of optimizers, and averages of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+_HALF = (torch.bfloat16, torch.float16)
+_MOST = 3  # names in one text
+
+
+@contextmanager
+def warning_of_half_precision(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """While entered, look once, after the first step of an optimizer, and warn.
+
+    Args:
+        trainer: The Trainer, whose optimizers are there.
+        module: The user's module, in the precision that it trains in.
+    """
+    with ExitStack() as handles:
+
+        def look(optimizer: Optimizer, *_: Any) -> None:
+            handles.close()
+            _look_at_states(optimizer, module)
+            _look_at_averages(trainer, module)
+
+        if _is_half(module.parameters()):
+            for optimizer in trainer.strategy.optimizers:
+                handles.callback(optimizer.register_step_post_hook(look).remove)
+        yield
+
+
+def _look_at_states(optimizer: Optimizer, module: LightningModule) -> None:
+    """Parameters that have master weights are in float32 here, and so are their states."""
+    found: dict[str, torch.dtype] = {}
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, Tensor) and parameter.dtype in _HALF:
+            values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+            found |= {name: value.dtype for name, value in values.items() if value.dtype in _HALF}
+    if found:
+        dtype = next(iter(found.values()))
+        rank_zero_warn(
+            f"{type(optimizer).__name__} keeps its states ({', '.join(found)}) in {dtype}, as the parameters of"
+            f" {type(module).__name__}: what a step adds to them, or to a weight, is lost where it is less than about"
+            f" {torch.finfo(dtype).eps:.0e} of the value. `HybridStrategy(master_weights=True)` keeps both in float32;"
+            " precision='bf16-mixed' does so too."
+        )
+
+
+def _look_at_averages(trainer: Trainer, module: LightningModule) -> None:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    owners = [(type(each).__name__, vars(each)) for each in callbacks] + [(type(module).__name__, vars(module))]
+    held = [(f"{name}.{key}", value) for name, values in owners for key, value in values.items()]
+    held += [(f"{type(module).__name__}.{name}", part) for name, part in module.named_modules()]
+    averages = [(name, each) for name, each in held if isinstance(each, AveragedModel) and _is_half(each.parameters())]
+    if averages:
+        names = ", ".join(f"`{name}`" for name, _ in averages[:_MOST])
+        rank_zero_warn(
+            f"Averages of weights are kept in half precision: {names}. Each update moves them by a small part of a"
+            " difference, which half precision rounds away, so that they stand still. Average in float32:"
+            " `HybridStrategy(master_weights=True)` with Lightning's `EMAWeightAveraging`, or precision='bf16-mixed'."
+        )
+
+
+def _is_half(tensors: Iterable[Tensor]) -> bool:
+    return any(tensor.dtype in _HALF for tensor in tensors)
