@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -309,6 +310,100 @@ def test_ranks_that_load_different_batches_are_refused_on_every_rank(
             assert name == "ValueError"
             assert f"Batch {batch} differs" in text
             assert "broadcast_batches=True" in text
+
+
+# -- replicas with different numbers of batches -----------------------------------------------------------------------
+
+
+class Half(IterableDataset[Any]):
+    """Every second sample, for two replicas; the second one has fewer, as a data set that divides itself may.
+
+    Args:
+        replica: Which half; ``None`` for both, as in one process.
+        numbers: How many samples each replica has.
+    """
+
+    def __init__(self, replica: int | None, numbers: tuple[int, int]) -> None:
+        self.replica, self.numbers = replica, numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        samples, replicas = Numbered(36), (0, 1) if self.replica is None else (self.replica,)
+        last = min(self.numbers) if self.replica is None else self.numbers[self.replica]
+        return (samples[2 * index + replica] for index in range(last) for replica in replicas)
+
+
+class HalfWithLength(Half):
+    def __len__(self) -> int:
+        return self.numbers[self.replica or 0]
+
+
+class Listed:
+    """Anything that can be iterated, of known length."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = list(batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class Halves(LightningDataModule):
+    """Gives each replica its half, when the Trainer knows which that is."""
+
+    def __init__(self, kind: str, numbers: tuple[int, int], workers: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.kind, self.numbers, self.workers = kind, numbers, workers
+
+    def train_dataloader(self) -> Any:
+        trainer = self.trainer
+        assert trainer is not None
+        is_alone = trainer.world_size == 1
+        replica = None if is_alone else trainer.distributed_sampler_kwargs["rank"]
+        if self.kind == "no DataLoader":
+            return Listed(DataLoader(Half(replica, self.numbers), 8 if is_alone else 4))
+        data = (HalfWithLength if self.kind == "length" else Half)(replica, self.numbers)
+        return DataLoader(data, 8 if is_alone else 4, **self.workers)
+
+    val_dataloader = train_dataloader
+
+
+def halves(layout: Layout, kind: str, numbers: tuple[int, int], workers: Mapping[str, Any]) -> dict[str, Any]:
+    losses, module = Losses(), Observed()
+    trainer = make_trainer(layout, max_epochs=2, callbacks=[losses], num_sanity_val_steps=0)
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        trainer.fit(module, datamodule=Halves(kind, numbers, workers))
+    said = [str(each.message) for each in raised if "replicas have no more" in str(each.message)]
+    value = float(trainer.callback_metrics["val_loss"])
+    return {"steps": trainer.global_step, "losses": losses.values, "val_loss": value, "said": said}
+
+
+@pytest.mark.parametrize("layout", ["dp2", "zero 2", "pp2 x dp2", "all load"])
+@pytest.mark.parametrize("kind", ["no length", "length", "no DataLoader", "worker"])
+def test_replicas_with_unequal_numbers_of_batches_end_their_epochs_together(
+    ranks: Pools, layout: str, kind: str
+) -> None:
+    layouts: dict[str, dict[str, Any]] = {
+        "dp2": {},
+        "zero 2": {"zero_stage": 2},
+        "pp2 x dp2": PP2_DP2,
+        "all load": {**PP2_DP2, "broadcast_batches": False},
+    }
+    pool = ranks(2 if layout in ("dp2", "zero 2") else 4, lightning=True)
+    arguments = "" if kind == "worker" else kind, (16, 8), WORKER if kind == "worker" else {}
+    expected = halves(None, *arguments)
+    assert expected["steps"] == 4
+    results = pool.run(halves, layouts[layout], *arguments)
+    for result in results:
+        assert result["steps"] == 4
+        assert_same(result["val_loss"], expected["val_loss"])
+    by_replica = results if len(results) == 2 else [results[0], results[1]]
+    means = [sum(pair) / 2 for pair in zip(*(each["losses"] for each in by_replica), strict=True)]
+    assert_same(means, expected["losses"])
+    assert len(results[0]["said"]) == (0 if kind in ("length", "no DataLoader") else 2)  # of training and validation
 
 
 # -- several loaders --------------------------------------------------------------------------------------------------

@@ -9,14 +9,16 @@ import zlib
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
 from functools import partial
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
@@ -106,6 +108,8 @@ def prepare_loader(
         loader = _shard(loader, mesh, group, stage)
     if isinstance(loader, DataLoader) and loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
         loader.worker_init_fn = partial(pl_worker_init_function, rank=mesh.data_rank)
+    if mesh.data_parallel_size > 1 and stage != RunningStage.PREDICTING and not _has_equal_lengths(loader):
+        loader = EndTogetherLoader(loader, mesh)
     if mesh.model_group.size() == 1:
         return loader
     if not share:
@@ -216,6 +220,61 @@ def _shard(
         batches.sampler = sampler
         object.__setattr__(loader, "batch_sampler", internals.rewrap_batch_sampler(batches, former))
     return loader
+
+
+def _has_equal_lengths(loader: object) -> bool:
+    """Return whether the samplers of a loader give every replica as many batches."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    batches = internals.unwrap_batch_sampler(loader.batch_sampler)
+    order = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    return isinstance(order, (ReplicaSampler, DistributedSampler)) and type(batches) in (BatchSampler, type(None))
+
+
+class EndTogetherLoader(LoaderWrapper):
+    """Iterates a loader of each replica until the first of them has no more batches.
+
+    Replicas take part in the same collectives in each step, so one with fewer batches than others would leave these
+    waiting. Each batch is asked for everywhere before it is given anywhere, which costs one message of the hosts.
+
+    Args:
+        loader: The loader of this replica.
+        mesh: The ranks. Those of the same place in each replica iterate together; all ranks make this together.
+    """
+
+    def __init__(self, loader: Any, mesh: Mesh) -> None:
+        super().__init__(loader)
+        self._group = GroupRef(mesh.data_control_group)
+        length = sized_len(loader)
+        self._length = mesh.data_parallel_min(-1 if length is None else length)
+        self._has_warned = False
+
+    def __len__(self) -> int:
+        if self._length < 0:
+            raise TypeError(f"{type(self._loader).__name__} has no length")  # as `len(loader)` says
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._until_first_end(iter(self._loader))
+
+    def _until_first_end(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for number in count():
+            found = list(islice(batches, 1))
+            group, having = self._group(), torch.tensor(len(found))
+            dist.all_reduce(having, group=group)
+            if int(having) < group.size():
+                self._warn(number, int(having), group.size())
+                return
+            yield found.pop()
+
+    def _warn(self, number: int, having: int, num_replicas: int) -> None:
+        if having and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"After {number} batches {num_replicas - having} of {num_replicas} replicas have no more, but others"
+                " have. The epoch ends for all of them there, and the batches that are left are not used. Divide the"
+                " data so that each replica has as many batches."
+            )
 
 
 class SharedLoader(LoaderWrapper):
