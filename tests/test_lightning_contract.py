@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -590,6 +591,20 @@ def test_replace_closure() -> None:
     assert restored.optim_progress is progress
     internals.replace_closure(trainer, Closure)
     assert epoch_loop.automatic_optimization is restored
+
+
+def test_replaced_optimization_takes_a_step_without_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Without(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+    monkeypatch.setattr(Trainer, "world_size", 2)
+    with pytest.raises(RuntimeError, match="Skipping the `training_step` by returning None"):
+        make_trainer().fit(Without())
+    trainer = make_trainer()
+    internals.replace_closure(trainer, partial(Closure))
+    trainer.fit(Without())
+    assert trainer.global_step == BATCHES
 
 
 def test_is_about_several_optimizers() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -251,11 +254,11 @@ class GradientSync:
             if id(buckets) in self._each_backward:
                 buckets.finish()
 
-    def finish(self, *, scale: Tensor | None = None) -> None:
+    def finish(self, *, scale: Tensor | float | None = None) -> None:
         """All gradients of this rank are there: start what is left, and wait for everything.
 
         Args:
-            scale: What the gradients are multiplied by, shape ``()``; the same on every rank.
+            scale: What the gradients are multiplied by, a number or of shape ``()``; the same on every rank.
         """
         for buckets in self._after_backward:
             buckets.launch_rest()
@@ -276,6 +279,11 @@ class GradientSync:
         if self._rounds:
             for float32 in self._float32:
                 float32.end()
+
+    def discard(self) -> None:
+        """Drop the gradients, after :meth:`finish`: nothing has a loss, so that the optimizer is to change nothing."""
+        for location in self._parameters:
+            location.tensor.grad = None
 
     def broadcast_parameters(self) -> None:
         """Give every tensor the values of its first holder on the first replica."""
@@ -327,3 +335,84 @@ class GradientSync:
         for undo in self._undo:
             undo()
         self.detach()
+
+
+class Rest(NamedTuple):
+    """What is left of an optimizer step of which something has no loss.
+
+    Attributes:
+        scale: What the gradients are multiplied by; 0 if nothing is left.
+        has_loss: Whether a replica has a loss for the last batch.
+    """
+
+    scale: float
+    has_loss: bool
+
+
+class LeftOut:
+    """The batches of one optimizer step, in which microbatches and replicas may have no loss.
+
+    A microbatch for which `training_step` returns ``None`` weighs nothing, and its samples do not count. What it would
+    have weighed is known to all replicas only when the gradients have been averaged, so these are scaled then::
+
+        scale = sum(weight of batch i) / sum(weight in batch i of what has a loss)      over the batches i with a loss
+
+    So one batch is a mean over what has a loss, as in one process without the rest. A batch for which no replica has a
+    loss leaves the others as they are, as in one process: Lightning divides them by `accumulate_grad_batches` all the
+    same. Several batches of which parts have no loss are one mean over what is left of all of them.
+
+    In an ordinary step replicas send one number, between hosts, while backward runs.
+
+    Args:
+        mesh: The ranks. One rank of each replica takes part, at the same place in each.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._pending: tuple[Tensor, dist.Work | None] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an optimizer step."""
+        self._is_whole = True
+        self._weights: list[tuple[float | Tensor, float | Tensor]] = []  # of what has a loss, and of all
+
+    def add(self, kept: float | Tensor, total: float | Tensor, *, is_whole: bool) -> None:
+        """Note a batch.
+
+        Args:
+            kept: The weight of what has a loss.
+            total: The weight of all.
+            is_whole: Whether everything has a loss.
+        """
+        self._is_whole &= is_whole
+        self._weights.append((kept, total))
+
+    def ask(self, *, waits: bool = False) -> None:
+        """Ask the other replicas whether they leave out something.
+
+        Args:
+            waits: Whether to wait for the answer here: before this replica sends anything else, which others that wait
+                for it in `self.log` would take for what they log.
+        """
+        is_whole = torch.tensor(self._is_whole, dtype=torch.uint8)
+        work = None
+        if self._mesh.data_parallel_size > 1:
+            group = self._mesh.data_control_group
+            work = dist.all_reduce(is_whole, dist.ReduceOp.MIN, group=group, async_op=not waits)
+        self._pending = is_whole, work
+
+    def settle(self) -> Rest | None:
+        """Return what is left, after :meth:`ask`; ``None`` if no replica leaves out anything."""
+        assert self._pending is not None
+        is_whole, work = self._pending
+        self._pending = None
+        if work is not None:
+            work.wait()
+        if is_whole:
+            return None
+        weights = torch.tensor([list(map(float, pair)) for pair in self._weights], dtype=torch.float64)
+        if self._mesh.data_parallel_size > 1:
+            dist.all_reduce(weights, group=self._mesh.data_control_group)
+        kept, totals = weights[weights[:, 0] > 0].sum(0).tolist()
+        return Rest(totals / kept if kept else 0.0, bool(weights[-1, 0] > 0))

@@ -21,6 +21,7 @@ from lightning_hybrid.pipeline_parallel.frame.units import (
     side_by_side,
     stands_in_row,
 )
+from lightning_hybrid.pipeline_parallel.stage import NOTHING
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,6 +301,7 @@ class BodyCut:
         inputs: Any = None,
         *,
         unwinds: bool,
+        may_skip: bool = False,
     ) -> Any:
         """Run a step, with the call of the body answered by the layers of one stage.
 
@@ -309,9 +311,11 @@ class BodyCut:
             layers: Runs the layers of the stage.
             inputs: Of the first of them, whatever the step calls the body with; not on the first stage.
             unwinds: Whether the step ends there: on the first stage, whose layers get what the body is called with.
+            may_skip: Whether the step may return ``None`` without a call of the body.
 
         Returns:
-            The output of the last of these layers, or what the step returns.
+            The output of the last of these layers, or what the step returns; on the first stage :data:`NOTHING` if it
+            does not call the body.
 
         Raises:
             BodyCallError: If the step does not call the body exactly once.
@@ -331,6 +335,8 @@ class BodyCut:
             self._call = None
             for hook in call.hooks:
                 hook.remove()
+        if may_skip and value is None and call.count == 0 and (unwinds or inputs is NOTHING):
+            return NOTHING if unwinds else None
         if unwinds or call.count != 1:
             raise BodyCallError(body_call_text(self._name, step.__name__, call.count))
         return value

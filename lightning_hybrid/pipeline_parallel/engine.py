@@ -77,7 +77,6 @@ class Engine:
         runs: How many runs have begun.
         channels: The channels of this rank.
         posts_kernels: Whether a posted receive is a kernel of the device, for which a host can come to wait.
-        has_dynamic_shapes: Whether each message has to say its shapes.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class Engine:
         self._rank = rank
         self.channels = dict(channels)
         self.posts_kernels = any(channel.is_on_device for channel in channels.values())
-        self.has_dynamic_shapes = any(channel.has_dynamic_shapes for channel in channels.values())
         self._connected = False
         self._trace = _ignore if trace is None else trace
         self._sends: dict[str, Send] = {}
@@ -160,6 +158,16 @@ class Engine:
     def schedule(self) -> Schedule | None:
         """What runs, or has run last."""
         return None if self._running is None else self._running[0]
+
+    @property
+    def has_dynamic_shapes(self) -> bool:
+        """Whether each message says its shapes, and may be empty; to be changed between runs, on all ranks."""
+        return any(channel.has_dynamic_shapes for channel in self.channels.values())
+
+    @has_dynamic_shapes.setter
+    def has_dynamic_shapes(self, dynamic: bool) -> None:
+        for channel in self.channels.values():
+            channel.has_dynamic_shapes = dynamic
 
     def retire(self) -> None:
         """Wait for every send that is under way."""

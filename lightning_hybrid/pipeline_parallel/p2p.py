@@ -154,8 +154,12 @@ class Channel:
 
     @property
     def has_dynamic_shapes(self) -> bool:
-        """Whether each message has its meta."""
+        """Whether each message has its meta; to be changed between runs, on both sides."""
         return self._dynamic
+
+    @has_dynamic_shapes.setter
+    def has_dynamic_shapes(self, dynamic: bool) -> None:
+        self._dynamic = dynamic
 
     @property
     def is_on_device(self) -> bool:
@@ -191,7 +195,8 @@ class Channel:
 
         Args:
             key: Signature of the message: messages with equal keys have equal metas.
-            leaves: Tensors and values that can be pickled. Tensors may require gradients; they are sent detached.
+            leaves: Tensors and values that can be pickled. Tensors may require gradients; they are sent detached. None
+                at all, where nothing is to be sent; then each message has its meta.
             spec: The tree; ``None`` for a bare list of leaves.
 
         Raises:

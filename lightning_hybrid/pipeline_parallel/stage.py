@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,7 +20,17 @@ Message = tuple[list[Any], TreeSpec]
 """What goes from stage to stage: the leaves of a tree, and the tree. Tensors that require grad get a gradient back."""
 
 Gradients = list[Tensor | None]
-"""What comes back: one gradient per leaf of the message, ``None`` for leaves without one."""
+"""What comes back: one gradient per leaf of the message, ``None`` for leaves without one; an empty list where the
+microbatch has no loss."""
+
+
+class Nothing(Enum):
+    """The value of a stage where a step that has no loss ends before the layers of the stage, or before its loss."""
+
+    NOTHING = "nothing"
+
+
+NOTHING = Nothing.NOTHING
 
 Root = Any
 """Where backward starts: an output (a tensor), or the gradient edge that names one without its data."""
@@ -61,9 +72,9 @@ class Stage:
             message: What the stage before made; ``None`` on the first stage.
 
         Returns:
-            The inputs of the layers.
+            The inputs of the layers; :data:`NOTHING` if the message is empty.
         """
-        inputs, sources = _enter(message)
+        inputs, sources = (NOTHING, []) if _is_empty(message) else _enter(message)
         self._kept[microbatch] = _Kept(sources)
         return inputs
 
@@ -72,19 +83,28 @@ class Stage:
 
         Args:
             microbatch: Index of the microbatch.
-            outputs: Of the layers.
+            outputs: Of the layers; :data:`NOTHING` if they have not run.
 
         Returns:
             The outputs. They are still attached to the graph: drop them once they are handed on.
         """
+        if outputs is NOTHING:
+            self._kept[microbatch].has_loss = False
+            return [], EMPTY
         leaves, spec = ([outputs], LEAF) if isinstance(outputs, Tensor) else flatten(outputs)
         self._kept[microbatch].roots = [_root(leaf) for leaf in leaves]
         return leaves, spec
 
     def leave_with_loss(self, microbatch: int, loss: Any) -> None:
-        """End such a forward on the last stage, where the loss (a scalar) is what backward begins with."""
+        """End such a forward on the last stage, where the loss (a scalar) is what backward begins with.
+
+        Args:
+            microbatch: Index of the microbatch.
+            loss: The loss; :data:`NOTHING` if the microbatch has none.
+        """
         # Everything may be frozen: then there is nothing to do in backward.
         self._kept[microbatch].loss = loss if _requires_grad(loss) else None
+        self._kept[microbatch].has_loss = loss is not NOTHING
 
     def inputs(self, message: Message | None) -> Any:
         """The inputs of the layers for a forward without a backward, of which nothing is kept."""
@@ -105,6 +125,8 @@ class Stage:
         """
         kept = self._kept.pop(microbatch)
         sources, roots, loss = kept.sources, kept.roots, kept.loss
+        if not kept.has_loss or (roots and gradients == []):
+            return []  # not zeros: where activations are not finite, gradients would be NaN
         if loss is not None:
             if loss.numel() != 1 or not loss.is_floating_point():
                 raise ValueError(f"the loss must be a real scalar, got {loss.dtype} of shape {list(loss.shape)}")
@@ -158,6 +180,7 @@ class _Kept:
     sources: list[Tensor | _Source | None]
     roots: list[Root | None] = field(default_factory=list)
     loss: Tensor | None = None
+    has_loss: bool = True
 
 
 def _enter(message: Message | None) -> tuple[Any, list[Tensor | _Source | None]]:
@@ -179,6 +202,10 @@ def _enter(message: Message | None) -> tuple[Any, list[Tensor | _Source | None]]
         inputs.append(leaf)
         sources.append(source)
     return (inputs[0] if spec.kind is None else unflatten(inputs, spec)), sources
+
+
+def _is_empty(message: Message | None) -> bool:
+    return message is not None and not message[0] and message[1] == EMPTY
 
 
 def _root(leaf: Any) -> Root | None:
@@ -209,5 +236,6 @@ class _Identity(torch.autograd.Function):
         return None, None, None
 
 
+EMPTY = TreeSpec.of(Nothing, (), ())
 _RUN_BACKWARD = _find_run_backward()
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)

@@ -53,7 +53,7 @@ from lightning_hybrid.trainer.batch_hooks import pinned
 from lightning_hybrid.trainer.debug.desync import DesyncDetector
 from lightning_hybrid.trainer.debug.nonfinite_gradients import GradientWatch, NonfiniteGuard, NonfiniteWarning
 from lightning_hybrid.trainer.exceptions import print_shortly, stops_together
-from lightning_hybrid.trainer.optimization import GlobalBatch, PipelineClosure, check_accumulation
+from lightning_hybrid.trainer.optimization import GlobalBatch, ReplicaClosure, check_accumulation
 from lightning_hybrid.trainer.precision import adapt, autocasts, check_master_weights, check_optimizer, scale_half
 
 
@@ -503,8 +503,10 @@ class HybridStrategy(ReplicaCollectives):
         self.setup_precision_plugin()
         if fitting:
             lightning_internals.move_optimizer_states(self.optimizers, self.root_device)
-            if self.attached.is_cut:
-                lightning_internals.replace_closure(trainer, PipelineClosure)
+            closure = partial(
+                ReplicaClosure, backward_without_loss=self._backward_without_loss, is_cut=self.attached.is_cut
+            )
+            lightning_internals.replace_closure(trainer, closure)
         self._run.install(trainer, self._guard_steps() if fitting else None)
         if self.attached.is_cut:
             self.remember_log_dir(trainer)
@@ -641,6 +643,17 @@ class HybridStrategy(ReplicaCollectives):
         run = partial(plugin.backward, closure_loss, module, optimizer, *args, **kwargs)
         self.run.training_step.backward(run, reduce=not self._sync_blocked)
         return plugin.post_backward(closure_loss, module)
+
+    def _backward_without_loss(self) -> bool:
+        """Take part in what the others send, where this replica has no loss; return whether one of them has."""
+        if not self.run.training_step.backward(None, reduce=not self._sync_blocked):
+            return False
+        plugin, nothing = self.precision_plugin, torch.zeros((), device=self.root_device)
+        scaler = getattr(plugin, "scaler", None)
+        if scaler is not None:
+            scaler.scale(nothing)  # it gets ready at the first loss
+        plugin.post_backward(nothing, self._module)  # for hooks that look at the gradients
+        return True
 
     @contextmanager
     @override

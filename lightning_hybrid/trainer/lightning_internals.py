@@ -34,6 +34,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.call import _call_strategy_hook
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
     _ResultCollection,
@@ -619,10 +620,11 @@ def set_sampler_epoch(loader: object, epoch: int) -> None:
 # -- optimization and precision ----------------------------------------------------------------------------------------
 
 
-def replace_closure(trainer: Trainer, closure: type[Closure] = Closure) -> None:
+def replace_closure(trainer: Trainer, closure: Callable[..., Closure] = Closure) -> None:
     """Have automatic optimization call another closure; Lightning's own ``Closure`` puts its loop back.
 
-    Lightning zeroes gradients between step and backward, which would wipe what a schedule of both has computed.
+    Lightning zeroes gradients between step and backward, which would wipe what a schedule of both has computed. And
+    with several processes it refuses a step that returns ``None``.
 
     Args:
         trainer: The Trainer.
@@ -630,9 +632,10 @@ def replace_closure(trainer: Trainer, closure: type[Closure] = Closure) -> None:
 
     Touches: ``_TrainingEpochLoop.automatic_optimization`` (replaced; its progress, which checkpoints know, stays),
         ``_AutomaticOptimization`` (a subclass), ``_make_closure``, ``_make_step_fn``, ``_make_backward_fn``,
-        ``_make_zero_grad_fn``, ``_skip_backward``.
+        ``_make_zero_grad_fn``, ``_skip_backward``, ``_training_step`` (replaced), ``output_result_cls``,
+        ``lightning.pytorch.trainer.call._call_strategy_hook``.
 
-    Without: automatic optimization cannot train with a pipeline.
+    Without: automatic optimization cannot train with a pipeline, nor skip a step with replicas.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     former = epoch_loop.automatic_optimization
@@ -646,7 +649,7 @@ def replace_closure(trainer: Trainer, closure: type[Closure] = Closure) -> None:
 class _OptimizationBy(_AutomaticOptimization):
     """Lightning's loop with another closure."""
 
-    def __init__(self, trainer: Trainer, closure: type[Closure]) -> None:
+    def __init__(self, trainer: Trainer, closure: Callable[..., Closure]) -> None:
         super().__init__(trainer)
         self.closure = closure
 
@@ -656,6 +659,11 @@ class _OptimizationBy(_AutomaticOptimization):
             backward_fn=self._make_backward_fn(optimizer),
             zero_grad_fn=self._make_zero_grad_fn(batch_idx, optimizer),
         )
+
+    def _training_step(self, kwargs: OrderedDict[str, Any]) -> Any:
+        output = _call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        self.trainer.strategy.post_training_step()
+        return self.output_result_cls.from_training_step_output(output, self.trainer.accumulate_grad_batches)
 
 
 def is_about_several_optimizers(error: Exception) -> bool:

@@ -15,15 +15,16 @@ from lightning_hybrid.config import accumulated_batches
 from lightning_hybrid.distributed.agreement import agree, check_equal
 
 
-class PipelineClosure(Closure):
-    """Zeroes the gradients, runs the step - in which the gradients come to be - and then calls the backward hooks.
-
-    Lightning zeroes gradients *between* step and backward, which would wipe what a schedule has computed.
+class ReplicaClosure(Closure):
+    """Zeroes the gradients, and runs step and backward; without a loss this replica takes part in that of the others.
 
     Args:
-        step_fn: Runs the schedule.
-        backward_fn: Calls the backward hooks; ``None`` to skip them.
+        step_fn: Runs the step.
+        backward_fn: Runs the backward of a loss; ``None`` to skip it.
         zero_grad_fn: Zeroes the gradients; ``None`` to accumulate.
+        backward_without_loss: Runs the backward where this replica has no loss, and tells whether another one has.
+        is_cut: Whether gradients come to be in the step. Lightning zeroes them *between* step and backward, which would
+            wipe what a schedule has computed.
     """
 
     def __init__(
@@ -31,19 +32,36 @@ class PipelineClosure(Closure):
         step_fn: Callable[[], ClosureResult],
         backward_fn: Callable[[Tensor], None] | None = None,
         zero_grad_fn: Callable[[], None] | None = None,
+        *,
+        backward_without_loss: Callable[[], bool],
+        is_cut: bool,
     ) -> None:
         super().__init__(step_fn, backward_fn, zero_grad_fn)
-        self._step, self._call_backward_hooks, self._zero_grad = step_fn, backward_fn, zero_grad_fn
+        self._step, self._backward, self._zero_grad = step_fn, backward_fn, zero_grad_fn
+        self._backward_without_loss, self._is_cut = backward_without_loss, is_cut
+        self._stand_in: Tensor | None = None
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         """Run what an optimizer step needs."""
-        if self._zero_grad is not None:
+        if self._zero_grad is not None and self._is_cut:
             self._zero_grad()
         result = self._step()
-        if self._call_backward_hooks is not None and result.closure_loss is not None:
-            self._call_backward_hooks(result.closure_loss)
+        if result.closure_loss is None:
+            self.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
+        if self._zero_grad is not None and not self._is_cut:
+            self._zero_grad()
+        self._stand_in = None
+        if self._backward is not None and result.closure_loss is not None:
+            self._backward(result.closure_loss)
+        elif self._backward is not None and self._backward_without_loss():
+            self._stand_in = torch.zeros(())
         return result
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return the loss for the optimizer; 0 if another replica has one, as ``None`` skips the step under fp16."""
+        loss: Tensor | None = super().__call__(*args, **kwargs)
+        return self._stand_in if loss is None else loss
 
 
 class GlobalBatch(Callback):

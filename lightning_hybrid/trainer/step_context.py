@@ -300,6 +300,11 @@ class StepContext:
             self._recorder.next_microbatch(keep=keep)
         self.streams.seed_user(*coordinates)
 
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank gives what the step returned to the others of its model group."""
+        return self._results.is_source
+
     def unfollowed(self) -> AbstractContextManager[None]:
         """Inside, nothing that runs is part of the user's step."""
         return self.frame.unfollowed()

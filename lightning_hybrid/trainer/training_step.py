@@ -15,8 +15,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hybrid.config import HybridConfig
-from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.data_parallel.grad_sync import GradientSync, LeftOut, Rest
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.engine import Compute, Profile
@@ -32,6 +33,7 @@ from lightning_hybrid.pipeline_parallel.splitting.microbatch import (
     split_into,
 )
 from lightning_hybrid.pipeline_parallel.splitting.split_watch import SplitWatch
+from lightning_hybrid.pipeline_parallel.stage import NOTHING, Nothing
 from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
 from lightning_hybrid.trainer.losses.loss_weights import (
     AccumulationWindow,
@@ -41,12 +43,18 @@ from lightning_hybrid.trainer.losses.loss_weights import (
     weighted_sum,
 )
 from lightning_hybrid.trainer.losses.power_iterations import PowerIterations
+from lightning_hybrid.trainer.losses.returned_none import may_return_none
 from lightning_hybrid.trainer.microbatch_comparison import MicrobatchComparison
 from lightning_hybrid.trainer.precision import SharedCasts
 from lightning_hybrid.trainer.results.logging import Log, merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
 
+_UNEXPECTED_NONE = (
+    "`training_step` returned None, and no `return None` is written in it. With a pipeline the stages before the last"
+    " one have to know that this may happen. Write it there, not in a function that it calls, such as `if loss is None:"
+    " return None`, or set HybridStrategy(dynamic_shapes=True)."
+)
 _TRAINING = 0  # tells the random numbers of training from those of evaluation
 
 
@@ -85,6 +93,11 @@ class TrainingStep:
         self._traffic = TrafficWatch(context.mesh, context.engine, config.rank_order)
         self._num_microbatches = num_microbatches = config.num_microbatches
         self._window = AccumulationWindow(context.device)
+        self._left_out = LeftOut(context.mesh)
+        self._rest: Rest | None = None
+        # Then messages between stages say whether there is something; gradients of zero would be NaN where the loss is.
+        self._may_skip = config.dynamic_shapes or may_return_none(type(context.module))
+        context.engine.has_dynamic_shapes = self._may_skip
         self._casts = SharedCasts(context.device.type, grad_sync.local_parameters) if shares_casts else None
         self._batch_norms = batch_norms(context.module) if num_microbatches > 1 else []
         self._limits = config.auto_microbatches and bool(self._batch_norms)
@@ -125,6 +138,7 @@ class TrainingStep:
 
         Returns:
             What `training_step` returned, merged over the microbatches: the same on every rank, without a graph.
+            ``None`` if it returned that for each of them.
         """
         context, grad_sync = self._context, self._grad_sync
         if backward and (self.schedules.is_choosing or self._traffic.is_counting):
@@ -151,9 +165,20 @@ class TrainingStep:
             microbatches = list(map(self._to_device, microbatches))
         shares, factors = self._shares(counts, weights, windowed=windowed)
         outputs: list[Any] = []
+        self._rest, left_out = None, self._left_out
+        if is_first:
+            left_out.begin()
 
-        def loss_of(microbatch: int, value: Any) -> Tensor:
+        def loss_of(microbatch: int, value: Any) -> Tensor | Nothing:
             outputs.append(value)
+            if backward and len(outputs) == len(factors):
+                self._note_left_out(outputs, factors)
+                if reduce and context.is_source:
+                    left_out.ask()
+            if value is None:
+                if context.num_ranks > 1 and not self._may_skip:
+                    raise WrongUseError(_UNEXPECTED_NONE)
+                return NOTHING
             loss = self._checked(_loss_of(value))
             if backward and not loss.requires_grad:
                 _check_graphs(outputs, len(factors), each=context.num_stages > 1 and context.frame.remembers)
@@ -179,10 +204,26 @@ class TrainingStep:
                         **grad_sync.backward_hooks,
                     )
             # The last stage is done before the first one, and sends the result while that is at its last backward.
-            value = context.share(lambda: (_merge(outputs, counts, shares), self._merge_logs(records, counts, weights)))
+            value, self._rest = context.share(
+                lambda: (
+                    (
+                        _merge(outputs, counts, shares, is_mean=self._comparison.loss_reduction == "mean"),
+                        left_out.settle() if reduce else None,
+                    ),
+                    self._merge_logs(records, counts, weights),
+                )
+            )
             if reduce:
                 self._reduce(accumulated, windowed=windowed)
         return value
+
+    def _note_left_out(self, outputs: Sequence[Any], factors: Sequence[float | Tensor]) -> None:
+        """Note what the microbatches of a batch weigh that have a loss."""
+        kept = [factor for output, factor in zip(outputs, factors, strict=True) if output is not None]
+        if self._comparison.loss_reduction == "sum":  # what has no loss adds nothing to that of its replica
+            self._left_out.add(float(bool(kept)), 1.0, is_whole=bool(kept))
+        else:
+            self._left_out.add(sum(kept), sum(factors), is_whole=len(kept) == len(factors))
 
     def _modules_of_stages(self) -> dict[int, list[nn.Module]]:
         """Return the layers of each stage of this rank, and the modules around them at the ends of the model."""
@@ -230,8 +271,13 @@ class TrainingStep:
 
     def _reduce(self, accumulated: int, *, windowed: bool) -> None:
         """Sum and average the gradients; a window of weights ends there."""
+        scale: Tensor | float | None = None if self._rest is None else self._rest.scale
+        if windowed:
+            scale = self._window.close(accumulated) * (1.0 if scale is None else scale)
         with self._context.range("reduce"):
-            self._grad_sync.finish(scale=self._window.close(accumulated) if windowed else None)
+            self._grad_sync.finish(scale=scale)
+        if self._rest is not None and self._rest.scale == 0:
+            self._grad_sync.discard()  # stages before the last one have zeros
         if windowed:
             self._window = AccumulationWindow(self._context.device)
 
@@ -254,7 +300,7 @@ class TrainingStep:
         arguments: Sequence[Any],
         step: int,
         precision: Callable[[], AbstractContextManager[None]],
-        loss_of: Callable[[int, Any], Tensor],
+        loss_of: Callable[[int, Any], Tensor | Nothing],
         plans: Sequence[FramePlan],
         *,
         draws_alike: bool = False,
@@ -266,7 +312,7 @@ class TrainingStep:
             arguments: Of the user's `training_step`, beside the batch.
             step: The number of the batch since training began.
             precision: The precision plugin's context.
-            loss_of: Makes the loss of a microbatch of the value of the step.
+            loss_of: Makes the loss of a microbatch of the value of the step; :data:`NOTHING` if it has none.
             plans: What stages do in the step of each microbatch, if it is followed.
             draws_alike: If True, all microbatches draw the same random numbers, and each is a step by itself.
         """
@@ -284,6 +330,10 @@ class TrainingStep:
             if plan is not None and plan.of_layers:
                 zero.unshard_layers()
             run_layers = partial(context.run_layers, stage, context.streams.layers(stage, *coordinates))
+            if inputs is NOTHING:
+                zero.forward_ends_early(stage)
+                if not is_last:
+                    return NOTHING
             if self._iterations.stages:
                 self._iterations.begin(stage, 0 if draws_alike else microbatch)
             with precision(), nullcontext() if casts is None else casts.forward(stage):
@@ -292,7 +342,14 @@ class TrainingStep:
                 context.enter_user_code(*coordinates, keep=is_last)
                 of_microbatch = self._to_device(microbatches[microbatch]), *arguments
                 if frame.body_cut is not None:
-                    value = frame.body_cut.run(user_step, of_microbatch, run_layers, inputs, unwinds=stage == 0)
+                    value = frame.body_cut.run(
+                        user_step, of_microbatch, run_layers, inputs, unwinds=stage == 0, may_skip=True
+                    )
+                    if value is NOTHING:
+                        if not self._may_skip:
+                            raise WrongUseError(_UNEXPECTED_NONE)
+                        zero.forward_ends_early(stage)
+                        return NOTHING
                 elif plan is not None:
                     part = stage, user_step, of_microbatch, context.received(inputs)
                     value = frame.run_frame(plan, *part, *coordinates, fetched=fetched, skipped=skipped[microbatch])
@@ -401,7 +458,7 @@ class TrainingStep:
             run: Calls each forward of each stage, perhaps twice; takes the number of a batch and the forward.
 
         Returns:
-            The losses, on the last stage; and what each batch logged.
+            The losses, on the last stage and if each batch has one; and what each batch logged.
         """
         context, plans = self._context, list[FramePlan]()
         batches = list(map(self._to_device, batches))
@@ -414,8 +471,8 @@ class TrainingStep:
             if context.frame.is_followed:
                 plans = self._frame_plans(batches, others, step, precision, draws_alike=True)
 
-            def loss_of_value(number: int, value: Any) -> Tensor:
-                return loss_of(number, _loss_of(value))
+            def loss_of_value(number: int, value: Any) -> Tensor | Nothing:
+                return NOTHING if value is None else loss_of(number, _loss_of(value))
 
             forward = self._make_compute(batches, others, step, precision, loss_of_value, plans, draws_alike=True)
 
@@ -431,7 +488,7 @@ class TrainingStep:
 
             keys = context.keys(("comparison", context.version(gradients=True)), signatures(batches), plans)
             losses = context.engine.run(self._find_schedule(keys, (True, True), backward=False), compute, keys)
-        return losses, records
+        return [] if any(loss is NOTHING for loss in losses) else losses, records
 
     def _frame_plans(
         self,
@@ -462,13 +519,17 @@ class TrainingStep:
                     context.frame.note_use(user_step, given, *coordinates, key=key)
         return plans
 
-    def backward(self, run: Callable[[], None], *, reduce: bool) -> None:
-        """Nothing: the schedule has run it.
+    def backward(self, run: Callable[[], None] | None, *, reduce: bool) -> bool:
+        """Do nothing: the schedule has run it.
 
         Args:
-            run: Lightning's backward of the loss.
+            run: Lightning's backward of the loss; ``None`` if there is no loss.
             reduce: Whether gradients shall be averaged.
+
+        Returns:
+            Whether a replica has a loss, as far as they have told each other.
         """
+        return run is not None or (self._rest is not None and self._rest.has_loss)
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
         context, user_split = self._context, getattr(self._context.module, "split_batch", None)
@@ -530,6 +591,7 @@ class UncutTrainingStep:
     Args:
         module: The user's module.
         grad_sync: Averages the gradients. Parameters stay unsharded until after the backward.
+        mesh: The ranks.
         around_forwards: Around forwards: what layers keep for backward, and where.
 
     Attributes:
@@ -540,16 +602,21 @@ class UncutTrainingStep:
         self,
         module: LightningModule,
         grad_sync: GradientSync,
+        mesh: Mesh,
         around_forwards: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._module, self._grad_sync, self._around_forwards = module, grad_sync, around_forwards
         self.anomaly: AnomalyDetector | None = None
+        self._left_out = LeftOut(mesh)
+        self._rest: Rest | None = None
 
     def __call__(
         self,
         *arguments: Any,
         precision: Callable[[], AbstractContextManager[None]],
+        is_first: bool,
         backward: bool,
+        reduce: bool,
         **others: Any,
     ) -> Any:
         """Run one batch forward; arguments as for :class:`TrainingStep`, of which the others do not matter here."""
@@ -565,27 +632,43 @@ class UncutTrainingStep:
         except BaseException:
             zero.abandon()
             raise
-        if output is None or not backward or not self._module.automatic_optimization:
+        if not backward or not self._module.automatic_optimization:
             zero.close()
+            return output
+        self._rest = None
+        if is_first:
+            self._left_out.begin()
+        self._left_out.add(float(output is not None), 1.0, is_whole=output is not None)
+        if output is None and zero.is_active:
+            zero.forward_ends_early(0)
+        if reduce:
+            self._left_out.ask(waits=output is None)
         return output
 
-    def backward(self, run: Callable[[], None], *, reduce: bool) -> None:
+    def backward(self, run: Callable[[], None] | None, *, reduce: bool) -> bool:
         """Run Lightning's backward, and average the gradients.
 
         Args:
-            run: Lightning's backward of the loss.
+            run: Lightning's backward of the loss; ``None`` if there is no loss, and this replica takes part in what the
+                others send.
             reduce: Whether gradients shall be averaged now, and not accumulated.
+
+        Returns:
+            As of :meth:`TrainingStep.backward`.
         """
-        grad_sync = self._grad_sync
+        grad_sync, is_automatic = self._grad_sync, self._module.automatic_optimization
         grad_sync.reduces = reduce
         grad_sync.backward_begins(0, is_last=True)
-        with _looking(self.anomaly):
-            run()
+        if run is not None:
+            with _looking(self.anomaly):
+                run()
         grad_sync.backward_ends(0, is_last=True)
         if reduce:
-            grad_sync.finish()
-        if self._module.automatic_optimization:
+            self._rest = self._left_out.settle() if is_automatic else None
+            grad_sync.finish(scale=None if self._rest is None else self._rest.scale)
+        if is_automatic:
             grad_sync.zero.close()
+        return run is not None or (self._rest is not None and self._rest.has_loss)
 
 
 def _looking(anomaly: AnomalyDetector | None) -> AbstractContextManager[None]:
@@ -602,8 +685,17 @@ def _scaled(loss: Tensor, factor: float | Tensor, accumulated: int, scale: Calla
     return loss if scale is None else scale(loss)
 
 
-def _merge(outputs: Sequence[Any], counts: Sequence[int], shares: Sequence[float | Tensor]) -> Any:
-    """What the step returned, as if it had run once: the loss, or a dictionary with it."""
+def _merge(outputs: Sequence[Any], counts: Sequence[int], shares: Sequence[float | Tensor], *, is_mean: bool) -> Any:
+    """What the step returned, as if it had run once: the loss, or a dictionary with it; ``None`` if nothing has one."""
+    kept = [index for index, output in enumerate(outputs) if output is not None]
+    if not kept:
+        return None
+    if len(kept) < len(outputs):
+        outputs, counts = [outputs[index] for index in kept], [counts[index] for index in kept]
+        shares = [shares[index] for index in kept]
+        if is_mean:
+            total = sum(shares)
+            shares = [share / total if isinstance(total, Tensor) or total else 0.0 for share in shares]
     losses = [_loss_of(output).detach() for output in outputs]
     if isinstance(shares[0], Tensor):
         loss = weighted_sum(losses, shares)
@@ -623,7 +715,8 @@ def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) 
     Raises:
         WrongUseError: If none of the microbatches has a graph, or ``each`` should have.
     """
-    if not each and (len(outputs) < num_microbatches or any(_loss_of(output).requires_grad for output in outputs)):
+    losses = [_loss_of(output) for output in outputs if output is not None]
+    if not each and (len(outputs) < num_microbatches or any(loss.requires_grad for loss in losses)):
         return
     raise WrongUseError(
         "The loss of `training_step` has no graph, so nothing would be trained: no parameter that it depends on"
@@ -647,16 +740,9 @@ def _loss_of(output: Any) -> Tensor:
     """The loss in what `training_step` returned.
 
     Raises:
-        RuntimeError: If it returned ``None``; Lightning does not allow that in distributed training either.
         MisconfigurationException: If there is no loss in it.
         WrongUseError: If the loss has no value on this rank.
     """
-    if output is None:
-        raise RuntimeError(
-            "Skipping the `training_step` by returning None in distributed training is not supported."
-            " It is recommended that you rewrite your training logic to avoid having to skip the step in the first"
-            " place."
-        )
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise MisconfigurationException(

@@ -233,6 +233,13 @@ class ZeroParameters:
         if self._reshards_now and stage in self._stage_prefetchers:
             self._stage_prefetchers[stage].begin()
 
+    def forward_ends_early(self, stage: int) -> None:
+        """The layers of a stage do not run for this microbatch: take part now in what replicas wait for that do."""
+        if not self._reshards_now:
+            self._prefetcher.finish()
+        elif stage in self._stage_prefetchers:
+            self._stage_prefetchers[stage].finish()
+
     def backward_begins(self, stage: int) -> None:
         """A backward of a stage begins."""
         if not self._reshards_now:
@@ -373,4 +380,4 @@ class NoZero:
     open = close = abandon = follow = remove = unshard_layers = _nothing
 
     # Not called in a step, where even nothing takes time: see `is_active`.
-    forward_begins = backward_begins = backward_ends = _nothing
+    forward_begins = forward_ends_early = backward_begins = backward_ends = _nothing

@@ -1,0 +1,33 @@
+"""Steps that return ``None``: found in the code of `training_step` before it runs."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from types import FunctionType
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+
+def may_return_none(kind: type[Any]) -> bool:
+    """Return whether a ``return None``, or an end without a value, is written in the `training_step` of a class.
+
+    Where it is only in a function that the step calls, or the value of a variable, it is not found.
+    """
+    steps = [vars(base).get("training_step") for base in kind.__mro__ if base is not LightningModule]
+    return any(_returns_none(inspect.unwrap(step)) for step in steps if step is not None)
+
+
+def _returns_none(function: Any) -> bool:
+    if not isinstance(function, FunctionType):
+        return False
+    before = None
+    for instruction in dis.get_instructions(function):
+        is_constant = before is not None and before.opname == "LOAD_CONST" and before.argval is None
+        if instruction.opname == "RETURN_CONST" and instruction.argval is None:  # of Python 3.12 and 3.13
+            return True
+        if instruction.opname == "RETURN_VALUE" and is_constant:
+            return True
+        before = instruction
+    return False
