@@ -32,7 +32,7 @@ from lightning_hybrid.checkpoint.weights.weights import Source
 from lightning_hybrid.config import HybridConfig, preferred, resolve_sizes, usual_microbatches, with_context_axis
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.data_parallel.master_weights import MasterWeights
-from lightning_hybrid.distributed.dtensor import keeping_marks
+from lightning_hybrid.distributed.dtensor import moving
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.connections import Connections
@@ -483,7 +483,7 @@ class HybridStrategy(ReplicaCollectives):
         assert self.model is not None
         self._convert_module()
         self._has_precision = True
-        with keeping_marks(self.model):
+        with moving(self.model):
             self.model_to_device()
         self.attached.master_weights.to(self.root_device)
         self._run = Run(
@@ -514,7 +514,7 @@ class HybridStrategy(ReplicaCollectives):
         assert self.model is not None
         if self.settings.master_weights:
             self.attached.master_weights = MasterWeights(self.model)
-        with keeping_marks(self.model):
+        with moving(self.model):
             self.model = self.precision_plugin.convert_module(self.model)
 
     @override
@@ -582,7 +582,7 @@ class HybridStrategy(ReplicaCollectives):
         module = self._lightning_module
         if module is not None and lacks_values(module):  # after an error, which torch's about moving it would hide
             self._lightning_module = None
-        with keeping_marks(module):
+        with moving(module):
             super().teardown()
         self._lightning_module = module
         if self.settings.gather_module_on_teardown and module is not None and not module.trainer.interrupted:
