@@ -285,3 +285,37 @@ def test_other_numbers_are_refused_in_words(ranks: Pools, what: str, layout: str
     size, replicas, arguments = LAYOUTS[layout]
     for text in ranks(size, lightning=True).run(refused, what, arguments, replicas):
         assert words in text
+
+
+# -- master weights ----------------------------------------------------------------------------------------------------
+
+
+class Masters(Encoder):
+    """Halves the head's weights, in their masters in float32."""
+
+    def on_train_start(self) -> None:
+        with whole_parameters(self, self.head, writes=True):
+            self.seen += [self.head.weight.dtype, self.head.weight.detach().clone()]
+            self.head.weight.detach().mul_(1 / 3)
+        with whole_parameters(self):
+            self.seen += [self.head.weight.detach().clone(), {p.dtype for p in self.parameters()}]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with whole_parameters(self, gradients=True):
+            assert self.embed.weight.grad is not None
+            assert self.embed.weight.grad.dtype == torch.float32
+
+
+def fitted_masters(layout: Mapping[str, Any]) -> list[Any]:
+    module = Masters().float()
+    data = DataLoader(TensorDataset(torch.randn(SAMPLES, 5).bfloat16(), torch.randint(3, (SAMPLES,))), 4)
+    make_trainer({**layout, "master_weights": True}, precision="bf16-true", max_steps=1).fit(module, data)
+    return module.seen
+
+
+@pytest.mark.parametrize("layout", ["pp2", "zero2"])
+def test_whole_parameters_are_the_masters(ranks: Pools, layout: str) -> None:
+    size, _, arguments = LAYOUTS[layout]
+    weight = Encoder().float().head.weight.detach()
+    for seen in ranks(size, lightning=True).run(fitted_masters, arguments):
+        assert_same(seen, [torch.float32, weight, weight * (1 / 3), {torch.float32}], rtol=1e-7)
